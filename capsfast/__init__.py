@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from . import adopt, compat, export, models
     from .adopt import accelerate, identify
 
-# What is imported when it is first asked for: a name here, and the module that it is, or that has it.
+# Imported at first use: a public name, and the module that it is or that defines it.
 _LATER = {name: name for name in ("adopt", "compat", "export", "models")} | {"accelerate": "adopt", "identify": "adopt"}
 
 

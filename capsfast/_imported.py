@@ -1,4 +1,4 @@
-"""Paths such as "my_module.MyRouting": how command lines and checkpoints name a user's classes and functions."""
+"""Paths such as "my_module.MyRouting", by which command lines and checkpoints name a user's classes and functions."""
 
 import inspect
 import os
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def by_path(op: str, path: str) -> Any:
-    """The class or function at a path such as ``my_module.MyClass``; the working directory's modules are found too.
+    """The class or function at a path such as ``my_module.MyClass``. The working directory is searched too.
 
     Raises:
-        ValueError: there is none, or its module can't be imported.
+        ValueError: the path names no class or function, or its module can't be imported.
     """
-    # For good: the module may import its neighbours later.
+    # Added to sys.path permanently: the module may import its neighbours later.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -29,7 +29,7 @@ def path_of(op: str, what: str, value: Any) -> str:
     """The dotted path under which another process finds a class or a function.
 
     Raises:
-        ValueError: it has none, as a class that was made inside of a function or typed into an interpreter.
+        ValueError: it has no such path, for example a class defined inside a function or typed into an interpreter.
     """
     path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     module = sys.modules.get(getattr(value, "__module__", ""))

@@ -1,7 +1,7 @@
-"""How capsfast is installed: what every message that recommends it says. No package index has it."""
+"""The command that installs capsfast, for messages. No package index has capsfast."""
 
 
 def in_the_checkout(extra: str = "") -> str:
-    """The command, with an extra such as "train"."""
+    """The command, with an optional extra such as "train"."""
     what = f'".[{extra}]"' if extra else "."
     return f"in the checkout: pip install --no-build-isolation --editable {what}"

@@ -1,4 +1,4 @@
-"""Keywords that a function or a constructor does not have: the error says which of its own may be meant."""
+"""Errors for unknown keywords of functions and constructors: the message names the keyword that may be meant."""
 
 import difflib
 import inspect
@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypedDict, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What this field calls an argument, by the name here.
+# Argument names of this package, each with the names that other code gives the same argument.
 OTHER_NAMES = {
     "num_iterations": "iterations iters n_iterations n_iters num_iters num_iter routings n_routings num_routing "
     "num_routings n_routing routing_iterations routing_iters num_routing_iterations num_routes r",
@@ -22,7 +22,7 @@ _MEANT = {name: own for own, names in OTHER_NAMES.items() for name in names.spli
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """ " (did you mean num_iterations?)", or "" where nothing comes close."""
+    """Returns " (did you mean num_iterations?)", or "" if no known name is close."""
     own = _MEANT.get(name)
     close = [own] if own in known else difflib.get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""
@@ -33,7 +33,7 @@ def unexpected(name: str, known: Collection[str]) -> str:
 
 
 def takes(signature: inspect.Signature) -> str:
-    """What it is called with: "(u, weight, num_iterations=3) and options by keyword"."""
+    """The signature as text: "(u, weight, num_iterations=3) and options by keyword"."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [
         each.name if each.default is each.empty else f"{each.name}={each.default!r}"
@@ -45,13 +45,13 @@ def takes(signature: inspect.Signature) -> str:
 
 
 class NoMore(TypedDict):
-    """For ``**unknown: Unpack[NoMore]``: no keyword at all, which type checkers hold callers to."""
+    """For ``**unknown: Unpack[NoMore]``: type checkers then refuse every further keyword."""
 
 
 def closed(function: Function) -> Function:
-    """Shows a function without its last parameter ``**unknown``, whose keywords it hands to :func:`refuse`.
+    """Hides the last parameter ``**unknown`` from a function's signature. The function gives it to :func:`refuse`.
 
-    A wrapper that catches TypeError would cost every call up to a microsecond, and torch.compile a frame.
+    A wrapper that catches TypeError would add up to a microsecond to every call, and a frame to torch.compile.
     """
     *own, _ = inspect.signature(function).parameters.values()
     function.__signature__ = inspect.signature(function).replace(parameters=own)  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def closed(function: Function) -> Function:
 
 
 def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Shows a function with the keywords of another one, to which it hands its last parameter ``**options``."""
+    """Replaces ``**options`` in a function's signature by the keywords of ``other``, which receives them."""
 
     def shown(function: Function) -> Function:
         *own, _ = inspect.signature(function).parameters.values()
@@ -75,7 +75,7 @@ def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function
 def check(function: Callable[..., Any], given: Mapping[str, object], known: type, op: str = "") -> None:
     """
     Raises:
-        TypeError: a keyword that the TypedDict ``known`` has not.
+        TypeError: a keyword is not in the TypedDict ``known``.
     """
     unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
     if unknown:
@@ -85,7 +85,7 @@ def check(function: Callable[..., Any], given: Mapping[str, object], known: type
 def refuse(function: Callable[..., Any], unknown: Mapping[str, object], op: str = "") -> NoReturn:
     """
     Raises:
-        TypeError: with the first of the unknown keywords.
+        TypeError: always; the message names the first unknown keyword.
     """
     signature, name = inspect.signature(function), next(iter(unknown))
     op = op or f"capsfast.{function.__name__}"

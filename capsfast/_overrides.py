@@ -1,4 +1,4 @@
-"""What takes the place of a public function: torch.fx's proxies, subclasses of tensors, and modes of both."""
+"""``__torch_function__`` for the public functions: torch.fx proxies, tensor subclasses and modes can replace them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,13 @@ from torch.overrides import handle_torch_function
 
 
 def instead(function: Callable[..., Any], given: dict[str, Any], by_position: int) -> Any:
-    """``function`` as ``__torch_function__`` of its arguments makes it.
+    """Calls ``__torch_function__`` of the arguments instead of ``function``.
 
     Args:
-        function: the public one.
-        given: its ``locals()``, before there is anything else in them: all arguments, none of which is forgotten.
-            Without ``unknown``, the keywords that it has not.
-        by_position: so many are handed on by position, as callers mostly give them, the others by name.
+        function: the public function.
+        given: ``locals()`` of the function, read before it defines anything else, so that no argument is forgotten.
+            ``unknown``, the keywords that the function refuses, is left out.
+        by_position: how many arguments are passed on by position, as most callers give them; the rest by name.
     """
     names = [name for name in given if name != "unknown"]
     positional = [given[name] for name in names[:by_position]]

@@ -1,4 +1,4 @@
-"""Routing by agreement as single passes: what a pass adds up, and the one loop over passes."""
+"""Routing by agreement as single passes: the sums that a pass returns, and the loop over passes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +12,13 @@ from .reference.squash import squash
 
 
 class Moments(NamedTuple):
-    """What a routing pass adds up over the input capsules, in the dtype that sums are formed in.
+    """The sums of a routing pass over the input capsules.
 
-    That is float32 for 16-bit inputs, else their dtype; ``weights`` has the dtype of the inputs.
+    Their dtype is float32 for 16-bit inputs, else the dtype of the inputs; ``weights`` has the dtype of the inputs.
 
-    ``mass [B, J]`` is ``sum_i r``, ``first [B, J, D]`` is ``sum_i r x``, and where they were asked for
-    ``second [B, J, D]`` is ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse [B, I]``, for ``normalize="in"``
-    ``[B, J]``, is the log-sum-exp of the logits.
+    ``mass [B, J]`` is ``sum_i r`` and ``first [B, J, D]`` is ``sum_i r x``. On request, ``second [B, J, D]`` is
+    ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse`` is the log-sum-exp of the logits: ``[B, I]``, or
+    ``[B, J]`` for ``normalize="in"``.
     """
 
     mass: Tensor
@@ -44,12 +44,12 @@ def agree(
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) as single passes: v, and the moments of the last pass.
 
     Args:
-        moments: a pass, of the keywords of :func:`capsfast.routing_pass`.
-        agreement: of a query, ``[B, I, J]``: its products with the votes. Called without gradients.
-        shrink: the squash, in place of that of the options.
+        moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
+        agreement: takes a query and returns its products with the votes, ``[B, I, J]``. Called without gradients.
+        shrink: a squash that replaces the one in the options.
         temperature: divides the logits in the softmax.
         accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
-        passed: to every pass.
+        passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
     shrink = shrink or partial(squash, dim=-1, eps=o.eps, kind=o.squash)
@@ -59,7 +59,7 @@ def agree(
         last = t + 1 == o.num_iterations
         score, prior = query, logits if accumulate or t == 0 else None
         if o.gradient == "last" and last and query is not None and differentiated:
-            # A query would be differentiated with respect to the votes as well.
+            # As a query, the agreement would be differentiated with respect to the votes as well.
             with torch.no_grad():
                 constant = agreement(query)
             score, prior = None, constant if prior is None else prior + constant

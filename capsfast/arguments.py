@@ -1,6 +1,6 @@
-"""The arguments of the public functions: checked here, once, and then handed down as one value.
+"""The arguments of the public functions: checked here once, then passed on as one value.
 
-A :class:`Call` holds what an op computes from: u and weight, or votes; what goes with the capsules; the options.
+A :class:`Call` holds the inputs of an op: u and weight, or votes; the parameters of the capsules; the options.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this orde
 
 
 class _Given:
-    """Stands for the weight of a public function where its first argument is votes. None would be a likely mistake."""
+    """Takes the place of the weight if the first argument is votes. A user may pass None as a weight by mistake."""
 
     def __repr__(self) -> str:
         return "GIVEN"
@@ -29,7 +29,7 @@ GIVEN: Any = _Given()
 
 
 class RoutingParameters(NamedTuple):
-    """What goes with the capsules of a routing, in the order of the op schema; None where there is nothing."""
+    """The tensors beside u and weight of a routing, in the order of the op schema; None if not given."""
 
     logits: Tensor | None = None  # [I, J] or [B, I, J]
     bias: Tensor | None = None  # [J, D]
@@ -38,7 +38,7 @@ class RoutingParameters(NamedTuple):
 
 
 class PassParameters(NamedTuple):
-    """What a pass scores votes against, in the order of the op schema; None where there is nothing of its kind."""
+    """The tensors beside u and weight of a pass, in the order of the op schema; None if not given."""
 
     query: Tensor | None = None  # [B, J, D]
     precision: Tensor | None = None  # [B, J, D]
@@ -56,9 +56,9 @@ class Call:
     """A checked call.
 
     u: ``[B, I, P K]``; without a weight the votes ``[B, I, J or 1, D]`` or ``[B, I, J, D, S]``. weight ``[I or 1, J or
-    1, R, K]``: P poses share it (P is 1 but for pose matrices), and D is P R, the numbers of the P votes one after the
-    other. J: how many output capsules there are. S: positions, each of which is routed for itself; with them all that
-    has an axis B ends in an axis S.
+    1, R, K]``: P poses share it (P is 1 except for pose matrices), and D is P R, the P votes one after the other. J:
+    number of output capsules. S: number of positions, each routed independently; then every tensor with an axis B
+    ends in an axis S.
     """
 
     op: str  # the public function, which errors name
@@ -99,7 +99,7 @@ class Call:
 def unchecked(
     u: Tensor, weight: Tensor | None, parameters: Any, options: Any, J: int | None = None, op: str = "capsfast"
 ) -> Call:
-    """A call of arguments that are known to fit, as the ops take them. J: where all output capsules share the votes."""
+    """A call from arguments that are known to fit. J: only needed if all output capsules share the votes."""
     if weight is None:
         return Call(op, u, weight, parameters, options, u.shape[2] if J is None else J, u.shape[3])
     _, columns, R, K = weight.shape
@@ -115,13 +115,13 @@ def check(
     options: Options | PassOptions,
     J_needed: bool = False,
 ) -> tuple[Call, tuple[int, ...]]:
-    """The arguments of a routing or a pass as one value, and the sizes of the axes of positions. Options are checked.
+    """The checked arguments of a routing or a pass, and the sizes of the axes of positions.
 
-    weight: GIVEN where u are votes. J_needed: where weight or votes are shared by all output capsules, another argument
-    must say how many there are.
+    weight: GIVEN if u are votes. options: already checked. J_needed: if all output capsules share weight or votes,
+    another argument must say how many output capsules there are.
 
     Raises:
-        ValueError, TypeError: something does not fit.
+        ValueError, TypeError: an argument does not fit.
     """
     pairs = zip(parameters._fields, parameters, strict=True)
     given = {name: value for name, value in pairs if value is not None}
@@ -149,10 +149,10 @@ def check(
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
     """u [B, I, K] and weight [I or 1, J, D, K], or pose matrices u [B, I, P, Q] and weight [I or 1, J, Q, R].
 
-    Returns them as the ops take them: pose matrices as u [B, I, P Q] and weight [I or 1, J, R, Q].
+    Returns both in the layout of the ops: pose matrices become u [B, I, P Q] and weight [I or 1, J, R, Q].
     """
     if isinstance(u, Tensor) and isinstance(weight, Tensor) and u.dim() == 3 and weight.dim() == 4:
-        # Nearly every call: nothing can be wrong with it.
+        # The quick check, which nearly every call passes.
         alike = u.dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
         fits = weight.shape[3] == u.shape[2] and (weight.shape[0] == u.shape[1] or weight.shape[0] == 1)
         if alike and fits and u.dtype in checks.FLOATING:
@@ -180,7 +180,7 @@ def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_product(op: str, u: Tensor, weight: Tensor, symbol: str) -> NoReturn:
-    """Whose fault it is that u and weight don't fit; ``symbol`` is the axis that the products sum over, "K" or "Q"."""
+    """Raises the error for u and weight that don't fit; ``symbol`` names the axis that the products sum over."""
     I, size, rows = u.shape[1], u.shape[-1], weight.shape[0]
     got = f"(weight {shape_of(weight)}, u {shape_of(u)})"
     if symbol == "K" and weight.shape[3] == I and rows in (1, size):
@@ -199,7 +199,7 @@ def _refuse_product(op: str, u: Tensor, weight: Tensor, symbol: str) -> NoReturn
 
 
 def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
-    """votes [B, I, J, D] or [B, I, J, D, *spatial], with one axis for all of spatial; and the sizes of spatial."""
+    """votes [B, I, J, D] or [B, I, J, D, *spatial], with spatial flattened to one axis; and the sizes of spatial."""
     if not isinstance(value, Tensor) or value.dim() < 4:
         checks.tensor(op, "votes", value, "[B, I, J, D]")
     assert isinstance(value, Tensor)
@@ -210,9 +210,9 @@ def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
-    """J: the size of ``axis`` of the anchor or, where that is 1, what the first of ``saying`` that is given says.
+    """J: the size of ``axis`` of the anchor. If that is 1, J is read from the first tensor given in ``saying``.
 
-    If none is given and one is ``needed`` that is an error. Whether they agree is seen when their shapes are checked.
+    Raises an error if no tensor is given and J is ``needed``. The check of shapes later finds contradictions.
     """
     J: int = value.shape[axis]
     if J != 1:
@@ -236,9 +236,9 @@ def check_parameters(
     given: Mapping[str, Tensor | None],
     spatial: tuple[int, ...] = (),
 ) -> None:
-    """The arguments beside the anchor tensor, by name, against its ``sizes`` = (B, I, J, D): shapes, dtypes, devices.
+    """Checks shapes, dtypes and devices of the other arguments against the anchor tensor of ``sizes`` (B, I, J, D).
 
-    Those with an axis B may end in the sizes of ``spatial``.
+    Arguments with an axis B may end in the sizes of ``spatial``.
     """
     symbols = dict(zip("BIJD", sizes, strict=True))
     for name, value in given.items():
@@ -276,7 +276,7 @@ def check_parameters(
 
 
 def _is_usual(value: object, wanted: tuple[int, ...], mask: bool, anchor: Tensor) -> bool:
-    """Whether nothing can be wrong with an argument: the check of nearly all, and the quickest."""
+    """The quick check of an argument, which nearly all arguments pass."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != wanted:
         return False
     return value.dtype == (torch.bool if mask else anchor.dtype) and value.device == anchor.device

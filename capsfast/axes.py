@@ -1,4 +1,4 @@
-"""The axes of the arguments beside u and weight or votes, a letter each."""
+"""The axes of all arguments but u, weight and votes, one letter for each axis."""
 
 from torch import Tensor
 
@@ -12,6 +12,6 @@ AXES = {
 
 
 def axes_of(name: str, value: object) -> str:
-    """The axes of an argument, without those of positions."""
+    """The axes of an argument, without the axes of positions."""
     per_sample = isinstance(value, Tensor) and value.dim() > 2
     return "IJ" if name == "logits" and not per_sample else AXES[name]

@@ -1,4 +1,4 @@
-"""Which implementation serves a call: the table of backends, who demands one, and the choice."""
+"""Chooses the backend of a call: the table of backends, demands for a backend, and the choice."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from .options import PassOptions
 
 
 class BackendStatus(NamedTuple):
-    """available: the backend can run here. reason: why it can't, else empty. devices: what it serves."""
+    """available: the backend can run here. reason: why it can't, else "". devices: device types that it serves."""
 
     available: bool
     reason: str
@@ -34,7 +34,7 @@ def _not_by_cuda(call: Call) -> str:
         lacking = [name for name in ("precision", "center", "activation") if getattr(given, name) is not None]
         lacking += ["second"] * options.second
         if lacking:
-            return f"it serves linear passes, those without {', '.join(lacking)}"
+            return f"it serves linear passes, without {', '.join(lacking)}"
         if options.normalize not in ("out", "in"):
             return f"it serves normalize 'out' and 'in', got {options.normalize!r}"
     if call.shared_outputs:
@@ -45,13 +45,13 @@ def _not_by_cuda(call: Call) -> str:
 
 
 class _Backend(NamedTuple):
-    """A row of the table. Each function gives a reason, or "" where there is none.
+    """A row of the table. Each function returns a reason, or "".
 
     Args:
-        devices: types of the devices that it takes tensors from.
-        absent: why it can't run here.
-        unsuitable: why it can't run on this GPU.
-        refuses: why it can't serve this call.
+        devices: device types of the tensors that the backend takes.
+        absent: why the backend can't run here.
+        unsuitable: why the backend can't run on this GPU.
+        refuses: why the backend can't serve this call.
     """
 
     devices: tuple[str, ...]
@@ -60,8 +60,8 @@ class _Backend(NamedTuple):
     refuses: Callable[[Call], str] | None = None
 
 
-# In the order in which backend=None tries them. On a GPU Triton goes first wherever it serves: no record says yet which
-# of the two is faster (docs/routing.md). A lambda looks its function up at each call, so that a test can replace it.
+# backend=None tries them in this order. On a GPU Triton goes first: no record says yet which of the two is faster
+# (docs/routing.md). The lambdas look their function up at each call, so that a test can replace it.
 BACKENDS = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
     "triton": _Backend(
@@ -78,9 +78,9 @@ def _devices(name: str) -> tuple[str, ...]:
 
 
 def backends() -> dict[str, BackendStatus]:
-    """Every backend by name, and for each absent one the reason.
+    """The status of every backend by name, with the reason if it is not available.
 
-    They are in the order in which ``backend=None`` tries them. "reference" serves every call.
+    ``backend=None`` tries the backends in this order. "reference" serves every call.
     """
     return {name: BackendStatus(not (why := BACKENDS[name].absent()), why, _devices(name)) for name in ORDER}
 
@@ -95,15 +95,15 @@ _forced: str | None = _checked(os.environ.get("CAPSFAST_BACKEND") or None, "CAPS
 
 
 class use_backend:
-    """Forces a backend for all following calls, or inside a ``with`` block; None lifts the force.
+    """Forces a backend for all following calls, or inside a ``with`` block; None ends the forcing.
 
-    The force is the process's, not the thread's.
+    It holds for all threads of the process.
 
-    A ``backend=`` argument at a call goes before it, the environment variable CAPSFAST_BACKEND
-    after it. A forced backend that can't serve a call is an error, never a silent fallback.
+    A ``backend=`` argument at a call overrides ``use_backend``, which overrides the environment variable
+    CAPSFAST_BACKEND. A forced backend that can't serve a call raises an error; there is no silent fallback.
 
     Raises:
-        ValueError: no backend of that name.
+        ValueError: no backend has this name.
         RuntimeError: the backend is not available here.
     """
 
@@ -118,7 +118,7 @@ class use_backend:
 
     def __enter__(self) -> "use_backend":
         global _forced
-        if _forced != self._name:  # entered later than made
+        if _forced != self._name:  # forced anew between the constructor and the with statement
             self._previous, _forced = _forced, self._name
         return self
 
@@ -142,7 +142,7 @@ def _warn_once(reason: str) -> None:
 
 
 def demanded(op: str, name: str | None) -> str | None:
-    """The backend that a call with ``backend=name`` has to run on, None where it may choose."""
+    """The backend that a call with ``backend=name`` must use, None if there is a choice."""
     return _forced if name is None else _checked(name, op)
 
 
@@ -150,7 +150,7 @@ def choose(call: Call, backend: str | None) -> str:
     """The backend for a call.
 
     Raises:
-        RuntimeError: the demanded backend cannot serve it.
+        RuntimeError: the demanded backend cannot serve the call.
     """
     demand, device = demanded(call.op, backend), call.u.device
     if demand is not None:
@@ -160,7 +160,7 @@ def choose(call: Call, backend: str | None) -> str:
         return demand
     lacking = ""
     for name, there in BACKENDS.items():
-        # Not _elsewhere(): an interpreter serves those who ask for it.
+        # Not _elsewhere(): Triton's interpreter runs only on demand.
         if device.type not in (*there.devices, "meta") and name != "reference":
             continue
         if there.refuses and there.refuses(call):
@@ -175,7 +175,7 @@ def choose(call: Call, backend: str | None) -> str:
 
 
 def _why_not(name: str, call: Call) -> str:
-    """Why a backend that is there can't serve a call on its devices, "" if it can."""
+    """Why an available backend can't serve a call on its devices, "" if it can."""
     refuses = BACKENDS[name].refuses
     return (refuses(call) if refuses else "") or _of_gpu(name, call.u.device)
 
@@ -188,7 +188,7 @@ def _of_gpu(name: str, device: torch.device) -> str:
 def _elsewhere(name: str, device: torch.device) -> str:
     """Why a backend can't serve tensors on this device, "" if it can."""
     devices = _devices(name)
-    # Meta tensors take the path of the device they stand for: the fake of the CPU op.
+    # Meta tensors run the fake of the CPU op.
     if "any" in devices or device.type in (*devices, "meta"):
         return ""
     return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"

@@ -1,4 +1,4 @@
-"""Argument checks: every message names the op, the rule, what came, and often the remedy."""
+"""Argument checks: every message names the op, the rule, the value that it got, and often the remedy."""
 
 import numbers
 import os
@@ -13,11 +13,11 @@ from torch import Tensor
 from ._names import PACKAGE
 from ._torch import TracerWarning, tracing_state, transformed
 
-# Its power -3/2, which the derivative of a squash holds, is still a float32.
+# The derivative of a squash holds eps to the power -3/2, which must fit into float32.
 SMALLEST_EPS = 1e-20
 
-# torch.jit.trace warns of every comparison of sizes. Those of this package lead to errors, or to the same for any
-# batch. torch does so for its own modules. Numbers that become constants, as in int(tensor), are warned of.
+# torch.jit.trace warns of every comparison of sizes. The comparisons here lead to an error or don't depend on the
+# batch size, so the warning is switched off, as torch does for its own modules. Other tracer warnings stay.
 warnings.filterwarnings(
     "ignore",
     "Converting a tensor to a Python boolean",
@@ -37,7 +37,7 @@ def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# What is shown as it is; every other object by the name of its type.
+# Shown by repr(); other objects are shown by the name of their type.
 _PLAIN = (numbers.Number, type(None), str, os.PathLike, torch.dtype, torch.device, torch.SymInt, torch.SymFloat)
 
 
@@ -64,7 +64,7 @@ def _with_article(dtype: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: a line of bounded length, without the numbers of a tensor. For error branches."""
+    """A value as text for a message: one line of bounded length, without a tensor's numbers. For error branches."""
     text = _SHOWN.repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
@@ -86,7 +86,7 @@ def dense(op: str, name: str, value: Tensor) -> None:
 
 
 def is_proxy(value: object) -> bool:
-    """Whether torch.fx traces symbolically, and this stands for a tensor."""
+    """Whether the value is a proxy for a tensor in a symbolic trace of torch.fx."""
     return isinstance(value, torch.fx.Proxy)
 
 
@@ -107,7 +107,7 @@ def same_device(op: str, anchor: str, anchor_value: Tensor, name: str, value: Te
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype autocast would cast to on this device, None outside of autocast."""
+    """The dtype that autocast casts to on this device, None outside of autocast."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -165,17 +165,17 @@ def transposed(name: str) -> str:
 
 
 def refuse_capsules(op: str, name: str, value: Tensor, **sizes: int) -> NoReturn:
-    """``value [B, I, K]`` does not have the two ``sizes``, under the names that the layer has for them."""
+    """Raises the error for a ``value [B, I, K]`` without the two ``sizes``, named as the layer names them."""
     wanted = ", ".join(f"{each}={size}" for each, size in sizes.items())
     hint = transposed(name) if list(value.shape[1:]) == [*sizes.values()][::-1] else ""
     raise ValueError(f"{op}: {name} must be [B, {wanted}], got {shape_of(value)}{hint}")
 
 
 def not_negative(op: str, name: str, value: Tensor | None, meaning: str = "") -> None:
-    """No number below 0, where a look at them is cheap."""
+    """Refuses numbers below 0. Tensors whose numbers are expensive to read are not checked."""
     if value is None or not can_be_looked_at(value) or value.numel() == 0:
         return
-    # The minimum is the quickest look. It is no number where one of them is none.
+    # The minimum is the quickest check; it is NaN if the tensor holds a NaN.
     if not value.min().item() >= 0 and bool((value < 0).any()):
         raise ValueError(
             f"{op}: {name}{meaning} must not be negative, got {float(value[value < 0].min()):.3g}; "
@@ -184,17 +184,17 @@ def not_negative(op: str, name: str, value: Tensor | None, meaning: str = "") ->
 
 
 def traced() -> bool:
-    """Whether torch.jit.trace records what happens."""
+    """Whether torch.jit.trace is recording."""
     return not torch.compiler.is_compiling() and tracing_state() is not None
 
 
 def can_be_looked_at(value: Tensor) -> bool:
-    """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
+    """Whether the numbers can be read: not on a GPU (it would synchronise), not while tracing or in torch.func."""
     return value.device.type == "cpu" and is_eager(value)
 
 
 def is_eager(value: Tensor) -> bool:
-    """Whether the call is no part of a program that is made or transformed, and its tensor one with memory."""
+    """Whether the call runs at once (not compiled, traced or transformed) on a tensor with memory."""
     if torch.compiler.is_compiling() or traced() or value.device.type == "meta":
         return False
     return type(value) in (Tensor, torch.nn.Parameter) and not transformed()

@@ -1,4 +1,4 @@
-"""What a routing layer does with its inputs, and in words what is wrong."""
+"""Measures what a routing layer does with its inputs, and says in words what is wrong."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 LONG = 0.98
 SHORT = 1e-3
 Layer = RoutedCaps | RoutingByAgreement
-# A capsule that stays so far below the longest, or below an equal share of the coupling, takes no part.
+# A capsule below this share of the longest, or of an equal share of the coupling, counts as dead.
 DEAD_SHARE = 0.01
 COLLAPSED = 0.95
 BOUNDED = ("paper", "half", "eps_outside", "exp")
@@ -35,12 +35,12 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What :func:`diagnose` measured; ``print`` it.
+    """The measurements of :func:`diagnose`; ``print`` shows them as text.
 
-    layer: its text. lengths: of the output capsules, ``[B, J]``. coupling_entropy: in the mean, for each iteration, 1
-    for equal coupling. saturation: share of output capsules longer than 0.98. dead_outputs, dead_inputs: indices of
-    capsules that take no part in any sample. margin_loss, gradient_norms: of that loss with respect to the input and
-    the parameters, by name. findings: what is wrong, empty if nothing is.
+    layer: the layer as text. lengths: lengths of the output capsules, ``[B, J]``. coupling_entropy: mean entropy of
+    each iteration; 1 is equal coupling. saturation: share of output capsules longer than 0.98. dead_outputs,
+    dead_inputs: indices of capsules that take no part in any sample. margin_loss: its value. gradient_norms: norms of
+    its gradients with respect to the input and the parameters, by name. findings: the problems found.
     """
 
     layer: str
@@ -72,24 +72,23 @@ class Diagnosis:
 def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None, **given: Tensor) -> Diagnosis:
     """Runs the layer forward and backward on ``u`` and says what is wrong with it.
 
-    Found are: numbers that are not finite; saturation, in which the squash makes every capsule about 1 long
-    and the gradient vanishes (``torch.randn`` weights); capsules that are all too short to learn; output capsules that
-    are never long or never coupled; input capsules that are zero; coupling that goes to one output
-    whatever the sample; a gradient that is zero. The layer, its gradients and buffers included, stays as it
-    was.
+    It finds: numbers that are not finite; saturation, where the squash makes every capsule about 1 long and the
+    gradient vanishes (``torch.randn`` weights); output capsules that are all too short to learn; output capsules that
+    are never long or never coupled; input capsules that are zero; coupling that goes to one output for every sample; a
+    gradient that is zero. The layer with its gradients and buffers is left unchanged.
 
     Args:
-        layer: a routing layer, or one that :func:`capsfast.accelerate` replaced.
-        u: what its forward takes: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
-            Some dozen samples of all classes are needed to tell a dead capsule from an absent class.
+        layer: a routing layer, or a layer that :func:`capsfast.accelerate` replaced.
+        u: the input of the layer: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
+            It takes a few dozen samples of all classes to tell a dead capsule from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
             0 … J-1 in turn.
-        given: logits, mask, activation and so on, as in the layer's forward. Where a routing asks for activations and
-            none are given, they are the lengths of u.
+        given: logits, mask, activation and so on, as in the layer's forward. If the routing needs activations and none
+            are given, the lengths of u are used.
 
     Raises:
         TypeError: not a routing layer.
-        ValueError: no sample, activations that do not depend on u, or what the layer itself raises.
+        ValueError: no sample, activations that do not depend on u, or any error of the layer.
     """
     op = "capsfast.diagnose"
     as_capsfast: Any = getattr(layer, "as_capsfast", None)
@@ -109,7 +108,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
             given["activation"] = layer.unfold_activation(u, given["activation"])
         u, layer = windows, layer.at_windows((u.shape[3], u.shape[4]))
         given = given if inside is None else {"mask": inside, **given}
-    routing = getattr(layer, "routing", layer)  # given votes have no layer around their routing
+    routing = getattr(layer, "routing", layer)  # RoutingByAgreement, which takes votes, is its own routing
     name = "u" if isinstance(layer, RoutedCaps) else "votes"
     softmax = getattr(routing, "softmax", "out")
     with torch.enable_grad(), _buffers_kept(layer):
@@ -144,27 +143,27 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     )
     if not lengths.isfinite().all():
         return replace(measured, findings=(_not_finite(layer, u),))
-    # What training has to move: W, or the votes where the layer has none.
+    # The gradient of W, or of the votes if the layer has no W.
     flat = gradients[list(leaves).index("W") if "W" in leaves else 0].float().square().mean().sqrt().item()
     load = coupling[-1].float().mean((0, 2)) if softmax == "out" else None
     return replace(measured, findings=tuple(_findings(measured, flat, load)))
 
 
 def _squashes(routing: nn.Module) -> bool:
-    """Whether a length near 1 is that of a vector where the squash is flat."""
+    """Whether a length near 1 means that the squash is flat there."""
     return getattr(routing, "squash", None) in BOUNDED and getattr(routing, "squash_last", True)
 
 
 @contextmanager
 def _buffers_kept(layer: nn.Module) -> Iterator[None]:
-    """Puts back what a forward call in training changes, such as the statistics of a batch normalisation."""
+    """Restores buffers that a forward call in training mode changes, such as the statistics of a batch norm."""
     before = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, kept in before:
-                if not torch.equal(buffer, kept):  # else a graph of the caller's that holds it would be of no use
+                if not torch.equal(buffer, kept):  # writing would break a caller's autograd graph that holds the buffer
                     buffer.copy_(kept)
 
 
@@ -223,7 +222,7 @@ def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> 
 def _dead(
     softmax: str, u: Tensor, lengths: Tensor, c: Tensor, given: dict[str, Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Output and input capsules that take no part in any sample, and were not taken out."""
+    """Output and input capsules that take no part in any sample although no mask takes them out."""
     longest = lengths.amax(0)
     dead = longest < DEAD_SHARE * longest.amax()
     if softmax == "out":
@@ -249,7 +248,7 @@ def _not_finite(layer: Layer, u: Tensor) -> Finding:
 
 
 def _some(indices: tuple[int, ...]) -> str:
-    """The first few of many."""
+    """The indices as text, only the first eight if there are more."""
     if not indices:
         return "none"
     text = ", ".join(map(str, indices[:8]))

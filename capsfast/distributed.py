@@ -1,9 +1,9 @@
 """Routing whose input capsules are split over the ranks of a process group, and the sharding rules for DTensor.
 
-Each rank passes its own input capsules, with their rows of weight, logits, activation and mask. What belongs to output
-capsules (query, bias, out_mask, the moments, the result) is the same on every rank, and so is its gradient: every rank
-computes the same loss of the result. Then every gradient is the one that a single process would have found. (torch's
-own differentiable all-reduce adds up the losses of all ranks instead: its gradients are larger by their number.)
+Each rank passes its own input capsules, with their rows of weight, logits, activation and mask. Tensors of output
+capsules (query, bias, out_mask, the moments, the result) are the same on every rank, and so are their gradients: every
+rank computes the same loss from the result. Then every gradient equals the gradient in a single process. (torch's own
+differentiable all-reduce sums the losses of all ranks instead: its gradients are larger by the number of ranks.)
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 def register_sharding() -> None:
-    """Registers the sharding rules of all ops with DTensor, as the first call of a capsfast function on a DTensor does.
+    """Registers the sharding rules of all ops with DTensor. Imports torch.distributed.tensor.
 
-    Only for those who call ``torch.ops.capsfast`` themselves. It imports torch.distributed.tensor. The rules: an op
-    splits along the batch; along the output capsules, where no softmax is over them (but not with given votes); a pass
-    without a softmax over the input capsules also along these, its moments then being partial sums. Anything else is
-    brought together first.
+    Needed only before calls of ``torch.ops.capsfast``: the public functions register the rules at their first DTensor.
+    Every op can be split along the batch. If no softmax runs over the output capsules and no votes are given, it can be
+    split along the output capsules. A pass without a softmax over the input capsules can be split along them; its
+    moments are then partial sums. DTensor gathers all other placements first.
     """
     sharding.register()
 
@@ -58,24 +58,24 @@ def dynamic_routing(
 ) -> Any:
     """:func:`capsfast.dynamic_routing` over the input capsules of all ranks (Sabour, Frosst, Hinton 2017, procedure 1).
 
-    Each iteration is a routing pass over the rank's own input capsules and one sum over the ranks of B x J x D numbers,
-    in the backward again for all iterations but the last. With ``softmax="in"`` there are 2 x B x J more numbers, and a
-    maximum over the ranks of B x J. ``gradient="last"`` keeps the agreement of the rank's pairs, B x I x J numbers.
+    Each iteration runs a routing pass over the rank's own input capsules and one sum over the ranks of B x J x D
+    numbers; the backward repeats the sum for all iterations but the last. ``softmax="in"`` adds 2 x B x J numbers to
+    the sum, and a maximum over the ranks of B x J. ``gradient="last"`` stores the agreement of the rank, B x I x J.
 
     Args:
         u: the rank's input capsules ``[B, I, K]``; ranks may differ in I. float32, float64, bfloat16 or float16.
-        weight: their transformation matrices ``[I, J, D, K]``, or ``[1, J, D, K]`` with ``shared_weight``.
+        weight: transformation matrices of these capsules, ``[I, J, D, K]``; ``[1, J, D, K]`` with ``shared_weight``.
         num_iterations: how many weighted sums are formed, at least 1.
         group: the ranks that hold the input capsules: a process group, or a device mesh of one dimension such as
             ``mesh["inputs"]``; default all.
-        shared_weight: the weight has one row for the input capsules of all ranks. Its gradient is summed over them.
-        logits: of the rank's input capsules, ``[I, J]`` or ``[B, I, J]``.
+        shared_weight: the weight has one row for the input capsules of all ranks. Its gradient is summed over ranks.
+        logits: logits of the rank's input capsules, ``[I, J]`` or ``[B, I, J]``.
         bias: ``[J, D]``, the same on every rank.
-        mask: of the rank's input capsules, ``[B, I]`` bool.
+        mask: mask of the rank's input capsules, ``[B, I]`` bool.
         out_mask: ``[B, J]`` bool, the same on every rank.
-        backend: of the passes, a name in :func:`capsfast.backends`; default the fastest that serves them.
+        backend: backend of the passes, a name in :func:`capsfast.backends`; default the first that serves them.
 
-    The other arguments are those of :func:`capsfast.dynamic_routing`.
+    The other arguments are as in :func:`capsfast.dynamic_routing`.
 
     Returns:
         ``v [B, J, D]`` in the dtype of ``u``, the same on every rank; with ``return_coupling`` the pair of ``v`` and
@@ -97,7 +97,7 @@ def dynamic_routing(
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
     call, _ = arguments.check(op, u, weight, given, o)
-    # Says what J is where the weight does not.
+    # Tells the passes J if the weight does not.
     prior = u.new_zeros(u.shape[0], call.J) if call.shared_outputs else None
     common: PassKeywords = {
         "mask": given.mask,
@@ -110,7 +110,7 @@ def dynamic_routing(
         return _combined(op, ranks, partial(passes.routing_pass, u, weight), {**common, **more})  # type: ignore[typeddict-item]
 
     def agreement(query: Tensor) -> Tensor:
-        """The rank's own, not rounded to 16 bits."""
+        """The agreement of the rank's own votes, not rounded to 16 bits."""
         wide = wide_dtype(u.dtype)
         asked: PassKeywords = {**common, "query": query, "normalize": "none", "return_weights": True}
         found = passes.routing_pass(u.to(wide), weight.to(wide), **asked)
@@ -131,20 +131,20 @@ def routing_pass(
     """:func:`capsfast.routing_pass` over the input capsules of all ranks.
 
     Args:
-        u, weight, logits, activation, mask, lse: of the rank's own input capsules, of which ranks may have different
-            numbers.
+        u, weight, logits, activation, mask, lse: tensors of the rank's own input capsules; their number may differ
+            between ranks.
         query, precision, center, prior, out_mask: the same on every rank. Gradients of the first four are summed over
             the ranks.
         group, shared_weight: as in :func:`dynamic_routing`.
 
-    The other arguments, shapes and dtypes are those of :func:`capsfast.routing_pass`.
+    The other arguments, shapes and dtypes are as in :func:`capsfast.routing_pass`.
 
     Returns:
-        :class:`capsfast.Moments` over the input capsules of all ranks, the same on every rank. ``weights``, and the
-        ``lse`` of ``normalize="out"``, are of the rank's own input capsules.
+        :class:`capsfast.Moments` over the input capsules of all ranks, the same on every rank. ``weights``, and ``lse``
+        for ``normalize="out"``, cover the rank's own input capsules.
 
     Raises:
-        The errors of :func:`capsfast.routing_pass` and those of :func:`dynamic_routing`.
+        The errors of :func:`capsfast.routing_pass` and :func:`dynamic_routing`.
     """
     op = "capsfast.distributed.routing_pass"
     _keywords.check(routing_pass, options, PassKeywords, op)
@@ -158,9 +158,9 @@ def votes_pass(votes: Tensor, *, group: Group = None, **options: Unpack[PassKeyw
     """:func:`capsfast.votes_pass` over the input capsules of all ranks.
 
     Args:
-        votes: those of the rank's own input capsules, ``[B, I, J, D]`` or ``[B, I, 1, D]``.
+        votes: votes of the rank's own input capsules, ``[B, I, J, D]`` or ``[B, I, 1, D]``.
 
-    All other arguments, the result and the errors are those of :func:`routing_pass`.
+    All other arguments, the result and the errors are as in :func:`routing_pass`.
     """
     op = "capsfast.distributed.votes_pass"
     _keywords.check(votes_pass, options, PassKeywords, op)
@@ -168,18 +168,18 @@ def votes_pass(votes: Tensor, *, group: Group = None, **options: Unpack[PassKeyw
     return _combined(op, ranks, partial(passes.votes_pass, votes), options)
 
 
-# What all ranks have, in a pass.
+# The tensors of a pass that are the same on all ranks.
 SHARED = ("query", "precision", "center", "prior")
 
 
 def _combined(op: str, ranks: "_Ranks", local: Callable[..., Moments], options: PassKeywords) -> Moments:
-    """A pass over the rank's own input capsules, and what all ranks have together."""
+    """A pass over the rank's own input capsules; its moments are combined over all ranks."""
     leaky, return_lse = options.get("leaky", False), options.get("return_lse", False)
     checks.boolean(op, "leaky", leaky)
     given: dict[str, Any] = {name: options[name] for name in SHARED if options.get(name) is not None}  # type: ignore[literal-required]
     alike = dict(zip(given, ranks.alike(*given.values()), strict=True))
     inward = options.get("normalize") == "in"
-    # There is one leak, not one a rank.
+    # The leak counts once in all, not once per rank.
     found = local(**{**options, **alike, "leaky": leaky and not inward, "return_lse": return_lse or inward})
     ranks.agree(op, found.first)
     moments = [found.mass, found.first] if found.second is None else [found.mass, found.first, found.second]
@@ -189,7 +189,7 @@ def _combined(op: str, ranks: "_Ranks", local: Callable[..., Moments], options: 
     assert found.lse is not None
     largest = ranks.largest(found.lse)
     largest = largest.clamp_min(0.0) if leaky else largest.masked_fill(torch.isneginf(largest), 0.0)
-    # Of a softmax over all input capsules, what this rank's have, times a number that is the same on all ranks.
+    # This rank's share of the softmax over all input capsules, up to a factor that is the same on all ranks.
     share = torch.exp(found.lse - largest)
     total, *moments = ranks.total(share, share * moments[0], *(share[:, :, None] * each for each in moments[1:]))
     if leaky:
@@ -235,12 +235,12 @@ class _Ranks:
             group = group.get_group()
         if group is None:
             group = dist.group.WORLD
-        # What new_group() returns to the ranks that it leaves out, whatever its annotation says.
+        # new_group() returns this to the ranks outside the group, although its annotation says otherwise.
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
             raise ValueError(f"{op}: this rank ({dist.get_rank()}) must be in the group, got a group without it")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{op}: group must be a process group or a device mesh, got {type(group).__name__}")
-        # A DTensor without importing what defines it.
+        # A DTensor, recognised without importing its module.
         if hasattr(anchor, "to_local"):
             raise TypeError(f"{op}: {name} must be this rank's own tensor, got a DTensor; pass {name}.to_local()")
         self.group, self.name = group, str(group.group_name)
@@ -257,7 +257,7 @@ class _Ranks:
         return _together(_Total, self.name, parts)
 
     def alike(self, *values: Tensor) -> list[Tensor]:
-        """The values, which all ranks have, for use with this rank's input capsules."""
+        """Values that are the same on all ranks, for use with this rank's input capsules: gradients are summed."""
         return _together(_Alike, self.name, values)
 
     def largest(self, value: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class _Ranks:
         return _all_reduce(value.detach(), "max", self.name)
 
     def agree(self, op: str, first: Tensor) -> None:
-        """Raises an error on every rank if the ranks differ in what they are about to add up."""
+        """Raises an error on every rank if the shapes or dtypes of the moments differ between the ranks."""
         if torch.compiler.is_compiling():
             return
         call = (self.name, tuple(first.shape), first.dtype)
@@ -287,18 +287,18 @@ class _Ranks:
         _agreed.add(call)
 
 
-# What the ranks of a group have agreed on: they are asked once.
+# Shapes and dtypes on which the ranks of a group agree: each is checked once.
 _agreed: set[tuple[Any, ...]] = set()
 
 
 def _all_reduce(value: Tensor, how: str, group: Any) -> Tensor:
-    """group: by its name, as torch.compile keeps no group in a Function's context."""
+    """group: its name, because torch.compile can't keep a group in a Function's context."""
     found = collectives.all_reduce(value.contiguous(), how, group)
     return found.wait() if isinstance(found, collectives.AsyncCollectiveTensor) else found
 
 
 class _Total(torch.autograd.Function):
-    """A sum over the ranks. Its gradient, the same on all of them, is that of every summand."""
+    """A sum over the ranks. The gradient of each summand is the gradient of the sum, the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: str, part: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Alike(torch.autograd.Function):
-    """What all ranks have, each with a gradient from its own input capsules: the gradient is the sum of these."""
+    """A value that is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, group: str, value: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ class _Alike(torch.autograd.Function):
 
 
 def _together(function: type[torch.autograd.Function], group: str, values: tuple[Tensor, ...]) -> list[Tensor]:
-    """The function of all values, with one collective for them."""
+    """Applies the function to all values with a single collective."""
     if len(values) < 2:
         return [function.apply(group, value) for value in values]
     found = function.apply(group, torch.cat([value.reshape(-1) for value in values]))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process that writes them."""
+"""Files that exist complete or not at all, even if the process that writes them is killed."""
 
 import errno
 import os
@@ -10,26 +10,26 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives the name of a draft beside ``path``, which takes its place once the block has filled it.
+    """Yields the name of a draft beside ``path``; after the block the draft replaces ``path``.
 
-    If the block raises, the draft is removed and ``path`` stays what it was; a process that is killed leaves the
-    draft, ``.stem.part.suffix``, which the next one overwrites. Makes the folder.
+    If the block raises, the draft is removed and ``path`` is left unchanged. A killed process leaves the draft,
+    ``.stem.part.suffix``, and the next process overwrites it. Makes the folder.
 
     Raises:
         OSError: the folder can't be made or written to, or the device is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The ending stays last: libraries choose the format of a picture by it.
+    # The suffix stays last, because libraries choose the format of a picture by it.
     draft = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         yield draft
-        # Without it a crash of the system could leave the new name on an empty file.
+        # Without fsync a crash of the system could leave an empty file under the new name.
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)
     except BaseException as error:
         draft.unlink(missing_ok=True)
-        # Without a number the text is all there is, and a name would hide it.
+        # An OSError without errno shows its text only while it has no filename.
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(draft)):
             error.filename = str(path)
         raise
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises at once what writing into the folder after hours of work would raise. Makes the folder.
+    """Raises now the error that writing into the folder would raise after hours of work. Makes the folder.
 
     Raises:
         OSError: the folder can't be made or written to, or the device is full.
@@ -52,7 +52,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
-            # Some devices find out that they are full when they are asked to keep the byte.
+            # Some devices report that they are full only at fsync.
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = str(folder)
@@ -60,10 +60,10 @@ def check_writable(folder: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """The same for :func:`replacing`; leaves ``path`` as it is.
+    """Raises now the error that :func:`replacing` would raise later. ``path`` is left unchanged.
 
     Raises:
-        OSError: as :func:`check_writable`, or ``path`` is no ordinary file.
+        OSError: as :func:`check_writable`, or ``path`` is not an ordinary file.
     """
     check_writable(path.parent)
     if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""The public functions of routing: check the arguments, then have the op run them."""
+"""The public functions of routing: they check the arguments and call the op."""
 
 from typing import Any, TypedDict
 
@@ -19,7 +19,7 @@ __all__ = ["dynamic_routing", "route_votes", "squash"]
 
 
 class RoutingKeywords(TypedDict, total=False):
-    """The keywords of :func:`dynamic_routing`, for functions that hand them on."""
+    """The keywords of :func:`dynamic_routing`, for functions that pass them on."""
 
     logits: Tensor | None
     bias: Tensor | None
@@ -50,7 +50,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     Args:
         s: any shape; float32, float64, bfloat16 or float16.
         dim: the axis that holds a capsule's components.
-        eps: positive; keeps the gradient of a zero vector finite. 1e-20, the least, stands for none.
+        eps: keeps the gradient of a zero vector finite; at least 1e-20, which in effect is no eps.
         kind: one of the names above.
 
     Returns:
@@ -98,9 +98,9 @@ def dynamic_routing(
     backend: str | None = None,
     **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
-    """Routing by agreement from input capsules, without the votes in memory.
+    """Routing by agreement from input capsules, without storing the votes.
 
-    (On the CPU the votes of a batch of a few samples are kept, up to 128 MiB: see docs/cpu-kernels.md.)
+    (On the CPU the votes of a batch of a few samples are stored, up to 128 MiB: see docs/cpu-kernels.md.)
 
     Equivalent to ``votes = einsum("ijdk,bik->bijd", weight, u)`` followed by ``num_iterations`` times
     ``c = softmax(b); s = einsum("bij,bijd->bjd", c, votes); v = squash(s);
@@ -111,11 +111,10 @@ def dynamic_routing(
             ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
             each, row by row.
         weight: transformation matrices ``[I, J, D, K]``, for pose matrices ``[I, J, Q, R]``; same dtype as ``u``,
-            except under autocast. A size 1 for I shares them between the input capsules, a size 1 for J between the
-            output capsules, without a copy. With size 1 for J the number of output capsules is that of logits, bias or
-            out_mask, if one of them is given, and the votes, which then have no axis J, are in memory, in float32 for
-            16 bits; on the CPU they are not formed where one matrix for all pairs makes that less work
-            (docs/recommenders.md).
+            except under autocast. Size 1 for I shares the matrices between the input capsules, size 1 for J between
+            the output capsules, without a copy. With size 1 for J, logits, bias or out_mask give the number of output
+            capsules, if one of them is passed; the votes then have no axis J and are stored, in float32 for 16-bit
+            inputs. The CPU skips them if one matrix serves all pairs and that is less work (docs/recommenders.md).
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
@@ -123,13 +122,12 @@ def dynamic_routing(
         out_mask: ``[B, J]`` bool; False takes an output capsule out: no coupling, ``v = 0``.
         softmax: ``"out"`` normalises over the output capsules (the paper), ``"in"`` over the inputs.
         gradient: ``"full"``, or ``"last"``: the agreement added to the logits counts as constant.
-        leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
-        squash: the kind, see :func:`capsfast.squash`.
-        eps: of the squash, at least 1e-20, which reproduces layers without an eps.
-        squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
-            result. The iterations before squash as they do otherwise.
+        leaky: adds an entry with logit 0 to every softmax, whose coupling is thrown away.
+        squash: a kind of :func:`capsfast.squash`.
+        eps: eps of the squash, at least 1e-20, which reproduces layers without an eps.
+        squash_last: False omits the squash of the last iteration only: the result is then its weighted sum plus bias.
         return_coupling: also return the last coupling coefficients.
-        backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
+        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
 
     Returns:
         ``v [B, J, D]`` in the dtype of ``u``; with ``return_coupling`` the pair of ``v`` and
@@ -162,13 +160,12 @@ def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[Routin
     """Routing by agreement over votes that already exist, read in place.
 
     Args:
-        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. A size 1 for J shares them between
-            the output capsules, whose number is then that of logits, bias or out_mask. Votes
-            ``[B, I, J, D, *spatial]``, as a convolution leaves them, are routed at every position for itself. The
-            results then end in the axes of positions too; an argument with an axis B may end in them, else it holds at
-            every position.
+        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. Size 1 for J shares them between
+            the output capsules, whose number logits, bias or out_mask then give. Votes ``[B, I, J, D, *spatial]``, as
+            a convolution makes them, are routed independently at every position, and the results end in the same axes
+            of positions. An argument with an axis B may end in them too; otherwise it applies to every position.
 
-    All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
+    All other arguments, the result and the errors are as in :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
     _keywords.check(route_votes, options, RoutingKeywords)

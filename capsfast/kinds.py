@@ -1,7 +1,7 @@
-"""Routing layers in use: how each is constructed, what its weight looks like, and which options compute the same.
+"""Routing layers of other code: their constructors, the layout of their weights, and the equivalent options here.
 
-Axes are written as letters of ``IJDK``; ``1`` is an axis of length 1, letters in brackets are one axis that holds them
-all, the last one fastest. ``"IK(JD)"`` is ``[I, K, J*D]``.
+Axes are written as letters of ``IJDK``. ``1`` is an axis of length 1. Letters in brackets are one flattened axis, the
+last letter fastest: ``"IK(JD)"`` is ``[I, K, J*D]``.
 """
 
 import ast
@@ -15,11 +15,11 @@ from typing import Any
 from . import checks
 
 TABLE = "docs/migration.md"
-# The smallest eps there is, for layers without one. Zero vectors then have a gradient, which they lack there.
+# The smallest eps, for layers without an eps. Zero vectors have a finite gradient here, unlike there.
 NO_EPS = checks.SMALLEST_EPS
-# Published routings form 1 to 10 weighted sums. A larger number that is given alone is rather a size: 16, or 128.
+# Published routings form 1 to 10 weighted sums. A larger single argument is probably a size such as 16 or 128.
 MOST = 10
-# What arguments mean, by a letter.
+# The meaning of an argument, by its letter in Form.arguments.
 MEANINGS = {
     "I": "number of input capsules, I",
     "J": "number of output capsules, J",
@@ -37,14 +37,14 @@ MEANINGS = {
 
 @dataclass(eq=False)
 class Form:
-    """One way in which a layer in use is constructed. Several layers may share a name.
+    """A constructor of a routing layer of other code. Several layers may share a name.
 
-    name: the class in :mod:`capsfast.compat`. arguments: of the constructor, as ``"name letter=default"`` with the
+    name: the class in :mod:`capsfast.compat`. arguments: the constructor's, as ``"name letter=default"`` with the
     letters of :data:`MEANINGS`. weight: name of the parameter and the orders of its axes, the constructor's first (the
-    second where the matrix is shared). takes: what the layer is called with. std: the weight starts as ``std *
-    torch.randn``, with None as the class says. options: what :func:`capsfast.dynamic_routing` needs to compute the
-    same. eps: its default, None where the class takes none. result: its axes, or "v, c". instead: what to use where
-    there is no class.
+    second if the matrix is shared). takes: arguments of the forward call. std: the weight starts as ``std *
+    torch.randn``; None: as the class says. options: options with which :func:`capsfast.dynamic_routing` computes the
+    same. eps: its default, None if the class takes no eps. result: axes of the result, or "v, c". instead: the
+    replacement if compat has no class.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Form:
 
     def __post_init__(self) -> None:
         self.letters: dict[str, str] = dict(re.findall(r"(\w+) (\S)", self.arguments))
-        # The arguments that are sizes or iterations, by their letters.
+        # The names of the arguments by their letters.
         self.named = {letter: name for name, letter in self.letters.items()}
         self.iterations = next((self.named[letter] for letter in "rn+" if letter in self.named), "")
         self.of_votes = "n" in self.named or "+" in self.named
@@ -71,7 +71,7 @@ class Form:
         for name, default in re.findall(r"(\w+) \S(?:=(\S+?))?(?:,|$)", self.arguments):
             value = ast.literal_eval(default) if default else inspect.Parameter.empty
             found.append(inspect.Parameter(name, kind, default=value))
-        # The arguments of the layer in use. The class here takes eps in addition.
+        # The original layer's arguments. The class in compat takes eps in addition.
         self.call = self.signature = inspect.Signature(found)
         if self.eps is not None:
             eps = inspect.Parameter("eps", inspect.Parameter.KEYWORD_ONLY, default=self.eps)
@@ -158,7 +158,7 @@ LOSSES = (
     Form("MarginLoss", "*, m_plus m=0.9, m_minus m=0.1, lambda_ m=0.5", takes="y_pred y_true", eps=None),
 )
 
-# From a weight w of these axes to [I, J, D, K].
+# Converts a weight w with these axes to [I, J, D, K].
 CONVERSIONS = {
     "IJDK": "w",
     "IJKD": "w.transpose(-1, -2)",
@@ -190,7 +190,7 @@ def shape_of(order: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def orders_of(shape: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """The orders of :data:`CONVERSIONS` in which a weight of this shape may have its axes."""
+    """The orders in :data:`CONVERSIONS` that fit a weight of this shape."""
     return [order for order in CONVERSIONS if shape_of(order, sizes) == tuple(shape)]
 
 
@@ -200,7 +200,7 @@ def with_weight(name: str, orders: Collection[str]) -> list[Form]:
 
 
 def given(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by name, None where the form does not take the call."""
+    """The arguments of a call by name, None if the form does not take the call."""
     try:
         return form.signature.bind(*args, **kwargs).arguments
     except TypeError:
@@ -208,7 +208,7 @@ def given(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may mean this form: its arguments are there, with values of the right type."""
+    """Whether a call fits this form: it has the form's arguments, with values of the right types."""
     found = given(form, args, kwargs)
     return found is not None and all(_may_be(form.letters.get(name, "."), value) for name, value in found.items())
 
@@ -224,13 +224,13 @@ def _may_be(letter: str, value: object) -> bool:
 
 
 def listed(forms: Sequence[Form]) -> str:
-    """Their classes as text, each once."""
+    """The classes of the forms as text, each once."""
     names = list(dict.fromkeys(f"capsfast.compat.{form.name}" for form in forms))
     return " or ".join(([", ".join(names[:-1])] if names[:-1] else []) + names[-1:])
 
 
 def lead(op: str, forms: Sequence[Form], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The end of a message: what a call that ``op`` does not take may mean."""
+    """The end of an error message: layers that accept the call that ``op`` refuses."""
     meant = [form for form in forms if fits(form, args, kwargs)]
     text = "".join(f"; for {form.name}{form.call} use {form.instead}" for form in meant if form.instead)
     classes = [form for form in meant if not form.instead and f"capsfast.compat.{form.name}" != op]

@@ -1,4 +1,4 @@
-"""Loads the compiled extension ``capsfast._C`` and says why when it can't."""
+"""Loads the compiled extension ``capsfast._C``, or gives the reason why it can't."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ from ._version import __version__
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
-# The op schemas, as csrc/library.cpp defines them. The file is a list of strings in both languages: it has no comments.
+# The op schemas, which csrc/library.cpp includes too: a list of strings in both languages, hence without comments.
 SCHEMAS: tuple[str, ...] = ast.literal_eval(
     f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})"
 )
@@ -31,7 +31,7 @@ def _torch_version() -> tuple[int, int]:
 
 
 def _absent() -> str:
-    """Why there is no extension for this interpreter."""
+    """Why this interpreter finds no extension."""
     package = importlib.util.find_spec(PACKAGE)
     folders = list(package.submodule_search_locations or []) if package else []
     built = sorted(path.name for folder in folders for path in Path(folder).glob("_C.*.so"))
@@ -49,7 +49,7 @@ def _load() -> tuple[ModuleType | None, str]:
         wanted = ".".join(map(str, MINIMUM_TORCH))
         return None, f"the extension needs torch {wanted} or newer, this is torch {torch.__version__}"
     spec = importlib.util.find_spec(f"{PACKAGE}._C")
-    # The import hook of an editable install offers its own where this folder has none.
+    # The import hook of an editable install may offer its own extension for a folder that has none.
     if spec is None or Path(spec.origin or "").parent != Path(__file__).parent:
         return None, _absent()
     try:
@@ -78,7 +78,7 @@ def why_no_cuda() -> str:
     """Why the CUDA kernels of the extension can't run here, "" if they can."""
     if extension is None:
         return why_absent
-    # What no build would change goes first.
+    # This reason goes first, because a build can't change it.
     if not torch.cuda.is_available():
         return "there is no CUDA device that this torch can use"
     if not extension.build_info().get("cuda"):
@@ -89,7 +89,7 @@ def why_no_cuda() -> str:
 def serves_gpu(architectures: str, capability: tuple[int, int]) -> bool:
     """Whether kernels built for ``architectures``, "8.0 9.0+PTX", run on a GPU of this compute capability.
 
-    Machine code runs on its major version, from its minor version on; PTX on everything from its own version on.
+    Machine code runs on GPUs of its major version and its minor version or newer; PTX runs on every newer GPU.
     """
     for name in architectures.split():
         major, minor = map(int, name.removesuffix("+PTX").rstrip("af").split("."))
@@ -102,7 +102,7 @@ def serves_gpu(architectures: str, capability: tuple[int, int]) -> bool:
 
 @constant_while_tracing
 def why_not_on(device: torch.device) -> str:
-    """Why the CUDA kernels can't run on this GPU, "" if they can; only where ``why_no_cuda()`` is ""."""
+    """Why the CUDA kernels can't run on this GPU, "" if they can; call it only if ``why_no_cuda()`` is ""."""
     return _why_not_on(device)
 
 

@@ -1,4 +1,4 @@
-"""The options of the ops: their admissible values and their checks."""
+"""The options of the ops, their permitted values and their checks."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Options(NamedTuple):
         added to the logits as a constant.
     leaky: every softmax gets one more entry with logit 0, whose coupling is thrown away.
     squash, eps: see :func:`capsfast.squash`.
-    squash_last: False leaves out the squash of the last iteration: the result is the weighted sum, with its bias.
+    squash_last: False omits the squash of the last iteration: the result is the weighted sum plus bias.
     """
 
     num_iterations: int = 3
@@ -37,7 +37,7 @@ class Options(NamedTuple):
             TypeError, ValueError: an option that is not admissible.
         """
         number, softmax, gradient, leaky, squash, eps, squash_last = self
-        # Nearly every call: nothing can be wrong with it.
+        # The quick check, which nearly every call passes.
         if type(number) is int and type(softmax) is type(gradient) is type(squash) is str and type(eps) is float:
             known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
             if known and number > 0 and checks.SMALLEST_EPS <= eps < 1.0 and type(leaky) is type(squash_last) is bool:
@@ -57,11 +57,11 @@ class Options(NamedTuple):
 class PassOptions(NamedTuple):
     """Static options of a routing pass, in the order in which the op schemas list them.
 
-    normalize: how logits become coupling coefficients: a softmax over the output capsules ("out") or over the input
-        capsules ("in"), a sigmoid of each ("sigmoid"), ``exp(logit - lse)`` with a given log-sum-exp ("lse"), or not at
-        all ("none").
+    normalize: how logits become coupling coefficients: by a softmax over the output capsules ("out") or over the input
+        capsules ("in"), by a sigmoid of each logit ("sigmoid"), by ``exp(logit - lse)`` with a given log-sum-exp
+        ("lse"), or unchanged ("none").
     leaky: every softmax gets one more entry with logit 0, whose coupling is thrown away.
-    second: the second moments are wanted.
+    second: compute the second moments.
     """
 
     normalize: str
@@ -84,12 +84,12 @@ class PassOptions(NamedTuple):
 
 
 class EMOptions(NamedTuple):
-    """Static options of what EM routing does between two passes, in the order in which the op schema lists them.
+    """Static options of the EM update between two passes, in the order in which the op schema lists them.
 
     floor, momentum, isotropic, cost, nonlinearity: see :class:`capsfast.nn.EMRouting`.
-    cost_scale: a number that the cost is multiplied by; 0 for 1 / mean of the mass.
-    inverse_temperature: of this iteration.
-    final: activations are wanted, and nothing for another pass.
+    cost_scale: factor of the cost; 0 means 1 / mean of the mass.
+    inverse_temperature: the inverse temperature of this iteration.
+    final: return activations, and nothing for another pass.
     """
 
     floor: float

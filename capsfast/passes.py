@@ -1,4 +1,4 @@
-"""The public routing pass: check the arguments, then have the op run them."""
+"""The public routing passes: they check the arguments and call the op."""
 
 from typing import TypedDict
 
@@ -18,7 +18,7 @@ __all__ = ["Moments", "routing_pass", "votes_pass"]
 
 
 class PassKeywords(TypedDict, total=False):
-    """The keywords of :func:`routing_pass`, for functions that hand them on."""
+    """The keywords of :func:`routing_pass`, for functions that pass them on."""
 
     query: Tensor | None
     precision: Tensor | None
@@ -59,9 +59,9 @@ def routing_pass(
     backend: str | None = None,
     **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
-    """One pass over the input capsules: what every routing does between two updates of its output capsules.
+    """One pass over the input capsules: the sums that every routing forms between two updates of its output capsules.
 
-    With the votes ``W_ij u_i`` taken about a center, ``x_ij = W_ij u_i - center_j``::
+    With votes relative to a center, ``x_ij = W_ij u_i - center_j``::
 
         logit_ij = logits_ij + prior_j + x_ij . query_j - 1/2 sum_d precision_jd x_ijd^2
         r_ij     = normalize(logit)_ij * activation_i
@@ -75,34 +75,33 @@ def routing_pass(
         u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides. Or pose matrices
             ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
             each, row by row.
-        weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. A size 1 for I or for J
-            shares them without a copy. With size 1 for J the number of output capsules is that of query, precision,
-            center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory, in float32 for
-            16 bits.
+        weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. Size 1 for I or for J
+            shares them without a copy. With size 1 for J, query, precision, center, prior, logits or out_mask give the
+            number of output capsules; the votes then have no axis J and are stored, in float32 for 16-bit inputs.
         query: ``[B, J, D]``, the linear part of the score.
-        precision: ``[B, J, D]``, not negative: the quadratic part.
-        center: ``[B, J, D]``, subtracted from the votes. About a mean, float32 does not cancel in ``second``.
+        precision: ``[B, J, D]``, not negative: the quadratic part of the score.
+        center: ``[B, J, D]``, subtracted from the votes. A center near the mean avoids cancellation in ``second``.
         prior: ``[B, J]``, added to the logits.
         logits: ``[I, J]`` or ``[B, I, J]``, added to the logits.
         activation: ``[B, I]``, multiplies the coupling of an input capsule.
         mask: ``[B, I]`` bool; False takes an input capsule out, whatever it holds.
         out_mask: ``[B, J]`` bool; False takes an output capsule out: no coupling, moments 0.
-        normalize: ``"out"``, ``"in"``: softmax over the output or over the input capsules. ``"sigmoid"``: of every
-            logit. ``"lse"``: ``exp(logit - lse)``. ``"none"``: the logit is the coupling.
+        normalize: how logits become coupling. ``"out"``, ``"in"``: a softmax over the output or the input capsules.
+            ``"sigmoid"``: a sigmoid of each logit. ``"lse"``: ``exp(logit - lse)``. ``"none"``: the logit itself.
         lse: ``[B, I]``, the log-sum-exp that ``normalize="lse"`` needs.
-        leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
+        leaky: adds an entry with logit 0 to every softmax, whose coupling is thrown away.
         second: also return the second moments.
         return_weights: also return r, ``[B, I, J]``.
         return_lse: also return the log-sum-exp of the softmax: ``[B, I]``, for ``normalize="in"`` ``[B, J]``; -inf
             where there is no finite logit.
-        backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
+        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
 
     Returns:
-        :class:`Moments`, with None for what was not asked for. Empty sums are 0.
+        :class:`Moments`, with None for moments that were not requested. Empty sums are 0.
 
     Raises:
-        ValueError: a shape, a value or a device does not fit. A negative precision is seen on the CPU only, where
-            looking costs no synchronisation; elsewhere the score is what the formula gives.
+        ValueError: a shape, a value or a device does not fit. A negative precision is refused on the CPU only, where
+            the check needs no synchronisation; elsewhere the formula is evaluated with it.
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
@@ -128,12 +127,12 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
     """A routing pass over votes that already exist, read in place.
 
     Args:
-        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. A size 1 for J shares them between
-            the output capsules, whose number is then that of the other arguments. Votes ``[B, I, J, D, *spatial]``, as
-            a convolution leaves them, are routed at every position for itself. The results then end in the axes of
-            positions too; an argument with an axis B may end in them, else it holds at every position.
+        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. Size 1 for J shares them between
+            the output capsules, whose number the other arguments then give. Votes ``[B, I, J, D, *spatial]``, as a
+            convolution makes them, are routed independently at every position, and the results end in the same axes of
+            positions. An argument with an axis B may end in them too; otherwise it applies to every position.
 
-    All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
+    All other arguments, the result and the errors are as in :func:`capsfast.routing_pass`.
     """
     _keywords.check(votes_pass, options, PassKeywords)
     if has_torch_function((votes, *options.values())):

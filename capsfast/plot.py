@@ -1,4 +1,4 @@
-"""Pictures of capsule networks: functions that draw into matplotlib Axes, and whole figures made of them."""
+"""Pictures of capsule networks: functions that draw into matplotlib Axes, and functions that make whole figures."""
 
 import csv
 import io
@@ -43,13 +43,13 @@ __all__ = [
 CELL = 0.5  # inches
 SHADES = 31
 RIGHT, WRONG, OTHER = "tab:green", "tab:red", "lightgrey"
-# Of a log: what is a loss of the classes, and how many steps lie between two rows.
+# The metrics in a log that are a loss of the classes, and the number of steps between two rows of the log.
 OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
 LOG_EVERY = 10
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a PNG, whole or not at all."""
+    """Writes a complete PNG, or none if it fails."""
     # Into memory first: the encoder reports a full disk without its errno.
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
@@ -59,7 +59,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _in_colour(images: Tensor) -> Tensor:
-    """``[n, C, H, W]`` of 1 or 3 channels, or of a stereo pair, as red, green and blue: left is red, right cyan."""
+    """``[n, C, H, W]`` as red, green and blue. C is 1, 3, or 2 for a stereo pair: left becomes red, right cyan."""
     images = images.detach().cpu()
     return images[:, [0, 1, 1]] if images.shape[1] == 2 else images.expand(-1, 3, -1, -1)
 
@@ -84,7 +84,7 @@ def images(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> None
 
 
 def images_figure(rows: Mapping[str, Tensor], columns: Sequence[str], title: str = "") -> Figure:
-    """:func:`images` alone, such as images beside their reconstructions."""
+    """A figure of :func:`images`, such as images above their reconstructions."""
     figure = Figure(figsize=(CELL * len(columns) + 1.2, CELL * len(rows) + 0.6), layout="constrained")
     images(figure.subplots(), rows, columns)
     figure.suptitle(title, fontsize="medium")
@@ -98,13 +98,13 @@ def perturbations_figure(found: Tensor, label: str, deltas: Sequence[float]) -> 
 
 
 def overlap_colours(parts: Tensor) -> Tensor:
-    """Two grey images ``[B, 2, C, H, W]`` to red and green ``[B, 3, H, W]``; yellow where both are."""
+    """Two grey images ``[B, 2, C, H, W]`` in red and green, ``[B, 3, H, W]``; yellow where they overlap."""
     grey = parts.mean(2)
     return torch.stack([grey[:, 0], grey[:, 1], torch.zeros_like(grey[:, 0])], 1)
 
 
 def class_colours(there: Tensor) -> Tensor:
-    """The classes of pixels, bool ``[B, J, H, W]``, to a colour for each, ``[B, 3, H, W]``; the mean of several."""
+    """The classes of pixels, bool ``[B, J, H, W]``, as colours ``[B, 3, H, W]``: the mean if a pixel has several."""
     J = there.shape[1]
     shades = colormaps["tab10"](range(J)) if J <= 10 else colormaps["hsv"](torch.linspace(0, 1, J + 1)[:-1].numpy())
     colours = torch.tensor(shades[:, :3], dtype=torch.float32)  # [J, 3]
@@ -155,7 +155,7 @@ def predictions_figure(pictures: Tensor, labels: Tensor, activations: Tensor, co
 
 
 def matrix(ax: Axes, values: Tensor, shown: str, ylabel: str, xlabel: str) -> None:
-    """``values [J, J]`` as shades, each written by the format ``shown`` where there is room."""
+    """``values [J, J]`` as shades; up to J = 20 with the numbers, in the format ``shown``."""
     J = len(values)
     top = float(values.nan_to_num().max()) or 1.0
     ax.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=top)
@@ -213,8 +213,8 @@ def routing_figure(lengths: Tensor, coupling_entropy: Tensor, title: str) -> Fig
 def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of every metric in the CSV log of a run, a folder ``version_n``.
 
-    resumed: the run before it, which it went on from, is ``version_(n-1)``, and so on back to step 0; of each, what
-    came before the next one.
+    resumed: the run continues ``version_(n-1)``, and so on back to step 0. An earlier log is read up to the step where
+    the next log begins.
     """
     points: dict[str, list[tuple[int, float]]] = {}
     number, first = int(version.name.removeprefix("version_")), sys.maxsize
@@ -222,7 +222,7 @@ def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[i
         path = version.with_name(f"version_{n}") / "metrics.csv"
         if not path.is_file():
             continue
-        # A run that was killed may have left half a line.
+        # A killed run may have left half a line.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         rows = [row for row in csv.DictReader(whole) if int(row["step"]) < first]
         for row in rows:
@@ -236,12 +236,12 @@ def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[i
 
 
 def losses(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    """The loss and its parts against the steps, of training (lines) and of tests (dashed)."""
+    """The loss and its parts against the steps: training as solid lines, tests dashed."""
     for name in ("loss", *OF_CLASSES, "reconstruction", "entropy"):
         for source, style, marker in ((name, "-", None), (f"test_{name}", "--", "o")):
             if any(value for _, value in metrics.get(source, ())):
                 ax.plot(*zip(*metrics[source], strict=True), style, marker=marker, label=source, linewidth=1)
-    # A negative log likelihood of densities may be below 0.
+    # A negative log likelihood may be below 0.
     negative = any(value < 0 for points in metrics.values() for _, value in points)
     ax.set(xlabel="step", ylabel="mean of an image", title="loss and its parts")
     ax.set_yscale("linear" if negative else "log")
@@ -250,7 +250,7 @@ def losses(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None
 
 
 def results(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    """What was measured on the test images against the steps, or the images trained on in a second."""
+    """The result on the test images against the steps; if there is none, the images trained on per second."""
     tested = {"test_accuracy": "test accuracy, %", "test_iou": "mean IoU, %"}
     name = next((name for name in tested if metrics.get(name)), None)
     if name is not None:

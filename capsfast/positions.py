@@ -1,4 +1,4 @@
-"""Axes of positions, which votes that a convolution made have behind the others: one axis for the ops, or none."""
+"""Axes of positions, the last axes of votes that a convolution made. The ops take one such axis, or none."""
 
 from torch import Tensor
 
@@ -7,9 +7,9 @@ from .axes import axes_of
 
 
 def alone(spatial: tuple[int, ...]) -> bool:
-    """Whether there are axes of positions that hold a single one: it is routed as votes without such axes are.
+    """Whether the axes of positions hold a single position, which is routed like votes without such axes.
 
-    A size that a traced graph learns only when it runs counts as more.
+    A size that a traced graph learns only at run time counts as more than one.
     """
     return bool(spatial) and all(surely(size == 1) for size in spatial)
 
@@ -17,15 +17,15 @@ def alone(spatial: tuple[int, ...]) -> bool:
 def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:
     """Votes ``[B, I, J or 1, D, S]`` as the ops take them.
 
-    Without the axis of a single position; else of all J, with stride 0 where output capsules share them.
+    The axis of a single position is removed. Otherwise J is expanded, with stride 0 if output capsules share the votes.
     """
     return votes.squeeze(-1) if alone(spatial) else votes.expand(-1, -1, J, -1, -1)
 
 
 def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
-    """An argument with an axis B: to one axis for all positions, or none for a single one.
+    """An argument with an axis B, with one axis for all positions, or none for a single position.
 
-    What has no axes of positions holds everywhere. Nothing happens if ``spatial`` is empty.
+    An argument without axes of positions is expanded to all of them. If ``spatial`` is empty, it is returned as it is.
     """
     if value is None or not spatial:
         return value
@@ -43,7 +43,7 @@ def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor 
 
 
 def restore(value: Tensor, spatial: tuple[int, ...]) -> Tensor:
-    """The opposite for a result, which ends in one axis for all positions, or in none for a single one."""
+    """Restores the axes of positions of a result, which has one axis for all positions, or none for a single one."""
     if alone(spatial):
         return value.reshape(*value.shape, *spatial)
     return value.reshape(*value.shape[:-1], *spatial) if len(spatial) > 1 else value
@@ -55,19 +55,19 @@ def to_samples(value: Tensor) -> Tensor:
 
 
 def as_samples(value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
-    """to_samples() where there are positions: ``spatial``, of one size or none.
+    """to_samples() if there are positions; ``spatial`` has one size or none.
 
-    An empty tensor of one axis, for what was not asked for, stays.
+    An empty tensor with one axis, a result that was not requested, is returned as it is.
     """
     return value if value is None or not spatial or value.dim() == 1 else to_samples(value)
 
 
 def from_samples(value: Tensor, B: int, *spatial: int) -> Tensor:
-    """``[B S, ...]`` to ``[B, ..., *spatial]``, where S is the product of these sizes; a size may be 1."""
+    """``[B S, ...]`` to ``[B, ..., *spatial]``, where S is the product of the sizes in spatial; a size may be 1."""
     n = len(spatial)
     return value.reshape(B, *spatial, *value.shape[1:]).movedim(tuple(range(1, n + 1)), tuple(range(-n, 0)))
 
 
 def as_positions(value: Tensor, B: int, spatial: tuple[int, ...]) -> Tensor:
-    """The opposite of as_samples(), contiguous."""
+    """The inverse of as_samples(); the result is contiguous."""
     return value if not spatial or value.dim() == 1 else from_samples(value, B, spatial[0]).contiguous()

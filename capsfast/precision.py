@@ -1,4 +1,4 @@
-"""The dtype of sums, what autocast makes of a call, and how exact torch wants float32 products to be."""
+"""The dtype of sums, the casts of autocast, and torch's setting for the precision of float32 products."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,21 +16,21 @@ LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 @constant_while_tracing
 def tf32_allowed() -> bool:
-    """Whether float32 products on CUDA devices may be rounded to TF32, by any of torch's settings.
+    """Whether any setting of torch allows float32 products on CUDA devices to be rounded to TF32.
 
-    Not from ``allow_tf32``, which is an error where ``fp32_precision`` was set. torch.compile keeps the answer, and
-    compiles anew when the setting changes.
+    Reading ``allow_tf32`` would raise an error if ``fp32_precision`` was set. torch.compile keeps the answer and
+    compiles again when the setting changes.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are formed in: float32 for 16-bit inputs, else that of the inputs."""
+    """The dtype that sums are formed in: float32 for 16-bit inputs, else the dtype of the inputs."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
-    """args, the first ``count`` of them cast to dtype. float64 is not cast, as in torch's own autocast rules."""
+    """Casts the first ``count`` of args to dtype. float64 is not cast, as in torch's own autocast rules."""
     return [
         arg.to(dtype) if n < count and isinstance(arg, Tensor) and arg.dtype in LOW else arg
         for n, arg in enumerate(args)
@@ -38,7 +38,7 @@ def cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
 
 
 def as_under_autocast(*tensors: Any) -> tuple[Sequence[Any], AbstractContextManager[Any]]:
-    """For what stands in for an op: the tensors as autocast casts those of ops, and a context without autocast."""
+    """For a substitute of an op: the tensors, cast as autocast would cast them, and a context without autocast."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors, nullcontext()
@@ -48,9 +48,9 @@ def as_under_autocast(*tensors: Any) -> tuple[Sequence[Any], AbstractContextMana
 def in_wide_dtype(
     definition: Callable[[Call], tuple[Tensor, ...]], call: Call, narrow: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """``definition(call)`` as an op computes: 16-bit tensors become float32 before any sum.
+    """``definition(call)`` with the precision of an op: 16-bit tensors become float32 before any sum.
 
-    narrow: which results get the dtype of u back. As with ops, autocast casts u and weight alone.
+    narrow: the results that are cast back to the dtype of u. As with ops, autocast casts u and weight only.
     """
     (u, weight), no_autocast = as_under_autocast(call.u, call.weight)
     dtype = u.dtype

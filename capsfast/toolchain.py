@@ -1,4 +1,4 @@
-"""What there is of Triton, without importing it."""
+"""Whether Triton is there, its version and its limits, without importing it."""
 
 import functools
 import importlib
@@ -11,22 +11,22 @@ import torch
 
 from ._torch import constant_while_tracing
 
-# What the kernels are compiled and interpreted with in tests: torch 2.10 brings 3.6, torch 2.15 brings 3.9.
+# The tests compile and interpret the kernels with 3.6 (torch 2.10) and 3.9 (torch 2.15).
 MINIMUM_TRITON = (3, 6)
 # The first GPUs with TF32 and bfloat16 tensor cores.
 MINIMUM_CAPABILITY = (8, 0)
 # AMD's architectures whose matrix instructions the compiled kernels use. No kernel ran on one yet.
 AMD = ("gfx90a", "gfx942", "gfx950")
-# A tile holds whole output capsules of 16 samples: longer ones don't fit the shared memory of all these GPUs.
+# A tile holds whole output capsules of 16 samples: larger capsules don't fit the shared memory of all these GPUs.
 LARGEST_D = 512
-# All rows of a pose matrix lie in one tile. One of 64 rows would be multiplied by four warps together (wgmma).
+# All rows of a pose matrix lie in one tile. Four warps together would multiply a tile of 64 rows (wgmma).
 LARGEST_P = 32
-# A program updates all output capsules of a sample, padded to powers of two.
+# One program updates all output capsules of a sample, with J and D padded to powers of two: at most so many numbers.
 LARGEST_UPDATE = 4096
 
 
 def interpreting() -> bool:
-    """Triton's interpreter runs the kernels, on CPU tensors. Triton reads the variable when it is imported."""
+    """Whether Triton's interpreter runs the kernels, on CPU tensors. Triton reads the variable at import."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes")
 
 
@@ -48,7 +48,7 @@ def _why_not_installed() -> str:
         return "the package triton is not installed (it comes with the CUDA builds of torch)"
     try:
         version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a build of Triton under another name
+    except importlib.metadata.PackageNotFoundError:  # a Triton installed under another package name
         version = importlib.import_module("triton").__version__
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < MINIMUM_TRITON:

@@ -1,6 +1,6 @@
-"""The documentation site, `make docs`: README.md, docs/*.md as they are, and the API from the docstrings.
+"""The documentation site, `make docs`: README.md, docs/*.md, and the API from the docstrings.
 
-The source folder is the repository, so that a relative link means the same here and on the repository's page.
+The source folder is the repository, so that relative links work on the site and on the repository's page.
 """
 
 import pkgutil
@@ -30,11 +30,11 @@ include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*
 # Folders that need not be searched for pages.
 exclude_patterns = [".*", "build", "out", "dist", "capsfast", "csrc", "tests", "**/__pycache__"]
 
-# The links that the repository's page makes of headings.
+# Anchors of headings as on the repository's page.
 myst_heading_anchors = 4
 smartquotes = False
 
-# What Lightning says of its hooks is in its own documentation.
+# Lightning's hooks are in Lightning's documentation.
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -58,7 +58,7 @@ html_show_copyright = False
 
 
 def contents() -> str:
-    """The sections of docs/README.md as tables of contents: the one list of pages there is."""
+    """The sections of docs/README.md, the only list of pages, as tables of contents."""
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     blocks = ["```{toctree}\n:hidden:\n\n/docs/README\n```"]
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -77,7 +77,7 @@ def commands() -> str:
         lines += [name, "-" * len(name), "", f".. program:: capsfast {name}", "", command.help, ""]
         for given in command.params:
             spelled = ", ".join((*given.opts, *given.secondary_opts))
-            # What stands for the default, if it is not the default itself.
+            # The text for the default, if typer has one.
             shown = given.show_default if isinstance(given.show_default, str) else given.default
             shown = given.opts[0] if shown is True else shown
             default = f" Default: {shown}." if given.show_default and shown not in (None, False) else ""
@@ -93,7 +93,7 @@ def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
-    """The docstring of a named tuple says what its fields are; those of the fields say which number they have."""
+    """Skips the fields of named tuples, whose docstrings say only "Alias for field number"."""
     return True if (thing.__doc__ or "").startswith("Alias for field number") else None
 
 
@@ -111,14 +111,14 @@ def thing_of(name: str) -> object:
 
 
 def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
-    """What is documented under another of its names, or named without its module, as the code around it does."""
+    """Resolves references to other names of a documented object, or without its module."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
     found = env.get_domain("py").find_obj(env, None, None, target.rpartition(".")[2], None, searchmode=1)
     if "." in target:
         found = [each for each in found if thing_of(each[0]) is not None and thing_of(each[0]) is thing_of(target)]
-    # capsfast.compat has classes with the names of capsfast.nn: each means its own.
+    # capsfast.compat and capsfast.nn have classes with equal names: prefer the module of the reference.
     near = [each for each in found if each[0].startswith(f"{node.get('py:module')}.")]
     places = {(entry.docname, entry.node_id) for _, entry in near or found}
     if len(places) != 1:
@@ -128,7 +128,7 @@ def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, te
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:
-    """What a server gives for a folder leads to the first page."""
+    """Writes an index.html that leads to the first page."""
     page = f"{app.config.root_doc}.html"
     lines = [
         '<!DOCTYPE html><meta charset="utf-8">',

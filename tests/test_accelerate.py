@@ -231,7 +231,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "a list of results": (result(lambda v, u: [v]), example(), "its forward does something else than route"),
     "no input": (lambda: variant(forward=filling), (example(), MASK), "for a sample whose mask, argument 2, is 0 ev"),
     "parametrized": (parametrized, example(), "are parametrized"),
-    "patched": (patched, example(), "replaced by somebody else's"),
+    "patched": (patched, example(), "replaced by other code"),
     "hooks": (hooked_inside, example(), "hooks of routing_module"),
     "one sample": (Plain, example(1), "one sample"),
     "no subclass": (lambda: Named(), example(), "no class can be derived"),

@@ -75,7 +75,7 @@ def test_calls_that_were_not_compared_run_the_own_forward_and_it_warns_once() ->
 def test_one_sample_of_a_layer_that_squeezes() -> None:
     layer, u = variant(forward=lambda self, u: Plain.forward(self, u).squeeze()), example()
     plain, report = copy.deepcopy(layer), accelerate(layer, u)
-    with pytest.warns(UserWarning, match="with one sample, for which it gives another shape"):
+    with pytest.warns(UserWarning, match="with one sample, where its output has another shape"):
         v = layer(u[:1])
     torch.testing.assert_close(v, plain(u[:1]), rtol=0, atol=0)
     assert v.shape == (4, 5) and layer(u[:2]).shape == (2, 4, 5)
@@ -154,7 +154,7 @@ def test_a_parametrization_is_followed(both: tuple[Net, Net], images: Tensor) ->
     for model in (fast, plain):
         parametrize.register_parametrization(model.first, "W", Half())
     assert_same(fast, plain, images)
-    with pytest.raises(RuntimeError, match="take that off first"):
+    with pytest.raises(RuntimeError, match="undo that change first"):
         undo(fast)
     assert type(fast.second).__name__ == "FusedCapsLayer"
     for model in (fast, plain):

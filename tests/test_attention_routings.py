@@ -82,7 +82,7 @@ def test_exact_cosine_of_votes_that_output_capsules_share() -> None:
 
 
 def test_exact_cosine_needs_votes() -> None:
-    with pytest.raises(ValueError, match=r"routing must be one that takes \(u, weight\), got CosineRouting"):
+    with pytest.raises(ValueError, match=r"routing must take \(u, weight\), got CosineRouting"):
         RoutedCaps(I, J, K, D, routing="cosine", exact=True)
     with pytest.raises(ValueError, match=r"cosines need votes in memory, got \(u, weight\)"):
         CosineRouting(I, J, K, D, exact=True)((torch.randn(2, I, K), torch.randn(I, J, D, K)))

@@ -108,11 +108,11 @@ def test_a_pass_is_one_pass() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"precision": True}, "it serves linear passes, those without precision"),
-        ({"center": True}, "it serves linear passes, those without center"),
-        ({"activation": True}, "it serves linear passes, those without activation"),
-        ({"second": True}, "it serves linear passes, those without second"),
-        ({"precision": True, "center": True, "second": True}, "those without precision, center, second"),
+        ({"precision": True}, "it serves linear passes, without precision"),
+        ({"center": True}, "it serves linear passes, without center"),
+        ({"activation": True}, "it serves linear passes, without activation"),
+        ({"second": True}, "it serves linear passes, without second"),
+        ({"precision": True, "center": True, "second": True}, "without precision, center, second"),
         ({"normalize": "sigmoid"}, "it serves normalize 'out' and 'in', got 'sigmoid'"),
         ({"normalize": "none"}, "it serves normalize 'out' and 'in', got 'none'"),
         ({"normalize": "lse"}, "it serves normalize 'out' and 'in', got 'lse'"),

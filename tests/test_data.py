@@ -216,7 +216,7 @@ def test_folders_of_pictures_with_a_split(tmp_path: Path, test: str) -> None:
     sets = data.open_sets(str(tmp_path), image_size=8)
     assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 4)
     write_pictures(tmp_path / test / "nested")
-    with pytest.raises(ValueError, match="must have the same classes, got nested in one alone"):
+    with pytest.raises(ValueError, match="must have the same classes, got nested in one only"):
         data.load(str(tmp_path))
 
 
@@ -403,10 +403,10 @@ def pair(images: Any = None, labels: Any = None) -> tuple[Any, Any]:
         (lambda: pair(labels=[10**9, 1, 2, 3, 4, 5]), "got 1 to 1000000000"),
         (lambda: pair(labels=[0.5, 1, 2, 3, 4, 5]), "must have an integer label"),
         (lambda: pair(labels=list("abcdef")), "must have an integer label"),
-        (lambda: pair(labels=[3] * 6), "at least two classes, got images of class 3 alone"),
+        (lambda: pair(labels=[3] * 6), "at least two classes, got only images of class 3"),
         (
             lambda: (pair()[0], pair(labels=[0, 1, 2, 3, 4, 9])[0]),
-            "labels must be 0 to 5, those of the images to train",
+            "labels must be 0 to 5, as for the images to train",
         ),
         (lambda: (iter([1]), iter([1])), "must have a length and be indexed by number"),
         (lambda: ([], []), "an integer label for each of its 0 images"),

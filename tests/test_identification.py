@@ -84,7 +84,7 @@ def test_code_is_the_call() -> None:
 
 
 def test_words() -> None:
-    assert "all options are those of the paper" in identification().describe()
+    assert "all options are as in the paper" in identification().describe()
     words = identification("JDK", softmax="in", gradient="last", eps=1e-20, notes=("seen",)).describe()
     for each in (
         "weight `w` [J, D, K], shared by all input capsules, I=6, J=4, D=5, K=3, 3 iterations",

@@ -380,7 +380,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "no inputs": (
         lambda: SlimConvTransposeCaps3d(I, J, K, D, routing="self"),
         ValueError,
-        "SlimConvTransposeCaps3d: routing must make do with votes, .* got self, which looks at the input capsules too",
+        "SlimConvTransposeCaps3d: routing must need only votes, .* got self, which needs the input capsules too",
     ),
     "routing": (lambda: SlimConvCaps2d(I, J, K, D, routing="no"), ValueError, "SlimConvCaps2d: routing must be one of"),
     "softmax": (lambda: SlimConvCaps2d(I, J, K, D, softmax="no"), ValueError, "SlimConvCaps2d: softmax must be one of"),

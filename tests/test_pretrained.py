@@ -206,7 +206,7 @@ def test_a_hub_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise hub.errors.LocalEntryNotFoundError("no network\nand more")
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    message = "CapsNet.from_pretrained: me/net is no folder, and the Hugging Face Hub does not give it: no network$"
+    message = "CapsNet.from_pretrained: me/net is not a folder, and the Hugging Face Hub does not have it: no network$"
     with pytest.raises(FileNotFoundError, match=message):
         CapsNet.from_pretrained("me/net")
 

@@ -418,7 +418,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "votes": (
         lambda: RoutedCaps(3, 2, 4, 6).routing(torch.zeros(1, 4, 2, 6)),
         ValueError,
-        "votes must be those of in_caps=3 for out_caps=2 of out_dim=6, got I=4, J=2, D=6",
+        "votes must have I=in_caps=3, J=out_caps=2 and D=out_dim=6, got I=4, J=2, D=6",
     ),
     "no inputs": (
         lambda: ROUTINGS["self"](3, 2, 4, 6)(torch.zeros(1, 3, 2, 6)),
@@ -497,7 +497,9 @@ NO_TENSOR: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("got", NO_TENSOR)
 def test_votes_are_no_tensor(got: str) -> None:
-    rule = f"capsfast.nn.Votes: votes are seen through passes and are no tensor, got {got}; call votes.moments(...)"
+    rule = (
+        f"capsfast.nn.Votes: votes are not a tensor, a routing reads them by passes, got {got}; call votes.moments(...)"
+    )
     with pytest.raises((TypeError, AttributeError), match=re.escape(rule)):
         routes(NO_TENSOR[got])
 

@@ -168,7 +168,7 @@ def test_types_of_every_level() -> None:
 def test_takes_every_routing(name: str) -> None:
     torch.manual_seed(0)
     if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must make do with votes"):
+        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must need only votes"):
             SegCaps(2, (7, 6), J, **SMALL, routing=name)
         return
     model = SegCaps(2, (7, 6), J, **SMALL, routing=name)

@@ -1,4 +1,4 @@
-"""Layers that others wrote, and what capsfast computes in their place."""
+"""Recognises routing layers of other code and replaces them by capsfast."""
 
 from .entry import identify
 from .identification import Identification, Sizes

@@ -1,4 +1,4 @@
-"""A layer's own forward and capsfast's side by side, in the dtypes in which the layer is used."""
+"""Compares a layer's own forward with capsfast's call, in the dtypes in which the layer is used."""
 
 from collections.abc import Iterator
 
@@ -12,10 +12,10 @@ from .probe import private_copy, take_hooks_off
 from .refusal import LeftAloneError
 from .trace import first_line
 
-# The largest relative difference of a tensor that is taken for rounding, in a model of this dtype.
+# The largest relative difference of a tensor that counts as rounding, by the dtype of the model.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 TINY = 1e-30
-# Enough for a comparison, unless the layer takes one number of samples only.
+# Enough samples for a comparison; a layer that takes only one number of samples gets that number.
 SAMPLES = 4
 LOW = (torch.bfloat16, torch.float16)
 
@@ -24,7 +24,7 @@ Given = tuple[Tensor, ...]
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    """The largest difference over the largest number of ``other``; infinite where one of them is not finite."""
+    """The largest difference over the largest number in ``other``; infinite if a number is not finite."""
     if one.shape != other.shape:
         return float("inf")
     if one.numel() == 0:
@@ -35,10 +35,10 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 class Beside:
-    """A copy of a layer, whose hooks don't run, and the call of capsfast, on the same numbers.
+    """A copy of a layer without hooks, and the call of capsfast, on the same numbers.
 
     Attributes:
-        entries: how many the layer's tuple has; 0 where it gives a tensor. contiguous: whether its output is.
+        entries: length of the layer's tuple; 0 if it returns a tensor. contiguous: whether its output is contiguous.
     """
 
     def __init__(self, layer: nn.Module, identification: Identification, signature: Signature) -> None:
@@ -47,10 +47,10 @@ class Beside:
         self.entries, self.contiguous = 0, True
 
     def own(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> Given:
-        """What the layer's own forward gives: its output, and its coupling if that is one of its results.
+        """The results of the layer's own forward: its output, and its coupling if it returns it.
 
         Raises:
-            LeftAloneError: the layer fails, or gives more than that.
+            LeftAloneError: the layer fails, or returns more.
         """
         args, kwargs = (signature or self.signature).fill(*given)
         try:
@@ -58,7 +58,7 @@ class Beside:
                 given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False
             ):
                 found = self.layer.forward(*args, **kwargs)
-        except Exception as error:  # code of anybody: what it raises is the reason
+        except Exception as error:  # other people's code may raise anything: it becomes the reason
             raise LeftAloneError(f"its forward failed on {list(given[0].shape)}: {first_line(error)}") from error
         if isinstance(found, Tensor):
             self.contiguous = found.is_contiguous()
@@ -75,7 +75,7 @@ class Beside:
         return tuple(found[part] for part in parts)
 
     def fused(self, given: Given, autocast: torch.dtype | None) -> Given:
-        """The same by the call of capsfast."""
+        """The same results from the call of capsfast."""
         call = self.identification
         with _under(autocast, given):
             if call.coupling is None:
@@ -83,10 +83,10 @@ class Beside:
             return call.with_coupling(call.tensors(self.layer), *given)
 
     def difference(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> float:
-        """The largest relative difference of results and gradients: of capsules or votes, logits, all parameters.
+        """The largest relative difference of results and of gradients (capsules or votes, logits, all parameters).
 
         Raises:
-            LeftAloneError: they give other shapes.
+            LeftAloneError: the shapes of the results differ.
         """
         roles = self.identification.arguments
         wanted = [0, *(n for n, role in enumerate(roles, 1) if role == "logits")]
@@ -117,9 +117,9 @@ class Beside:
         return given if self.signature.batch is not None else tuple(each[:samples] for each in given)
 
     def results(self, given: Given, autocast: torch.dtype | None) -> dict[Dtypes, tuple[torch.dtype, ...]]:
-        """For all dtypes in which the layer runs and the call agrees with it: the dtypes of its results.
+        """For all dtypes in which the layer runs and the call agrees with it: the dtypes of the layer's results.
 
-        The dtypes of the example are among them, which :meth:`difference` compared.
+        The dtypes of the example are included, because :meth:`difference` compared them.
         """
         found: dict[Dtypes, tuple[torch.dtype, ...]] = {}
         own = self._weight()
@@ -143,7 +143,7 @@ class Beside:
             return
         try:
             own, fused = self.own(given, autocast), self.fused(given, autocast)
-        except Exception:  # the layer or capsfast takes no such dtypes: its own forward says so
+        except Exception:  # the layer or capsfast does not take these dtypes; the layer's own forward will report it
             return
         limit = TOLERANCE[autocast or given[0].dtype]
         if all(relative(one, other) <= limit for one, other in zip(fused, own, strict=True)):
@@ -155,5 +155,5 @@ def _to(given: Given, dtype: torch.dtype) -> Given:
 
 
 def _under(autocast: torch.dtype | None, given: Given) -> torch.autocast:
-    # Without its cache, which would give float16 what it made for bfloat16.
+    # Without autocast's cache, which would return tensors cast to bfloat16 for float16.
     return torch.autocast(given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False)

@@ -1,4 +1,4 @@
-"""How a layer was called, so that another call can be told from it."""
+"""Records how a layer was called, and tells whether another call is the same."""
 
 import copy
 import inspect
@@ -17,8 +17,8 @@ class Slot(NamedTuple):
     """An argument.
 
     kind: ``"u"`` the capsules or votes, ``"other"`` another tensor, ``"batch"`` the number of samples, ``"value"`` any
-    other. value: of another tensor the shape without the batch, and the dtype; of a value what :func:`frozen` makes of
-    it, and a copy.
+    other value. value: for ``"other"`` the shape without the batch, and the dtype; for ``"value"`` the result of
+    :func:`frozen`, and a copy.
     """
 
     kind: Literal["u", "other", "batch", "value"]
@@ -26,7 +26,7 @@ class Slot(NamedTuple):
 
     def holds(self, given: object, u: Tensor) -> bool:
         if self.kind == "batch":
-            # torch.export gives a number that may differ between calls as one of its own.
+            # torch.export passes a size that may differ between calls as a SymInt.
             return type(given) in (int, torch.SymInt) and given == u.shape[0]
         if self.kind == "other":
             shape, dtype = self.value
@@ -45,10 +45,10 @@ class Signature:
 
     Attributes:
         order: names of the arguments that can be given by position.
-        slots: all arguments by name; those not given have their defaults.
-        defaults: of the forward, as far as they can be compared.
-        shape: of the capsules or votes, without the batch.
-        batch: the only number of samples that the layer takes; None if it takes others.
+        slots: all arguments by name, with defaults for arguments that were not given.
+        defaults: defaults of the forward.
+        shape: shape of the capsules or votes, without the batch.
+        batch: the only number of samples that the layer takes; None if it takes any number.
     """
 
     order: tuple[str, ...]
@@ -61,14 +61,14 @@ class Signature:
     def of(
         layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> "tuple[Signature, tuple[Tensor, ...]]":
-        """Reads a call that was made: its signature, and its tensors, the capsules or votes first.
+        """The signature of a call, and its tensors, capsules or votes first.
 
         Raises:
-            LeftAloneError: the reason.
+            LeftAloneError: the call can't be fused.
         """
         parameters = inspect.signature(layer.forward).parameters.values()
         by_place = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        # What *args takes has no name.
+        # Arguments in *args have no names.
         order = (*by_place, *(f"*{n}" for n in range(len(by_place), len(args))))
         given = dict(zip(order, args, strict=False)) | dict(kwargs)
         tensors = tuple(each for each in given.values() if isinstance(each, Tensor))
@@ -96,14 +96,14 @@ class Signature:
             except UnclearError as error:
                 raise LeftAloneError(f"it is called with {error}, which cannot be compared between calls") from error
             slots[name] = Slot("value", kept_value)
-        # In the order of the call, which is that of the tensors.
+        # In the order of the call, as the tensors are.
         ordered = tuple((name, slots[name]) for name in (*given, *(name for name in defaults if name not in given)))
         return Signature(order, ordered, tuple(defaults.items()), tuple(u.shape[1:])), tensors
 
     def readings(self, batch: int, given: int) -> "tuple[Signature, ...]":
-        """What the call may have meant: an int that is the number of samples may be given as such, or by chance.
+        """Possible meanings of the call: an int equal to the number of samples may mean it, or be equal by chance.
 
-        given: how many arguments were not left to their defaults.
+        given: number of arguments that were passed.
         """
 
         def read(n: int, slot: Slot) -> Slot:
@@ -126,7 +126,7 @@ class Signature:
         return args, values
 
     def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
-        """The tensors of a call that differs from this one in nothing but the batch; None for any other call."""
+        """The tensors of a call that differs from this call in the batch only; None for any other call."""
         if len(args) > len(self.order):
             return None
         given = dict(self.defaults)

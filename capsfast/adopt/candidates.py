@@ -1,4 +1,4 @@
-"""Options and roles to try, once the structure of a layer is known."""
+"""Options and roles of tensors to try, once the structure of a layer is known."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ MOST_ITERATIONS = 10
 
 
 def options(found: list[Fit], most: int = MOST_ITERATIONS) -> Iterator[dict[str, Any]]:
-    """Options to try, those with few iterations first."""
+    """Options to try, common ones first."""
     kinds: list[dict[str, Any]] = []
     for each in found:
         kinds.append(each._asdict())
@@ -27,7 +27,7 @@ def options(found: list[Fit], most: int = MOST_ITERATIONS) -> Iterator[dict[str,
 
 
 def roles(name: str, shape: tuple[int, ...], found: Identification, B: int) -> Iterator[Identification]:
-    """The call with this tensor as logits or as bias, in all orders that its shape allows."""
+    """Variants of the call with this tensor as logits or as bias, in every order that its shape allows."""
     sizes = found.sizes._asdict()
     if found.logits is None:
         for order, _ in orders(shape, "IJ", sizes, optional="IJ"):

@@ -1,4 +1,4 @@
-"""capsfast.identify, public: check the arguments, then search."""
+"""The public function capsfast.identify: checks the arguments, then searches."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,34 +24,33 @@ def identify(
 ) -> Identification:
     """Finds the call of capsfast that computes what a routing layer computes.
 
-    The layer is taken for what it does, whatever it is called: a copy of it, in float64, runs on random numbers, on
-    ``u`` and with its own parameters, and its outputs and gradients are compared with those of
-    :func:`capsfast.dynamic_routing` (with :func:`capsfast.route_votes` where it takes votes). Shapes say which axes of
-    its parameters, input and output can be which; votes near 0, whose coupling is equal, which of these it is, and
-    which squash and eps. Whatever the call does not read, tensors of the layer and arguments, must have no effect with
-    other numbers either. The layer itself, its mode, its gradients and the state of torch's random numbers stay as they
-    are.
+    The layer is judged by what it computes, not by its name. A float64 copy runs on random numbers, and with its own
+    parameters on ``u``. Its outputs and gradients are compared with :func:`capsfast.dynamic_routing`, or with
+    :func:`capsfast.route_votes` if the layer takes votes. Shapes limit the possible orders of the axes of parameters,
+    input and output. Votes near 0, whose coupling is equal, decide between these orders and show squash and eps.
+    Tensors and arguments that the call does not read must have no effect with other numbers either. The layer, its
+    mode, its gradients and the state of torch's random numbers are left unchanged.
 
     Args:
-        layer: any module that routes ``u [B, I, K]`` or votes ``[B, I, J, D]``, in any order of axes with B first. One
-            inside DataParallel or DistributedDataParallel, or compiled, is taken out; names are those of the inner one.
+        layer: any module that routes ``u [B, I, K]`` or votes ``[B, I, J, D]``, in any order of axes with B first.
+            DataParallel, DistributedDataParallel and a compiled wrapper are removed first, also from names.
         u: a real input; a few samples are enough.
-        others: real further arguments of the forward. A tensor of 0 and 1 can be a mask, another one logits. An int
-            that is the batch size is taken for that.
-        call: ``call(layer, u, *others)`` where it is not called as ``layer(u, *others)``. What this passes besides
-            counts as constant.
-        output: which part of what it returns is meant; by default the first tensor of a tuple.
+        others: real further arguments of the forward. A tensor of 0 and 1 can be a mask, any other tensor logits. An
+            int equal to the batch size may mean the batch size.
+        call: ``call(layer, u, *others)``, if ``layer(u, *others)`` is not how the layer is called. Other values that
+            it passes count as constant.
+        output: takes the result of the layer and returns the output; default the first tensor of a tuple.
 
     Returns:
         :class:`capsfast.adopt.Identification`: print it, or call it. Values differ by at most 1e-10, relative; with the
-        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8. A layer
-        that cannot run in float64, or is a TorchScript one, is compared in float32: 1e-5 and 1e-3; a note says so.
+        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8. A
+        TorchScript layer, or a layer that can't run in float64, is compared in float32: 1e-5 and 1e-3, with a note.
 
     Raises:
-        capsfast.adopt.NotReproduced: a ValueError. No options do it, the layer fails, or the result is random, depends
-            on the mode, on what came before, or on a tensor or argument that the call does not read; the message says
-            which, and which call came nearest.
-        TypeError, ValueError: layer is no module, u no dense tensor of floats with at least two axes, or empty.
+        capsfast.adopt.NotReproduced: a ValueError. No options reproduce the layer, the layer fails, or its result is
+            random, or depends on the mode, on earlier calls, or on a tensor or argument that the call does not read.
+            The message gives the reason and the nearest call.
+        TypeError, ValueError: layer is not a module; u is empty or not a dense float tensor with at least two axes.
     """
     if not isinstance(layer, nn.Module):
         raise TypeError(f"{OP}: layer must be a torch.nn.Module, got {type(layer).__name__}")
@@ -68,7 +67,7 @@ def identify(
 def searched(
     layer: nn.Module, u: Tensor, others: tuple[Any, ...], call: Run | None = None, output: Run | None = None
 ) -> tuple[Identification, Search]:
-    """What the layer computes, and the search that found it.
+    """The identification of a layer, and the search that found it.
 
     Raises:
         NotReproduced: capsfast has no such call.
@@ -88,7 +87,7 @@ def searched(
                 search = Search(layer, inputs, call, output, torch.float64)
                 return search.result(), search
             except Float64Error:
-                # Its tensors have a dtype of their own: the comparison is coarser then.
+                # The layer fixes the dtype of its tensors: the comparison in float32 is coarser.
                 pass
         search = Search(layer, inputs, call, output, torch.float32)
         return search.result(), search

@@ -1,4 +1,4 @@
-"""A layer whose forward is one call of capsfast, in place: the same object, parameters, names and hooks."""
+"""A layer whose forward becomes a call of capsfast, in place: the same object, parameters, names and hooks."""
 
 import functools
 import types
@@ -16,23 +16,23 @@ from .calls import Signature
 from .identification import Identification
 from .state import COUNT, RECORD, State
 
-# What a call computes in: dtype of the capsules, of what is read (None for nothing), of autocast (None if off).
+# The dtypes of a call: of the capsules, of the parameters that it reads (None without), of autocast (None if off).
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 def autocast_of(u: Tensor) -> torch.dtype | None:
-    """The dtype of autocast for the device of the tensor, None where it is off."""
+    """The dtype of autocast for the device of the tensor, None if autocast is off."""
     kind = u.device.type
-    # Torch does not say whether autocast is on for a device that has none, such as meta.
+    # torch raises an error when asked about a device without autocast, such as meta.
     on = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if on and torch.is_autocast_enabled(kind) else None
 
 
 @dataclass
 class Calls:
-    """How often a fused layer ran fused, and how often its own forward, and why it did the last time.
+    """How often a layer ran fused, how often its own forward, and why it ran its own forward the last time.
 
-    Calls inside of a compiled graph are not counted.
+    Calls inside a compiled graph are not counted.
     """
 
     fused: int = 0
@@ -42,17 +42,17 @@ class Calls:
 
 @dataclass(frozen=True)
 class Fused:
-    """What a fused layer computes, and for which calls.
+    """The call of capsfast in a fused layer, and the calls of the layer that it serves.
 
     Attributes:
         identification: the call of capsfast.
-        calls: that were compared.
-        results: for each set of dtypes in which the two were compared, the dtypes of what the layer gives.
-        state: of the layer at that time.
-        shapes: of the tensors that the call reads.
-        contiguous: whether the layer's own output is; a ``view`` of it may follow.
-        single: whether a call with one sample may be fused. A layer that squeezes gives another shape there.
-        entries: how many the layer's tuple has; 0 where it gives a tensor.
+        calls: the calls of the layer that were compared.
+        results: for each compared set of dtypes, the dtypes of the layer's results.
+        state: state of the layer when it was compared.
+        shapes: shapes of the tensors that the call reads.
+        contiguous: whether the layer's own output is contiguous; the model may call ``view`` on it.
+        single: whether a call with one sample may be fused. A layer that squeezes returns another shape then.
+        entries: length of the layer's tuple; 0 if it returns a tensor.
     """
 
     identification: Identification
@@ -65,17 +65,17 @@ class Fused:
     entries: int
 
     def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """What the layer gives, or the text that says why its own forward has to."""
+        """The result of the fused call, or a text that says why the layer's own forward must run."""
         given = None
         for call in self.calls:
             given = call.match(args, kwargs)
             if given is not None:
                 break
         if given is None:
-            return "it was called with other arguments or sizes than those of the example"
+            return "it was called with arguments or sizes that differ from the example"
         u = given[0]
         if u.shape[0] == 1 and not self.single:
-            return "it was called with one sample, for which it gives another shape"
+            return "it was called with one sample, where its output has another shape"
         changed = self.state.changed(layer)
         if changed is not None:
             return f"its `{changed}` is not what it was"
@@ -90,7 +90,7 @@ class Fused:
         return self.compute(tensors, given, dtypes)
 
     def compute(self, tensors: Mapping[str, Tensor], given: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Any:
-        """The call of capsfast, its results in these dtypes."""
+        """Runs the call of capsfast and casts its results to these dtypes."""
         if self.identification.coupling is None:
             found: tuple[Tensor, ...] = (self.identification(tensors, *given),)
         else:
@@ -104,20 +104,20 @@ class Fused:
 
 
 class FusedLayer(Layer):
-    """In front of the class of a layer: its forward is capsfast's for verified calls, and for others its own.
+    """First base class of a fused layer: its forward runs capsfast for verified calls, else the layer's own forward.
 
-    A class, not an attribute ``forward`` of the object: a replica or shallow copy of the layer that is given other
-    parameters, as several libraries make them, computes with these.
+    A class, not an attribute ``forward`` of the object: several libraries make replicas or shallow copies of a layer
+    with other parameters, and these compute with their own parameters.
     """
 
-    # None: an object that was made of the class, as a layer that clones itself makes it.
+    # None in an object that was made from the class, for example by a layer that clones itself.
     _capsfast_fused: Fused | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         fused = self._capsfast_fused
         compiling = torch.compiler.is_compiling()
         followed = compiling or tracing_state() is not None
-        if fused is None or (followed and torch.onnx.is_in_onnx_export()):  # ONNX knows torch's operations alone
+        if fused is None or (followed and torch.onnx.is_in_onnx_export()):  # ONNX knows only torch's operations
             return super().forward(*args, **kwargs)
         found = fused.output(self, args, kwargs)
         if not compiling:
@@ -137,7 +137,7 @@ class FusedLayer(Layer):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled is the class that this one was made of, which is made anew where it is read."""
+        """Pickles the original class; unpickling makes the fused class again."""
         reduced: Any = super().__reduce_ex__(protocol)
         made = type(self)
         if not is_fused(self) or not isinstance(reduced, tuple):
@@ -157,7 +157,7 @@ def _count(layer: nn.Module, found: Any) -> None:
     if not count.own:
         warnings.warn(
             f"capsfast.accelerate: {original_class(type(layer)).__name__} runs its own forward, because {found}; "
-            f"report.calls() counts such calls, and this warning comes once for the layer",
+            f"report.calls() counts such calls; each layer warns once",
             stacklevel=5,
         )
     count.own, count.why = count.own + 1, found
@@ -170,12 +170,12 @@ def _restored(own: type[nn.Module], function: Any, *arguments: Any) -> nn.Module
 
 
 def _set_class(layer: nn.Module, kind: type[nn.Module]) -> None:
-    # Not by assignment: a __setattr__ of the layer may do something else.
+    # Not by assignment, because the layer may have its own __setattr__.
     object.__setattr__(layer, "__class__", kind)
 
 
 def takes_class(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Tries whether the class of the layer can be replaced, and puts it back; raises what that raises."""
+    """Replaces the class of the layer and restores it; raises the error if that is impossible."""
     own = type(layer)
     _set_class(layer, kind)
     _set_class(layer, own)
@@ -185,7 +185,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def fused_class(own: type[nn.Module]) -> type[nn.Module]:
-    """The class of fused layers of the class ``own``, one for all of them."""
+    """The class of all fused layers whose own class is ``own``."""
     if own not in _classes:
 
         @functools.wraps(own.forward)  # with the signature that export and others look at
@@ -198,12 +198,12 @@ def fused_class(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_fused(layer: object) -> bool:
-    """Whether this very object was fused, and nothing was put in front of its class since."""
+    """Whether this object was fused and its class was not replaced since."""
     return type(layer).__bases__[:1] == (FusedLayer,)
 
 
 def original_class(made: type) -> type[nn.Module]:
-    """The class that the layer had, or has."""
+    """The class before the layer was fused; ``made`` itself if it is not a fused class."""
     return next((each.__bases__[1] for each in made.__mro__ if each.__bases__[:1] == (FusedLayer,)), made)
 
 
@@ -213,15 +213,15 @@ def fuse(layer: nn.Module, fused: Fused) -> None:
 
 
 def restore(layer: nn.Module) -> None:
-    """What :func:`fuse` found.
+    """Undoes :func:`fuse`.
 
     Raises:
-        RuntimeError: something was put in front of the class since then.
+        RuntimeError: the class was replaced since then.
     """
     if not is_fused(layer):
         raise RuntimeError(
-            f"capsfast.adopt.undo: the class of the layer must be the one that accelerate gave it, got "
-            f"{type(layer).__name__}, made of it since; take that off first, such as a parametrization"
+            f"capsfast.adopt.undo: the layer must have the class that accelerate gave it, got {type(layer).__name__}, "
+            f"derived from that class later; undo that change first, such as a parametrization"
         )
     _set_class(layer, original_class(type(layer)))
     for name in (RECORD, COUNT):

@@ -1,4 +1,4 @@
-"""How capsfast computes what a layer computes."""
+"""The call of capsfast that computes what a layer computes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from ..nn import DynamicRouting, RoutingByAgreement
 from ..options import Options
 from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
 
-# Roles of the arguments of a forward besides u, which the call does not read.
+# Roles of further arguments of a forward that the call does not read.
 UNREAD = ("unused", "constant")
 
 
 class Sizes(NamedTuple):
-    """I and J: numbers of input and output capsules. D and K: sizes of one; K is 0 where the layer takes votes."""
+    """I, J: numbers of input and output capsules. K, D: sizes of an input and an output capsule; K is 0 for votes."""
 
     I: int
     J: int
@@ -29,30 +29,30 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Identification:
-    """The one call of capsfast that computes what a layer computes; :func:`capsfast.identify` finds it.
+    """The call of capsfast that computes what a layer computes; :func:`capsfast.identify` finds it.
 
-    ``identification(identification.tensors(layer), u)`` is that call: the output of the layer, in the shape in which
-    the layer gives it, from its own parameters, which are read as views. ``print(identification)`` says it in words.
+    ``identification(identification.tensors(layer), u)`` runs that call on views of the layer's own parameters and
+    returns the output in the layer's shape. ``print(identification)`` describes it in words.
 
-    Two are equal if their calls are. Differences and notes do not count.
+    Two identifications are equal if their calls are equal, whatever their differences and notes.
 
     Attributes:
         weight: name of the parameter or buffer, None for a layer that takes votes.
-        weight_order: its axes, such as ``"1IJDK"``. A letter is an axis, ``1`` one of length 1, letters in brackets are
-            one axis that holds them all: ``"IK(JD)"``. Without I it is shared by the input capsules, without J by the
+        weight_order: axes of the weight, such as ``"1IJDK"``. A letter is an axis, ``1`` an axis of length 1, letters
+            in brackets one flattened axis: ``"IK(JD)"``. Without I the input capsules share the weight, without J the
             output capsules.
-        input_order, output_order: the same for what the layer takes (``"BIK"``, for votes ``"BIJD"``) and gives.
-        sizes: of the axes.
+        input_order, output_order: axes of the layer's input (``"BIK"``, for votes ``"BIJD"``) and output.
+        sizes: sizes of the axes.
         num_iterations, softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
-        averaged: the call is that of :func:`capsfast.compat.averaged_routing`: logits are averaged over the batch.
-        logits, logits_order, bias, bias_order: names and axes of these, if the layer has them.
-        arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"``,
-            ``"mask_after"`` (a factor of the coupling, of :func:`capsfast.compat.masked_after_routing`), ``"unused"``
-            or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
-        part: which entry of a tuple the output is; None where the layer gives a tensor.
-        coupling, coupling_order: which entry of that tuple is the last coupling, if one is, and its axes.
+        averaged: the call is :func:`capsfast.compat.averaged_routing`, which averages the logits over the batch.
+        logits, logits_order, bias, bias_order: names and axes of the layer's logits and bias, if it has them.
+        arguments, argument_orders: roles of the layer's further arguments, and their axes. Roles are ``"mask"``,
+            ``"out_mask"``, ``"logits"``, ``"mask_after"`` (a factor of the coupling, as in
+            :func:`capsfast.compat.masked_after_routing`), ``"unused"`` and ``"constant"`` (its value must not change).
+        part: index of the output in the layer's tuple; None if the layer returns a tensor.
+        coupling, coupling_order: index of the last coupling in that tuple, if it is there, and its axes.
         forward_difference, gradient_difference: the largest relative differences between layer and call.
-        notes: what else was seen, in words.
+        notes: further observations, in words.
     """
 
     weight: str | None
@@ -83,7 +83,7 @@ class Identification:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of the call that are not the default ones."""
+        """The options of the call that differ from the defaults."""
         given = {name: getattr(self, name) for name in DEFAULTS}
         return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
@@ -93,10 +93,10 @@ class Identification:
         return tuple(name for name in (self.weight, self.logits, self.bias) if name is not None)
 
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
-        """What the call reads, by name, from this layer. A parametrized one is computed, as the layer does it.
+        """The tensors that the call reads, by name, from this layer. Parametrized tensors are computed as in the layer.
 
         Raises:
-            AttributeError: the layer has no such parameter, because another one was identified, or not yet.
+            AttributeError: the layer lacks the parameter: it is a different layer, or makes it in its first forward.
         """
         return {name: tensor_of(unwrapped(layer), name) for name in self.names}
 
@@ -106,14 +106,14 @@ class Identification:
         """The output of the layer.
 
         Args:
-            parameters: those named here; more may be in it.
-            u: what the layer takes, in its order of axes.
-            others: its further arguments, by position.
+            parameters: the tensors in :attr:`names`, by name; further entries are ignored.
+            u: the input of the layer, in its order of axes.
+            others: further arguments of the layer, by position.
             backend: as in :func:`capsfast.dynamic_routing`.
 
         Raises:
             KeyError: a parameter is missing.
-            ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
+            ValueError, TypeError: a tensor has other axes, or :func:`capsfast.dynamic_routing` raises the error.
         """
         found: Tensor = self._routed(parameters, u, *others, backend=backend)
         return follow(found, steps_to(self.output_order, "BJD"))
@@ -121,7 +121,7 @@ class Identification:
     def with_coupling(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, backend: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output of the layer and the last coupling, in the orders of axes in which the layer gives them."""
+        """The output of the layer and the last coupling, in the layer's orders of axes."""
         v, c = self._routed(parameters, u, *others, backend=backend, return_coupling=True)
         return follow(v, steps_to(self.output_order, "BJD")), follow(c, steps_to(self.coupling_order or "BIJ", "BIJ"))
 
@@ -138,7 +138,7 @@ class Identification:
     def arguments_of_call(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """What the function gets, by position and by name."""
+        """The arguments of the function, by position and by name."""
         op = "capsfast.adopt.Identification"
         given: dict[str, Any] = dict(self.options)
         for role, name, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
@@ -147,7 +147,7 @@ class Identification:
         for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
             if role not in UNREAD and value is not None:
                 value = follow(check(op, role, value, order), self._steps(role, order))
-                # A factor counts as it is; of a mask only where it is 0.
+                # A factor keeps its values; of a mask only the zeros count.
                 given[role.removesuffix("_after")] = value != 0 if role.endswith("mask") else value
         u = follow(check(op, "u", u, self.input_order), self._steps("input", self.input_order))
         if self.weight is None:
@@ -157,10 +157,10 @@ class Identification:
         return (u, weight), given
 
     def layer(self, own: nn.Module, u: Tensor) -> tuple[nn.Module, Tensor]:
-        """A layer of capsfast that routes as ``own`` does, with copies of its parameters, and u as that layer takes it.
+        """A layer of capsfast that routes like ``own``, with copies of its parameters; and u in the layout it takes.
 
         Raises:
-            ValueError: no layer averages the logits over the batch, or masks behind the softmax.
+            ValueError: the layer averages logits over the batch or masks after the softmax: no layer here does that.
         """
         if self.averaged or "mask_after" in self.arguments:
             raise ValueError("capsfast.adopt.Identification: no layer averages the logits or masks the coupling")
@@ -177,14 +177,14 @@ class Identification:
         return made, u
 
     def _weight_steps(self, outputs_known: bool) -> Steps:
-        """A weight that all output capsules share does not say how many there are, if nothing else does."""
+        """Steps from the layer's weight to the function's; expands J if no other argument gives its size."""
         steps = steps_from(self.weight_order, "IJDK", self.sizes._asdict())
         if "J" in letters(self.weight_order) or outputs_known:
             return steps
         return (*steps, ("expand", (-1, self.sizes.J, -1, -1)))
 
     def _steps(self, role: str, order: str) -> Steps:
-        """From the axes of the layer to those of the function."""
+        """Steps from the layer's axes to the function's axes."""
         sizes = self.sizes._asdict()
         wanted = {
             "input": "BIJD" if self.weight is None else "BIK",
@@ -202,7 +202,7 @@ class Identification:
     def describe(self) -> str:
         """What the layer computes, in words, and the call as code."""
         lines = [f"{self._source()}, {self.num_iterations} iteration{'s' if self.num_iterations > 1 else ''}"]
-        lines += [f"  {line}" for line in self._deviations() or ["all options are those of the paper"]]
+        lines += [f"  {line}" for line in self._deviations() or ["all options are as in the paper"]]
         lines.append(
             f"  largest relative difference: values {self.forward_difference:.1e}, "
             f"gradients {self.gradient_difference:.1e}"
@@ -254,7 +254,7 @@ class Identification:
         return f"dynamic routing {shapes}, weight `{self.weight}` {spelled(self.weight_order)}{shared}, {sizes}"
 
     def _deviations(self) -> list[str]:
-        """What is not as in procedure 1 of Sabour, Frosst, Hinton 2017."""
+        """Deviations from procedure 1 of Sabour, Frosst, Hinton 2017, in words."""
         found = []
         if self.softmax == "in":
             found.append("softmax over the input capsules: not the paper's")
@@ -290,7 +290,7 @@ DEFAULTS: dict[str, Any] = Options()._asdict()
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:
-    """The module inside of one that runs it in parallel, or compiled."""
+    """The module inside DataParallel, DistributedDataParallel or a compiled module."""
     while True:
         if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             layer = layer.module

@@ -1,4 +1,4 @@
-"""What a layer is called with while it is probed."""
+"""The inputs with which a layer is probed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from torch import Tensor
 from .orders import follow, steps_from, steps_to
 from .structures import orders
 
-# Few, and another number than the layer was called with.
+# Numbers of samples to probe with: few, and not the number in u.
 SAMPLES = (3, 4)
 
 
 class Draw:
-    """Normal random numbers of its own, so that those of torch stay as they are."""
+    """Normal random numbers from a private generator, so that torch's generators are left unchanged."""
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(0)
@@ -28,14 +28,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Inputs:
-    """u and the further arguments of a forward, with B first. sized: an int that equals B is the batch size."""
+    """u and the further arguments of a forward, with B first. sized: an int equal to B means the batch size."""
 
     u: Tensor
     others: tuple[Any, ...] = ()
     sized: bool = False
 
     def batch(self, size: int) -> "Inputs":
-        """The first samples, all of them several times if need be."""
+        """The first ``size`` samples; samples repeat if there are fewer."""
         B = self.u.shape[0]
 
         def take(value: Any) -> Any:
@@ -55,14 +55,14 @@ class Inputs:
         return replace(self, u=converted(self.u), others=tuple(converted(each) for each in self.others))
 
     def random(self, draw: Draw) -> "Inputs":
-        """Random numbers in place of all floats, a random choice in place of what is 0 and 1."""
+        """Replaces all floats by random numbers, and tensors of 0 and 1 by a random choice."""
 
         def drawn(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             if binary(value):
                 chosen = draw(value) < 0.3
-                # No sample without anything.
+                # No sample is masked completely.
                 chosen.view(-1)[:: max(1, chosen.shape[-1] if chosen.dim() else 1)] = True
                 return chosen.to(value.dtype)
             return draw(value) if value.is_floating_point() else value
@@ -70,7 +70,7 @@ class Inputs:
         return replace(self, u=draw(self.u), others=tuple(drawn(each) for each in self.others))
 
     def neutral(self, but: tuple[int, ...] = ()) -> "Inputs":
-        """Every mask all ones, other floats 0, but for some arguments."""
+        """Sets masks to 1 and other floats to 0, except in the arguments ``but``."""
 
         def still(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -89,9 +89,9 @@ class Inputs:
         return replace(self, others=(*self.others[:n], value, *self.others[n + 1 :]))
 
     def with_zeros(self, order: str, wanted: str, sizes: dict[str, int]) -> "Inputs":
-        """Some input capsules, or all votes of some, 0, as where samples are padded; in each sample others.
+        """Sets some input capsules or their votes to 0, as padding does, different ones in each sample.
 
-        order, wanted: axes of u, and B and I in front of the rest.
+        order, wanted: the axes of u, and the axes with B and I in front.
         """
         u = follow(self.u, steps_from(order, wanted, sizes))
         B, I = u.shape[:2]
@@ -110,11 +110,11 @@ class Inputs:
         return replace(self, u=self.u * factors.view(B, *[1] * (self.u.dim() - 1)))
 
     def sizes(self, size: Any) -> list[Any]:
-        """The others for so many samples, tensors as they are."""
+        """The further arguments for ``size`` samples; tensors are left unchanged."""
         return [size if self._is_size(each) else each for each in self.others]
 
     def roles(self, n: int, sizes: dict[str, int], read: bool) -> Iterator[tuple[str, str]]:
-        """What one of the others can be, and its order of axes. read: whether the output depends on it."""
+        """Possible roles of a further argument, with its order of axes. read: whether the output depends on it."""
         value = self.others[n]
         if not isinstance(value, Tensor) or not read:
             yield "unused" if isinstance(value, Tensor) or self._is_size(value) else "constant", ""
@@ -122,7 +122,7 @@ class Inputs:
         shape, known = tuple(value.shape), {**sizes, "B": self.u.shape[0]}
         if binary(value):
             roles = [("mask", "BI"), ("out_mask", "BJ"), ("mask_after", "BI")]
-            # A mask of floats may be any factor. A bool is one for the softmax to heed, where that makes no difference.
+            # A mask of floats may be any factor: try that role first. For a bool, try the mask in the softmax first.
             for role, wanted in reversed(roles) if value.is_floating_point() else roles:
                 for order, _ in orders(shape, wanted, known, merged=0):
                     yield role, order
@@ -133,5 +133,5 @@ class Inputs:
 
 
 def binary(value: Tensor) -> bool:
-    """Whether it holds 0 and 1 alone, and is not all 0, as logits and numbers are, too."""
+    """Whether the tensor holds only 0 and 1 and at least one 1 (logits may be all 0)."""
     return value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all() and value.any())

@@ -1,4 +1,4 @@
-"""Why a layer is none of those that capsfast computes, as far as votes near 0 tell."""
+"""Reasons why capsfast can't compute a layer, as far as votes near 0 show them."""
 
 from itertools import product
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from .squashes import fits
 SAME_DIRECTION = 1e-2
 
 OVER_OUTPUTS = "its squash takes lengths over the output capsules, along J, not over the numbers of a capsule"
-# Squashes with which that is tried: as copied code has them.
+# Squashes to try for OVER_OUTPUTS: copied code has these.
 TRIED = (("paper", 1e-20), ("paper", 1e-8), ("paper", 1e-9), ("paper", 1e-7), ("eps_outside", 1e-8), ("half", 1e-20))
 ELEMENT_WISE = "its squash is element-wise: each number of a capsule is squashed alone"
 OVER_BATCH = "its coupling is a softmax over the batch"
@@ -34,7 +34,7 @@ OTHER_SQUASH = (
 
 
 class Miss(NamedTuple):
-    """rank: how far the candidate came."""
+    """Why a candidate fails. rank: how far it came."""
 
     rank: float
     reason: str
@@ -42,7 +42,7 @@ class Miss(NamedTuple):
 
 
 def off_direction(v: Tensor, total: Tensor) -> float:
-    """How much of the outputs is not along the sums of votes; infinite where it is opposite, or nothing."""
+    """The share of the outputs that is not along the sums of votes; infinite if they are opposite or all 0."""
     if not bool(v.isfinite().all()) or not bool(v.any()):
         return float("inf")
     along = (v * total).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
@@ -57,13 +57,13 @@ def other_direction(v: Tensor, total: Tensor, off: float) -> tuple[float, str]:
 
 
 def _each_alone(v: Tensor, total: Tensor) -> bool:
-    """Whether the numbers have the order and the signs of the sums."""
+    """Whether the numbers of v have the order and the signs of the sums, as with an element-wise squash."""
     numbers = v.flatten()[total.flatten().argsort()]
     return bool((numbers[1:] >= numbers[:-1]).all()) and bool(((v > 0) == (total > 0)).all())
 
 
 def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tuple[float, str]:
-    """Rank and reason for outputs that point along the sums of votes as long as these are tiny."""
+    """Rank and reason for outputs that point along the sums of votes while the votes are tiny."""
     if fitting:
         return 4, OTHER_AGREEMENT
     if any(off_direction(v, total) > SAME_DIRECTION for v, total in zip(results, sums, strict=True)):
@@ -75,7 +75,7 @@ def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tupl
 
 
 def squashes_over_outputs(votes: Tensor, v: Tensor) -> bool:
-    """Whether ``v [B, J, D]`` is routing of ``votes [B, I, J, D]`` whose squash takes lengths along J."""
+    """Whether ``v [B, J, D]`` is a routing of ``votes [B, I, J, D]`` whose squash takes lengths along J."""
     for (kind, eps), axis in product(TRIED, (1, 2)):
         logits = votes.new_zeros(votes.shape[:3])
         for _ in range(4):

@@ -1,7 +1,7 @@
-"""Orders of axes as text, and the views that lead from one to another.
+"""Orders of axes as text, and the views that convert between them.
 
-A letter is an axis: B, I, J, D or K. ``1`` is an axis of length 1, letters in brackets are one axis that holds them
-all, the last one fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
+A letter is an axis: B, I, J, D or K. ``1`` is an axis of length 1. Letters in brackets are one flattened axis, the last
+letter fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
 """
 
 import functools
@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kept(function: F) -> F:
-    """Works each answer out once: a layer asks the same at every call, and reading an order takes longer than a kernel
-    of a small batch. torch.compile takes the answer as it is; of functools.cache it would warn.
+    """Caches the answers: a layer asks the same at every call, and reading an order takes longer than a kernel of a
+    small batch. torch.compile takes the answer as a constant; it would warn about functools.cache.
     """
     memory = functools.cache(function)
 
@@ -39,14 +39,14 @@ axes = kept(kinds.axes)
 
 @kept
 def letters(order: str) -> str:
-    """Its axes one by one, without those of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
+    """The letters of an order, without axes of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
     return "".join(axes(order)).replace("1", "")
 
 
 def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
-    """Views that turn ``order`` into the axes ``wanted``, with length 1 for those which it lacks.
+    """Views that turn ``order`` into the axes ``wanted``; missing axes get length 1.
 
-    sizes: of the letters; for I and B none is needed.
+    sizes: sizes of the letters; I and B are not needed.
     """
     return _steps_from(order, wanted, tuple(sizes.items()))
 
@@ -61,7 +61,7 @@ def _steps_from(order: str, wanted: str, of_letters: tuple[tuple[str, int], ...]
             found.append(("squeeze", (place,)))
             continue
         if len(axis) > 1:
-            # One length can be left open. B and I are those that may differ between calls.
+            # One length can be left open: B or I, which may differ between calls.
             opened = next((each for each in "BI" if each in axis), axis[0])
             found.append(("unflatten", (place, tuple(-1 if each == opened else sizes[each] for each in axis))))
         place += len(axis)
@@ -99,7 +99,7 @@ def as_code(steps: Steps) -> str:
 
 
 def check(op: str, name: str, tensor: object, order: str) -> Tensor:
-    """Whether it has the axes of the order, and length 1 where that has a ``1``."""
+    """The tensor, if its axes fit the order; raises an error otherwise."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor {spelled(order)}, got {type(tensor).__name__}")
     found = axes(order)

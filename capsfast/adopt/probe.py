@@ -1,4 +1,4 @@
-"""A copy of a layer that can be run on any numbers, while the layer itself stays as it is."""
+"""A copy of a layer that runs on any numbers, so that the layer itself is left unchanged."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +16,14 @@ from .trace import Trace, trace
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
-# What every module has.
+# Attributes that every module has.
 OF_TORCH = frozenset(vars(nn.Module()))
 
 Run = Callable[..., Any]
 
 
 class InFloat64(TorchFunctionMode):
-    """What asks for floats of fewer bits, by name or by torch's default dtype, gets float64, in this thread only."""
+    """Replaces narrower float dtypes by float64, whether named or torch's default, in this thread only."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,16 +48,16 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 class Probe:
-    """A copy of a layer, all its numbers in one dtype, that was run once.
+    """A copy of a layer, with all its numbers in one dtype, that has run once.
 
     Attributes:
-        part: which entry of a tuple the output is, None where the layer gives a tensor.
-        hooked: whether modules in the layer have hooks, which the copy has not.
+        part: index of the output in the layer's tuple, None if the layer returns a tensor.
+        hooked: whether modules in the layer have hooks; the copy has none.
         built: names of the parameters that the first forward makes.
         written: names of buffers and attributes that a forward writes.
-        places: for each tensor that the layer holds by name, the mapping and the key under which it is.
-        names: of the floating-point tensors. settable: those that no parametrization computes. integers: the others.
-        true: their numbers.
+        places: for each tensor that the layer holds by name, the mapping and the key that hold it.
+        names: names of the floating-point tensors. settable: names of those that no parametrization computes.
+        integers: names of the other tensors. true: the layer's own values of the tensors in names.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Probe:
             for name, (place, key) in self.places.items()
             if name not in self.built and not (name in values and same(place[key], values[name]))
         )
-        # What a parametrized weight is made of counts as that weight.
+        # The tensors behind a parametrized weight count as that weight.
         own = {name: place[key] for name, (place, key) in self.places.items() if "parametrizations." not in name}
         self.settable = tuple(name for name, each in own.items() if each.is_floating_point())
         self.integers = tuple(name for name in own if name not in self.settable)
@@ -96,7 +96,7 @@ class Probe:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
     def _widen(self) -> None:
-        """All numbers to one dtype; parameters get gradients, frozen or not."""
+        """Casts all numbers to one dtype; all parameters require gradients, even frozen ones."""
         for parameter in self.layer.parameters():
             parameter.grad = None
         self.layer.to(self.dtype)
@@ -120,7 +120,7 @@ class Probe:
                 self.tensor(name).data = value.clone()
 
     def leaves(self, names: tuple[str, ...]) -> list[Tensor]:
-        """Parameters, and of ``names`` those that torch computes of some, as torch.nn.utils.weight_norm does."""
+        """The parameters, and leaves in ``names`` that torch computes from parameters (torch.nn.utils.weight_norm)."""
         computed = [each for each in map(self.tensor, names) if each.is_leaf and not each.requires_grad]
         return [*self.layer.parameters(), *(each.requires_grad_() for each in computed if each.is_floating_point())]
 
@@ -129,7 +129,7 @@ class Probe:
             return self._part_of(self._run(self.layer, inputs.u, *inputs.others))
 
     def outputs(self, inputs: Inputs) -> Any:
-        """All that the layer gives."""
+        """All results of the layer."""
         with torch.enable_grad(), self._mode():
             return self._run(self.layer, inputs.u, *inputs.others)
 
@@ -145,14 +145,14 @@ class Probe:
         return found
 
     def trace(self, inputs: Inputs, *parts: int, symbolic: bool = False) -> Trace:
-        """Traces the layer in the mode in which it is. Arguments are called ``argument 2`` and so on.
+        """Traces the layer in its current mode. Further arguments are named ``argument 2`` and so on.
 
-        parts: entries of a tuple that count as results beside the output.
+        parts: indices in the layer's tuple that count as results besides the output.
         """
         given = {"u": inputs.u.detach().requires_grad_()}
         given |= {f"argument {n}": each for n, each in enumerate(inputs.others, 2) if isinstance(each, Tensor)}
         kept = {name: place[key] for name, (place, key) in self.places.items()}
-        # An argument of 0 and 1 may be a mask, which chooses. All else is computed with.
+        # An argument of 0 and 1 may be a mask. The layer computes with all other tensors.
         numbers = ["u", *kept, *(name for name, each in given.items() if not binary(each))]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -169,7 +169,7 @@ class Probe:
 
 @contextmanager
 def preserved(layer: nn.Module) -> Iterator[None]:
-    """Puts back what a forward writes to the modules: modes, attributes, and which tensors parameters and buffers are.
+    """Restores what a forward writes to the modules: modes, attributes, parameters and buffers (not their numbers).
 
     Parameters that the forward makes stay.
     """
@@ -188,7 +188,7 @@ def preserved(layer: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_swapped(layer: nn.Module) -> Iterator[None]:
-    """Each module in training mode where it is in evaluation mode, and the other way round."""
+    """Swaps training and evaluation mode of every module."""
     modes = [(module, module.training) for module in layer.modules()]
     for module, training in modes:
         module.training = not training
@@ -200,7 +200,7 @@ def modes_swapped(layer: nn.Module) -> Iterator[None]:
 
 
 def private_copy(layer: nn.Module) -> nn.Module:
-    """A copy that shares no tensor; what a forward has left on the layer with a gradient loses that."""
+    """A copy that shares no tensor; tensors with a gradient graph that a forward left on the layer are detached."""
     memo: dict[int, Any] = {}
     for module in layer.modules():
         for value in vars(module).values():
@@ -212,7 +212,7 @@ def private_copy(layer: nn.Module) -> nn.Module:
 
 
 def held(layer: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where each tensor is that the layer holds by name: parameters, buffers and plain attributes."""
+    """The place of each tensor that the layer holds by name: parameters, buffers and plain attributes."""
     found = {}
     for prefix, module in layer.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
@@ -229,7 +229,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def take_hooks_off(layer: nn.Module) -> bool:
-    """Other people's hooks, which may write somewhere; those of torch are part of what a layer computes."""
+    """Removes other people's hooks, which may write somewhere. Torch's own hooks belong to the layer's computation."""
     found = False
     for module in layer.modules():
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -242,7 +242,7 @@ def take_hooks_off(layer: nn.Module) -> bool:
 
 
 def _untie(layer: nn.Module) -> None:
-    """A tensor under several names becomes several, so that the name that the forward reads is found."""
+    """Gives each name of a shared tensor its own copy, so that the name that the forward reads is found."""
     seen: set[int] = set()
     for place, key in held(layer).values():
         value = place[key]

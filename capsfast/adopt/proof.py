@@ -1,4 +1,4 @@
-"""Whether a call that computes what a layer computes on random numbers does so on others, gradients included."""
+"""Checks a call that agrees with a layer on random numbers: on other numbers, and its gradients."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from .identification import Identification
 from .inputs import Inputs
 from .trial import Trial, relative
 
-# Numbers in the votes of u that are compared.
+# Largest number of entries in the votes with which a call is compared on u.
 QUICK = 2**20
 
 
 class Proof(Trial):
-    """Checks of the call that was found: its gradient, its masks, other numbers, one sample."""
+    """Checks the call that was found: its gradient, its masks, other numbers, a single sample."""
 
     def _with_gradient(self, found: Identification) -> Identification:
         inputs = self._moderate(found)
@@ -32,12 +32,12 @@ class Proof(Trial):
         nearest = min(differences)
         self.nearest = nearest, differences[nearest]
         raise self._refused(
-            "its values are those of the call, but its gradient goes neither through all iterations nor through the "
+            "its values are as in the call, but its gradient goes neither through all iterations nor through the "
             "last one alone"
         )
 
     def _doubt_mask(self, found: Identification, n: int, inputs: Inputs) -> None:
-        """What the call computes for a mask, and the layer perhaps does not."""
+        """Records a doubt if layer and call differ for masks of other numbers, or of zeros only."""
 
         def differs(mask: Tensor) -> bool:
             changed = inputs.with_other(n, mask)
@@ -61,7 +61,7 @@ class Proof(Trial):
             )
 
     def _verified(self, found: Identification) -> Identification:
-        """With its own numbers, on u, and on a single sample."""
+        """Compares with the layer's own parameters on u, and on a single sample."""
         moderate = self._moderate(found)
         forward = [self._difference(found, moderate, self._run(moderate))]
         gradient = [found.gradient_difference]
@@ -78,7 +78,7 @@ class Proof(Trial):
         self._check_special(found)
         if not gradient[-1] < self.same_on_real:
             self.nearest = gradient[-1], found
-            raise self._refused("with its own parameters and on u its gradient is another one than on random numbers")
+            raise self._refused("with its parameters and on u it has a different gradient than on random numbers")
         return replace(
             found,
             part=self.probe.part,
@@ -88,7 +88,7 @@ class Proof(Trial):
         )
 
     def _check_special(self, found: Identification) -> None:
-        """Whether it also holds where some input capsules are 0, and where a whole sample is 0, infinite or NaN."""
+        """Checks that layer and call agree if some input capsules are 0, or a whole sample is 0, infinite or NaN."""
         inputs = self._moderate(found)
         axes = "BIJD" if found.weight is None else "BIK"
         first = torch.zeros_like(inputs.u, dtype=torch.bool)
@@ -105,7 +105,7 @@ class Proof(Trial):
                 raise self._refused(f"with {words} it gives numbers that are not finite, and the call does not")
 
     def _of_given(self, found: Identification) -> Inputs:
-        """As many samples of u as are quick to run, and at least those that were."""
+        """As many samples of u as run quickly, but at least self.B."""
         if "B" in found.logits_order:
             return self.real.to(self.probe.dtype)
         sizes = found.sizes
@@ -116,7 +116,7 @@ class Proof(Trial):
         difference = relative(self._evaluate(found, real).detach(), output.detach())
         if not difference < self.same_on_real:
             self.nearest = difference, found
-            raise self._refused("with its own parameters and on u it computes something else than on random numbers")
+            raise self._refused("with its parameters and on u it computes a different result than on random numbers")
         return difference
 
     def _of_one_sample(self, found: Identification, real: Inputs) -> None:

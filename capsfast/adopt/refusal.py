@@ -1,19 +1,19 @@
-"""The answers for layers that capsfast does not compute, or does not take the place of."""
+"""The exceptions for layers that capsfast can't compute or does not replace."""
 
 from .identification import Identification
 
 
 class LeftAloneError(Exception):
-    """Why a layer is not fused. Its text is the reason in the report."""
+    """A layer is not fused. The text is the reason in the report."""
 
 
 class NotReproduced(ValueError):  # noqa: N818
     """No options of capsfast compute what the layer computes.
 
     Attributes:
-        reason: why, in words, without the name of the layer.
-        nearest: the call that came nearest, None where none could be tried.
-        difference: its relative difference from the layer, or that of its gradient; None without a nearest call.
+        reason: the reason in words, without the name of the layer.
+        nearest: the call that came nearest, None if no call could be tried.
+        difference: the relative difference of its values or gradients from the layer's; None without a nearest call.
     """
 
     def __init__(

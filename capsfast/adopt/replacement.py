@@ -1,4 +1,4 @@
-"""Routing layers of a model replaced by fused ones, each compared first."""
+"""Replaces routing layers of a model by fused ones after a comparison."""
 
 import contextlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from .trace import first_line
 from .watch import Call, Candidate, candidates
 
 OP = "capsfast.accelerate"
-# Enough samples to tell averaged logits from others; each more makes the search of the options longer.
+# Enough samples to recognise averaged logits; more samples make the search of the options longer.
 SAMPLES = 4
 
 
@@ -40,45 +40,45 @@ def accelerate(
     tolerance: float | None = None,
     seconds: float = 0.2,
 ) -> Acceleration:
-    """Replaces the routing of a model's layers by capsfast's, in place, where both compute the same.
+    """Replaces routing in a model's layers by capsfast, in place, if both compute the same.
 
-    The model runs once on the example. Modules that take and give capsules, or votes, as routing does, and own a weight
-    of the size that this needs, are held against capsfast: :func:`capsfast.identify` finds the options by outputs and
-    gradients of a copy in float64, and by a trace of what the copy does; then both run in the dtypes in which the layer
-    may be used, and must agree. Names of classes do not count. The outermost of nested layers that is reproduced is
-    fused. Everything else stays as it is, and the report says why.
+    The model runs once on the example. Modules whose inputs, outputs and weights have the shapes of routing are
+    compared with capsfast. :func:`capsfast.identify` finds the options from outputs, gradients and a trace of a float64
+    copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree. Names of classes do
+    not count. If nested layers are reproduced, the outermost is fused. Everything else is left unchanged, and the
+    report gives the reason.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
-    checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP go on as before. Only its class is another, a
-    subclass of its own. It also runs fused under autocast and after ``.to(dtype)``. Its own forward runs for other
-    arguments or sizes than the example's, batch aside, for one sample where the layer squeezes, and after one of its
-    attributes or modules was changed; each such layer warns once and says why. A second call of this function leaves
-    fused layers as they are.
+    checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP work as before. Only its class becomes a
+    subclass of the original class. It runs fused under autocast and after ``.to(dtype)`` too. The layer runs its own
+    forward if arguments or sizes (except the batch) differ from the example, for one sample if the layer squeezes, and
+    after an attribute or inner module was changed; it then warns once, with the reason. Fused layers are skipped by a
+    second call of this function.
 
     Args:
-        model: any module, or the layer itself. It must not have been scripted.
-        example: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments. At
-            least two samples, as real as possible: sizes of the batch decide what is faster.
+        model: any module, or the layer itself. It must not be scripted.
+        example: the input of the model: a tensor, a tuple of positional or a mapping of keyword arguments. At least
+            two samples, as real as possible: the batch size decides what is faster.
         dry_run: report only.
-        only_faster: leave layers alone whose forward and backward would take longer. In a model that is wrapped in
-            DistributedDataParallel the first rank decides for all.
+        only_faster: leave layers alone whose forward plus backward would take longer. In a DistributedDataParallel
+            model the first rank decides for all.
         tolerance: the largest relative difference in the dtype of the model. Default: 1e-9 in float64, 1e-4 in float32,
             5e-2 in bfloat16, 1e-2 in float16.
-        seconds: for how long each measurement of a layer goes on. There are two or four.
+        seconds: duration of each timing of a layer, of which there are two or four.
 
     Returns:
-        The report, layer by layer. Its ``undo()`` takes everything back; its ``calls()`` counts.
+        The report, layer by layer. ``undo()`` restores all layers; ``calls()`` counts calls.
 
     Raises:
-        TypeError: not a module, or a scripted one; a tolerance or time that is no number.
-        ValueError: a tolerance or time below 0.
-        Exception: what the model raises on the example.
+        TypeError: model is not a module, or is scripted; tolerance or seconds is not a number.
+        ValueError: tolerance or seconds is below 0.
+        Exception: any error of the model on the example.
     """
     _check(model, dry_run, only_faster, tolerance, seconds)
     with torch.inference_mode(False), torch.enable_grad():
         reports, chosen = _looked_at(model, example, tolerance, seconds)
     slow = _slow(model, reports) if only_faster else []
-    reason = "capsfast takes longer on this example; only_faster=False replaces it all the same"
+    reason = "capsfast takes longer on this example; only_faster=False replaces the layer anyway"
     named = dict(model.named_modules())
     fused = [each for each in reports if each.status == report.FUSED and each.name not in slow]
     stays: dict[str, Any] = {"status": report.LEFT_ALONE, "reason": reason}
@@ -94,7 +94,7 @@ def accelerate(
 
 
 def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
-    """Names of the layers that would take longer, by the times of the first rank where there are several."""
+    """Names of the layers that would take longer, by the times of the first rank if there are several."""
     slow = [each.name for each in reports if each.both is not None and each.both.ratio < 1]
     if isinstance(model, nn.parallel.DistributedDataParallel) and dist.is_initialized():
         group = model.process_group
@@ -107,13 +107,13 @@ def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
 def _looked_at(
     model: nn.Module, example: object, tolerance: float | None, seconds: float
 ) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
-    """A report of every layer that may route, and what those compute that capsfast does."""
+    """A report of every layer that may route, and the fused call of every layer that capsfast reproduces."""
     reports: list[LayerReport] = []
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
     around: dict[str, set[nn.Module]] = {}
     for module in model.modules():
-        # A layer that a fused one made of its class, as one that clones itself does, was never compared.
+        # A layer that a fused layer made from its own class, for example a clone, was never compared.
         if is_fused(module) and RECORD not in vars(module):
             restore(module)
     for candidate in candidates(model, example):
@@ -129,7 +129,7 @@ def _looked_at(
             continue
         try:
             device = candidate.calls[0].given[0].device.type if candidate.calls else "cpu"
-            # Autocast of the caller is for the model: each call is compared under that which was around it.
+            # The caller's autocast is for the model: each call is compared under the autocast that was around it.
             with torch.autocast(device, enabled=False):
                 chosen[layer], found = _found(model, candidate, tolerance, seconds)
         except LeftAloneError as error:
@@ -138,7 +138,7 @@ def _looked_at(
             continue
         reports.append(found)
         done.update(layer.modules())
-    # About a module around a fused layer there is nothing to say: it does more than that layer.
+    # A module around a fused layer needs no report: it does more than the layer.
     return [
         each
         for each in reports
@@ -165,10 +165,10 @@ def _check(model: object, dry_run: object, only_faster: object, tolerance: objec
 def _found(
     model: nn.Module, candidate: Candidate, tolerance: float | None, seconds: float
 ) -> tuple[Fused, LayerReport]:
-    """What capsfast computes in the place of a layer.
+    """The fused call of a layer, and its report.
 
     Raises:
-        LeftAloneError: nothing that could be put there.
+        LeftAloneError: the layer can't be fused.
     """
     layer, name = candidate.layer, type(candidate.layer).__name__
     _check_layer(candidate)
@@ -187,7 +187,7 @@ def _found(
     few = beside.few(first.given)
     try:
         largest = beside.difference(few, first.autocast)
-    except RuntimeError as error:  # of autograd, in a layer that does more than compute
+    except RuntimeError as error:  # from autograd, if the layer does more than compute
         raise LeftAloneError(f"its gradient cannot be compared: {first_line(error)}") from error
     dtype = first.autocast or few[0].dtype
     limit = TOLERANCE[dtype] if tolerance is None else tolerance
@@ -202,7 +202,7 @@ def _found(
     names = ", ".join(f"`{each}`" for each in search.probe.written)
     said = f"its own forward writes {names}, which a fused one leaves as it is" if names else ""
     gain = timing.gain(model, layer, beside)
-    # Last: the copy is cast to all dtypes one after the other.
+    # Last, because this casts the copy to all dtypes in turn.
     results = beside.results(few, first.autocast)
     fused = Fused(
         identification, tuple(calls), results, state, shapes, beside.contiguous, search.single, beside.entries
@@ -212,7 +212,7 @@ def _found(
 
 
 def _calls_alike(layer: nn.Module, calls: list[Call], beside: Beside, limit: float) -> list[Signature]:
-    """Those of further kinds of calls for which capsfast's call is the very same; all others run the own forward."""
+    """The further calls for which capsfast's call is the same; all other calls will run the layer's own forward."""
     found = []
     entries = beside.entries
     for call in calls:
@@ -237,16 +237,16 @@ def _check_layer(candidate: Candidate) -> None:
     if type(layer).__call__ is not nn.Module.__call__:
         raise LeftAloneError("its class has a __call__ of its own, which would not run")
     if "forward" in vars(layer):
-        raise LeftAloneError("its forward was replaced by somebody else's; take that off first")
+        raise LeftAloneError("its forward was replaced by other code; restore it first")
     if candidate.why_not:
         raise LeftAloneError(candidate.why_not)
     try:
         made = fused_class(type(layer))
-    except Exception as error:  # a metaclass or __init_subclass__ of anybody
+    except Exception as error:  # the class may have any metaclass or __init_subclass__
         raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
     try:
         takes_class(layer, made)
-    except Exception as error:  # a __class__ of anybody
+    except Exception as error:  # the layer may define __class__
         raise LeftAloneError(f"its class cannot be replaced: {first_line(error)}") from error
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
@@ -256,7 +256,7 @@ def _check_layer(candidate: Candidate) -> None:
 
 
 def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification, Search]:
-    """Options of the call, and what its arguments mean."""
+    """The signature of a call with the meaning of its arguments, its identification, and the search."""
     failures: list[str] = []
     for signature in call.signature.readings(call.given[0].shape[0], call.arguments):
 
@@ -272,7 +272,7 @@ def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification
             except NotReproduced as error:
                 if "a copy of it fails" not in error.reason:
                     raise
-                # One number of samples is all it takes.
+                # The layer takes only one number of samples.
                 found, search = searched(layer, call.given[0], call.given[1:], run)
             if search.doubts:
                 raise LeftAloneError(search.doubts[0])
@@ -282,6 +282,6 @@ def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification
         except NotReproduced as error:
             nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
             failures.append(f"it is not reproduced: {error.reason}{nearest}")
-        except Exception as error:  # code of anybody, here in float64
+        except Exception as error:  # other people's code, here in float64
             failures.append(f"its forward failed in float64: {first_line(error)}")
     raise LeftAloneError(failures[-1])

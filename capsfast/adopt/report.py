@@ -1,4 +1,4 @@
-"""What became of each layer of a model."""
+"""The report of capsfast.accelerate, and how to undo it."""
 
 from dataclasses import dataclass, field
 
@@ -15,16 +15,16 @@ HEADER = ("layer", "class", "", "forward", "forward+backward", "difference")
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer.
+    """The report of one layer.
 
     Attributes:
-        name: in the model, empty for the model itself.
-        kind: its class.
+        name: name of the layer in the model, empty for the model itself.
+        kind: name of its class.
         status: ``"fused"``, ``"to be fused"`` in a dry run, ``"already fused"`` or ``"left alone"``.
-        reason: why it was left alone, or what else there is to say.
-        identification: what it computes, as far as that was found.
-        difference: the largest relative one between its own forward and capsfast's, in values and gradients.
-        forward, both: seconds of a forward, and of forward and backward, where they were measured.
+        reason: why it was left alone, or further remarks.
+        identification: what the layer computes, if that was found.
+        difference: largest relative difference of values and gradients between the layer's forward and capsfast's.
+        forward, both: seconds of a forward, and of forward plus backward, if measured.
     """
 
     name: str
@@ -38,7 +38,7 @@ class LayerReport:
 
     @property
     def words(self) -> str:
-        """What it computes and what there is to say, a line each."""
+        """What the layer computes, and the remarks, one per line."""
         lines = (
             [] if self.identification is None else self.identification.describe().split("\nThe call:")[0].split("\n")
         )
@@ -53,10 +53,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What :func:`capsfast.accelerate` did; ``print`` it.
+    """The report of :func:`capsfast.accelerate`; ``print`` it.
 
     Attributes:
-        layers: one report for each layer that looked like routing.
+        layers: a report for each layer that looked like routing.
     """
 
     layers: tuple[LayerReport, ...]
@@ -64,16 +64,16 @@ class Acceleration:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Names of the layers that this call fused, in a dry run of those it would."""
+        """Names of the layers that this call fused, or would fuse if it is a dry run."""
         return tuple(each.name for each in self.layers if each.status in (FUSED, TO_BE_FUSED))
 
     @property
     def left_alone(self) -> dict[str, str]:
-        """Names of the others, and the reasons."""
+        """Names of the layers that were left alone, with the reasons."""
         return {each.name: each.reason for each in self.layers if each.status == LEFT_ALONE}
 
     def __getitem__(self, name: str) -> LayerReport:
-        """The report of the layer of this name.
+        """The report of the layer with this name.
 
         Raises:
             KeyError: no such layer looked like routing.
@@ -95,33 +95,33 @@ class Acceleration:
         return "\n".join(lines)
 
     def calls(self) -> dict[str, Calls]:
-        """How often each layer that this call fused ran fused, how often its own forward, and why the last time."""
+        """For each layer that this call fused: how often it ran fused and its own forward, and the last reason."""
         names = [each.name for each in self.layers if each.status == FUSED]
         return {name: vars(layer).get(COUNT, Calls()) for name, layer in zip(names, self._fused, strict=True)}
 
     def undo(self) -> None:
-        """Gives the layers that this call fused their own forward back, but for those undone since.
+        """Restores the own forward of the layers that this call fused, unless they were undone already.
 
         Raises:
-            RuntimeError: something was put in front of the class of one of them; none is undone.
+            RuntimeError: the class of a fused layer was replaced since; no layer is undone.
         """
         restore_all([layer for layer in self._fused if isinstance(layer, FusedLayer)])
 
 
 def restore_all(layers: list[nn.Module]) -> None:
-    # Those that cannot be restored go first: they raise before anything is changed.
+    # Layers that can't be restored go first, so that the error comes before any change.
     for layer in sorted(layers, key=is_fused):
         restore(layer)
 
 
 def undo(model: nn.Module) -> tuple[str, ...]:
-    """Gives every layer that :func:`capsfast.accelerate` fused in the model its own forward back.
+    """Restores the own forward of every layer of the model that :func:`capsfast.accelerate` fused.
 
     Returns:
-        Their names.
+        The names of these layers.
 
     Raises:
-        RuntimeError: something was put in front of the class of one of them, such as a parametrization; none is undone.
+        RuntimeError: the class of a fused layer was replaced since, as by a parametrization; no layer is undone.
     """
     names = tuple(name for name, module in model.named_modules() if isinstance(module, FusedLayer))
     restore_all([model.get_submodule(name) for name in names])

@@ -1,4 +1,4 @@
-"""The options under which capsfast computes what a layer computes, found by trying."""
+"""Finds the options with which capsfast computes what a layer computes, by trial."""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +28,7 @@ from .structures import orders
 from .trace import BranchError, UntraceableError
 from .trial import capsules, relative
 
-# A factor of u that makes all coupling equal; lengths of weighted sums, one that shows eps and one that shows coupling.
+# A factor of u that makes all coupling equal. Two lengths of weighted sums: the first shows eps, the second coupling.
 NEAR_0 = 1e-5
 LENGTHS = (3e-5, 1e-2)
 
@@ -39,7 +39,7 @@ class Search(Proof):
         self.miss: Miss | None = None
         # Orders of axes in which a squash over the output capsules is possible.
         self.over_outputs: list[Identification] = []
-        # Operations that only special numbers show. Numbers tell better why a layer is none that capsfast computes.
+        # Operations that only special numbers show. They are reported last, because numbers give better reasons.
         self.thresholds: dict[str, None] = {}
 
     def result(self) -> Identification:
@@ -51,7 +51,7 @@ class Search(Proof):
         reads = self._traced()
         self._steady(first.detach())
         if self.probe.dtype != torch.float64:
-            self.notes.append("compared in float32, in which it computes whatever it is given; eps may be another one")
+            self.notes.append("compared in float32, in which it computes whatever it is given; eps may differ")
         if self.probe.hooked:
             self.notes.append("modules in it have hooks, which the call leaves out")
         if self.probe.built:
@@ -85,10 +85,10 @@ class Search(Proof):
             )
 
     def _traced(self, *parts: int) -> frozenset[str]:
-        """Names of the tensors that its output depends on, the same in both modes.
+        """Names of the tensors that the output depends on, the same in both modes.
 
         Raises:
-            NotReproduced: it does what no probe would show: random numbers, branches, thresholds.
+            NotReproduced: the layer does something that probing can't show: random numbers, branches, other tensors.
         """
         try:
             own = self.probe.trace(self.inputs, *parts)
@@ -118,18 +118,18 @@ class Search(Proof):
         return own.reads
 
     def _conditions(self) -> tuple[str, ...]:
-        """What the forward asks of the number of samples, if that makes a difference."""
+        """The forward's conditions on the number of samples, if they change the operations."""
         lengths = {size for name in self.probe.places for size in self.probe.tensor(name).shape}
         for each in (self.inputs.u, *self.inputs.others):
             lengths |= set(each.shape[1:]) if isinstance(each, Tensor) else set()
         apart = self.inputs.batch(next(size for size in itertools.count(5) if size not in lengths))
         found = self.probe.trace(apart, symbolic=True).conditions
-        # Code that repeats a list for each sample, say, is traced for one number of them, and is the same for others.
+        # Code such as a loop over samples is traced for one number of samples but does the same for other numbers.
         several = (self.inputs, self.given.to(self.probe.dtype), *map(self.inputs.batch, (2, 17, 64, 300)))
         return found if found and len({_runs(self.probe.trace(each).steps) for each in several}) > 1 else ()
 
     def _matters(self, name: str) -> bool:
-        """Whether other numbers of a tensor change the output, where no trace says so."""
+        """Whether other values of a tensor change the output; used if there is no trace."""
         value = self.probe.tensor(name).detach().clone()
         before = self._run(self.inputs).detach().clone()
         self.probe.set({name: self.draw(value, 0.3)})
@@ -138,7 +138,7 @@ class Search(Proof):
         return not same(before, after)
 
     def _steady(self, first: Tensor) -> None:
-        """Whether the same numbers give the same result each time, in both modes and without gradients."""
+        """Refuses a layer unless equal numbers give equal results each time, in both modes and without gradients."""
         if not same(first, self._run(self.inputs)):
             raise self._refused("two calls on one input differ: it keeps a state")
         before = {name: place[key].clone() for name, (place, key) in self.probe.places.items()}
@@ -151,9 +151,9 @@ class Search(Proof):
             raise self._refused("it computes something else under torch.no_grad")
 
     def _routed(self, weight: str | None, rest: list[str]) -> Identification | None:
-        """The options without logits and bias, if this is the weight."""
+        """The call without logits and bias, if this tensor is the weight; else None."""
         neutral = self.inputs.neutral()
-        # What a layer multiplies by, such as a mask, takes its output away where it is 0.
+        # A tensor of zeros that the layer multiplies by, such as a mask, would make the output 0: then try ones.
         for value in (0.0, 1.0):
             self.probe.set({name: torch.full_like(self.probe.true[name], value) for name in rest})
             output = self._run(neutral.scaled(NEAR_0)).detach()
@@ -237,7 +237,7 @@ class Search(Proof):
         return squashes_over_outputs(votes, capsules(candidate, output.detach()))
 
     def _with_parameters(self, found: Identification, mattering: list[str]) -> Identification:
-        """With the roles of the tensors besides the weight, one after the other."""
+        """Adds the roles of the tensors besides the weight, one after the other."""
         inputs = self._moderate(found).neutral()
         for name in mattering:
             if name == found.weight:
@@ -257,14 +257,14 @@ class Search(Proof):
         return found
 
     def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
-        """With the roles of the further arguments of the forward."""
+        """Adds the roles of the further arguments of the forward."""
         for n in range(len(self.inputs.others)):
             inputs = self._moderate(found).neutral(but=(*range(n + 1),))
             output = self._run(inputs)
             self._start_anew(found, inputs, output)
             for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
                 if found.averaged and (role != "mask" or found.softmax == "in") and role.startswith(("mask", "out")):
-                    continue  # the samples, whose logits are averaged, would have softmaxes of their own
+                    continue  # with averaged logits all samples must have the same softmax
                 if role == "mask_after" and "out_mask" in found.arguments:
                     continue  # no function has both
                 tried = replace(
@@ -281,7 +281,7 @@ class Search(Proof):
         return found
 
     def _is_factor(self, tried: Identification, n: int, inputs: Inputs) -> bool:
-        """Whether a mask of floats counts with its value, where that is what was tried."""
+        """False if the role "mask_after" was tried for a mask of floats but its values don't act as factors."""
         mask = inputs.others[n]
         if tried.arguments[n] != "mask_after" or not mask.is_floating_point():
             return True
@@ -289,12 +289,12 @@ class Search(Proof):
         return self._difference(tried, changed, self._run(changed)) < self.same
 
     def _start_anew(self, candidate: Identification, inputs: Inputs, output: Tensor) -> None:
-        """Differences on other numbers are not to be compared with those so far."""
+        """Forgets the nearest call, because differences on new numbers can't be compared with earlier ones."""
         self.nearest = None
         self._difference(candidate, inputs, output)
 
     def _with_coupling(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
-        """With the entry of a tuple that is the last coupling, if one is, and with what that depends on."""
+        """Adds the index of the last coupling in the layer's tuple, if it is there, and the tensors it depends on."""
         outputs = self.probe.outputs(inputs := self._moderate(found))
         if not isinstance(outputs, tuple) or self.probe.part is None:
             return found, reads
@@ -310,5 +310,5 @@ class Search(Proof):
 
 
 def _runs(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """Without repetitions: what is done to each sample alone counts once."""
+    """The steps without repetitions, so that a loop over samples counts once."""
     return tuple(step for step, _ in itertools.groupby(steps))

@@ -1,4 +1,4 @@
-"""Which squash a layer has, from weighted sums and what became of them."""
+"""Finds the squash of a layer from weighted sums and the layer's results."""
 
 import math
 from typing import NamedTuple
@@ -10,15 +10,15 @@ from ..checks import SMALLEST_EPS
 from ..reference.squash import RADIAL
 from .identification import DEFAULTS
 
-# The factors of votes near 0 differ from those of equal coupling by about the length of the votes.
+# For votes near 0 the factors differ from the factors under equal coupling by about the length of the votes.
 CLOSE = 0.02
 LARGEST_EPS = 0.1
-# eps to choose from where the result does not show it.
+# Values of eps to try if the result does not show it.
 USUAL_EPS = (SMALLEST_EPS, 1e-8, 1e-7, 1e-9, 1e-6, 1e-5, 1e-12)
 
 
 class Fit(NamedTuple):
-    """softmax, leaky: what makes the coupling that all pairs start with."""
+    """A squash with its eps. softmax, leaky: they determine the equal coupling in the first iteration."""
 
     softmax: str
     leaky: bool
@@ -27,7 +27,7 @@ class Fit(NamedTuple):
 
 
 def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]:
-    """What makes the results ``[B, J, D]`` of the sums of all votes, whose lengths differ, under equal coupling."""
+    """The squashes that turn sums of all votes, of different lengths, into results ``[B, J, D]`` by equal coupling."""
     found = []
     for softmax, leaky in (("out", False), ("in", False), ("out", True), ("in", True)):
         coupling = 1 / ((J if softmax == "out" else I) + leaky)
@@ -39,15 +39,15 @@ def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]
                 float((RADIAL[kind](n, eps) / factor - 1).abs().max())
                 for n, factor in zip(squared, factors, strict=True)
             )
-            # Without eps it is "paper".
+            # "eps_outside" without eps is "paper".
             if off < CLOSE and (kind, eps) != ("eps_outside", SMALLEST_EPS):
                 found.append((off, Fit(softmax, leaky, kind, eps)))
-    # What fits equally well stays in order: the paper first.
+    # Equally good fits keep their order: the paper first.
     return [fit for _, fit in sorted(found, key=lambda each: round(each[0], 6))]
 
 
 def _eps(kind: str, n: Tensor, factor: Tensor) -> float:
-    """By bisection: every factor falls as eps grows."""
+    """Finds eps by bisection: the factor of every squash falls as eps grows."""
     low, high = torch.full_like(n, math.log(SMALLEST_EPS)), torch.full_like(n, math.log(LARGEST_EPS))
     for _ in range(60):
         middle = (low + high) / 2
@@ -57,7 +57,7 @@ def _eps(kind: str, n: Tensor, factor: Tensor) -> float:
 
 
 def _round(eps: float) -> float:
-    """The number that somebody wrote: one digit and a power of ten, or the resolution of a dtype."""
+    """Rounds to a number that code is likely to hold: one digit and a power of ten, or the resolution of a dtype."""
     if eps < 1e3 * SMALLEST_EPS:
         return SMALLEST_EPS
     written = [float(f"{eps:.0e}"), torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps]

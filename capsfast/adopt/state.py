@@ -1,4 +1,4 @@
-"""What a layer holds beside the numbers in its tensors, to see at each call whether it is still the same layer."""
+"""The state of a layer besides the numbers in its tensors, to check at each call that the layer is unchanged."""
 
 import argparse
 import dataclasses
@@ -17,41 +17,41 @@ from .._torch import constant_while_tracing
 from ..nn._layer import hooked
 from .refusal import LeftAloneError
 
-# Values that nothing changes in place.
+# Values that can't change in place.
 ATOMS = (
     *(numbers.Number, str, bytes, type(None), type(Ellipsis), enum.Enum, range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(types.FunctionType, types.BuiltinFunctionType, type, torch.jit.ScriptFunction),
 )
-# Values of a class that are options.
+# Class attributes of these types count as options.
 PLAIN = (numbers.Number, str, bytes, enum.Enum)
 SEQUENCES = (list, tuple, deque)
 MAPPINGS = (dict, OrderedDict)
 SETS = (set, frozenset)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
-# Where a fused layer keeps what it computes, and how often it did.
+# The attributes where a fused layer keeps its :class:`Fused` and its :class:`Calls`.
 RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
-# What is no option of a layer: what every module has, and what torch and Lightning (the last one, by its own
-# torch.compile) put into those that they compile or replicate.
+# Attributes that are not options of a layer: every module has them, or torch and Lightning (the last one, by its own
+# torch.compile) add them to modules that they compile or replicate.
 OF_TOOLS = {"_compiled_call_impl", "_is_torch_compile", "_is_replica", "_former_parameters", "_compile_kwargs"}
 OWN = frozenset({*vars(nn.Module()), RECORD, COUNT} | OF_TOOLS)
 
 
 class UnclearError(TypeError):
-    """A value that can't be compared between calls. The text says what it is."""
+    """A value can't be compared between calls. The text describes the value."""
 
 
 def frozen(value: Any, owner: nn.Module | None = None) -> Any:
-    """Equal for two plain values only if these are the same, in type too. Later changes in place don't reach it.
+    """A frozen form of a plain value. Two are equal only if the values are equal, including their types.
 
-    A tensor equals any other, and so does a module.
+    Later changes of the value in place don't change the frozen form. All tensors are equal, and so are all modules.
 
     Args:
-        owner: the module whose attribute this is. Its own methods count by their functions.
+        owner: the module that has this attribute. Methods of the owner are compared by their functions.
 
     Raises:
-        UnclearError: the value is, or holds, something else than plain values.
+        UnclearError: the value is, or holds, something other than plain values.
     """
     if isinstance(value, (Tensor, nn.Module)):
         return Tensor if isinstance(value, Tensor) else nn.Module
@@ -65,7 +65,7 @@ def frozen(value: Any, owner: nn.Module | None = None) -> Any:
 def _frozen(value: Any) -> tuple[Any, ...]:
     kind = type(value)
     if isinstance(value, ATOMS):
-        # 1 equals 1.0 and True. Functions have no kind here: pickle doesn't know these.
+        # The type tells 1 from 1.0 and True. Functions get no type, because pickle does not know their type.
         return (kind if isinstance(value, (numbers.Number, str, bytes)) else None), value
     if kind in SEQUENCES or (issubclass(kind, tuple) and not hasattr(value, "__dict__")):
         return kind, tuple([_frozen(each) for each in value])
@@ -82,12 +82,12 @@ def _frozen(value: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a layer and the modules in it held when this was taken: of tensors only that they are there.
+    """The attributes of a layer and its modules at one moment. Tensors count by their presence only.
 
     Attributes:
-        modules: for each module by its path, its class (None for the layer itself), what it held under which name (the
-            value where nothing changes it in place, and what :func:`frozen` makes of it), and the values of its class.
-        written: attributes by their dotted names that its own forward writes, which don't count.
+        modules: for each module by its path: its class (None for the layer itself), its attributes by name (the value
+            if it can't change in place, and its frozen form), and the plain values of its class.
+        written: dotted names of attributes that the layer's own forward writes; they are ignored.
     """
 
     modules: dict[str, tuple[type[nn.Module] | None, dict[str, tuple[Any, Any]], dict[str, Any]]]
@@ -95,7 +95,7 @@ class State:
 
     @staticmethod
     def of(layer: nn.Module, written: Iterable[str] = ()) -> "State":
-        """The layer as it is.
+        """The current state of the layer.
 
         Raises:
             LeftAloneError: an attribute can't be compared between calls.
@@ -109,7 +109,7 @@ class State:
         return State(modules, ignored)
 
     def changed(self, layer: nn.Module) -> str | None:
-        """The name of the first attribute or module that is not what it was, or that somebody watches."""
+        """The name of the first attribute or module that was changed, or that got a hook; None if there is none."""
         for path, (kind, held, values) in self.modules.items():
             module: Any = layer
             for name in path.split(".") if path else ():
@@ -129,14 +129,14 @@ class State:
                 if not _same(getattr(module, name, None), kept, module):
                     return name
             if torch.compiler.is_compiling():
-                # torch.compile compiles anew where one that it saw is replaced on the object.
+                # Reading a method makes torch.compile compile again if the method is replaced on the object.
                 for name in _methods(type(module)):
                     getattr(module, name, None)
         return None
 
 
 def _of_class(kind: type) -> dict[str, Any]:
-    """What a class holds, and those that it derives from, without torch's."""
+    """The attributes of a class and its bases, without object and torch's classes."""
     own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
     held = {name: value for each in reversed(own) for name, value in vars(each).items()}
     return {name: value for name, value in held.items() if not name.startswith(("__", "_abc_", "_capsfast"))}
@@ -159,7 +159,7 @@ def _names(module: nn.Module, path: str, written: frozenset[str]) -> list[str]:
 
 
 class _Changeable:
-    """In the place of a value that may change in place."""
+    """Stands for a value that may change in place."""
 
 
 def _same(now: Any, before: Any, owner: nn.Module) -> bool:

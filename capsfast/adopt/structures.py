@@ -1,4 +1,4 @@
-"""Which axes of a layer's tensors are which, as far as their shapes allow it."""
+"""Enumerates the meanings of the axes of a layer's tensors that their shapes allow."""
 
 from collections.abc import Iterator, Mapping
 from itertools import permutations
@@ -13,9 +13,9 @@ Found = tuple[str, dict[str, int]]
 def orders(
     shape: tuple[int, ...], wanted: str, sizes: Mapping[str, int], optional: str = "", merged: int = 1
 ) -> Iterator[Found]:
-    """Every order in which an array of this shape can hold the axes ``wanted``, with the sizes that then are known.
+    """Every order in which an array of this shape can hold the axes ``wanted``, with the sizes that follow from it.
 
-    sizes: those that are known. optional: letters that it need not have. merged: how many axes may hold several.
+    sizes: the known sizes. optional: letters that may be missing. merged: how many axes may hold several letters.
     """
     if not shape:
         if set(wanted) <= set(optional):
@@ -41,7 +41,7 @@ def orders(
 
 
 def _factors(length: int, group: tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes of the letters in one axis, as far as they are known or follow; two unknown ones are tried."""
+    """Sizes of the letters in one axis, known or derived. Two unknown letters: all divisors are tried."""
     unknown = [letter for letter in group if letter not in sizes]
     known = prod(sizes[letter] for letter in group if letter in sizes)
     if known == 0 or length % known or len(unknown) > 2:
@@ -88,7 +88,7 @@ def sizes_of(letters: str, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _simplicity(found: Identification) -> tuple[int, ...]:
-    """A capsule of one number has any direction: larger D first, among as many merged and missing axes."""
+    """Sort key: fewest merged and missing axes first, then larger D: any direction fits a capsule of one number."""
     orders_of = (found.weight_order, found.input_order, found.output_order)
     merged = sum(len(axis) > 1 for order in orders_of for axis in axes(order))
     missing = 0 if found.weight is None else sum(letter not in found.weight_order for letter in "IJ")

@@ -1,4 +1,4 @@
-"""How long a layer's own forward takes, and capsfast's in its place."""
+"""Times a layer's own forward against capsfast's call."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from .beside import Beside, Given
 from .watch import axes_of
 
 LEAST_ROUNDS = 3
-# Samples that are timed first.
+# The first timing takes so many samples.
 SAMPLES = 8
-# A ratio so far from 1 with a few samples needs no larger batch.
+# If the ratio with a few samples is farther from 1 than this, no larger batch is timed.
 CLEAR = 1.5
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a call with so many samples, medians: of the layer's own forward and of capsfast's."""
+    """Median seconds of a call with ``samples`` samples: of the layer's own forward, and of capsfast's call."""
 
     own: float
     fused: float
@@ -33,7 +33,7 @@ class Speed:
 
 
 def speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> tuple[Speed, Speed]:
-    """Times forward, and forward and backward, in turns; on the whole batch where a few samples leave it unclear."""
+    """Times forward, and forward plus backward, in turns; on the whole batch if a few samples give no clear result."""
     found = _speeds(beside, beside.few(given, SAMPLES), autocast, seconds)
     if 1 / CLEAR < found[1].ratio < CLEAR and found[1].samples < given[0].shape[0]:
         found = _speeds(beside, given, autocast, seconds)
@@ -62,7 +62,7 @@ def _speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds:
 
 
 def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tuple[str, int] | None:
-    """Name of the parameter outside of the layer that has the sizes of a weight which makes such votes, and its K."""
+    """Name and K of a parameter outside the layer whose sizes fit a weight that makes the layer's votes."""
     I, J, D = sizes
     own = set(layer.parameters())
     for name, p in model.named_parameters():
@@ -76,7 +76,7 @@ def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tu
 
 
 def gain(model: nn.Module, layer: nn.Module, beside: Beside) -> str:
-    """What would gain more: one layer that makes the votes, where this one is given them and their weight is seen."""
+    """Advice: if the layer takes votes and their weight is in the model, one layer for both would gain more."""
     if beside.identification.weight is not None:
         return ""
     I, J, D = beside.identification.sizes[:3]

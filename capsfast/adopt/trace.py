@@ -1,8 +1,8 @@
-"""What a forward does with its tensors: a trace of forward and backward shows every operation.
+"""Traces the forward and backward of a layer, to see every operation on its tensors.
 
-Numbers alone can't tell a layer that clamps at 1000 from one that doesn't: no probe is that large. The trace names the
-operation. It also raises where Python branches on numbers in a tensor, records every branch on the number of samples,
-and says which tensors of the layer reach the output.
+Numbers alone can't show that a layer clamps at 1000, because no probe is that large. The trace names the operation. It
+also raises an error if Python branches on numbers in a tensor, records every condition on the number of samples, and
+says which tensors of the layer reach the output.
 """
 
 import operator
@@ -23,8 +23,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operations without a threshold: random numbers show whatever they do. What chooses (where) has one only if the
-# comparison has that made its condition. A trailing underscore (in place) is cut off.
+# Operations without a threshold: random numbers show their effect. A choice (where) has a threshold only if the
+# comparison behind its condition has one. A trailing underscore (in place) is cut off.
 SMOOTH = _words(
     """
     abs add addmm alias amax as_strided baddbmm bmm cat clone copy cumsum detach diagonal diagonal_backward div dot
@@ -37,9 +37,9 @@ SMOOTH = _words(
     var view _reshape_alias where zero zeros zeros_like
     """
 )
-# torch's own backwards need these: a norm of 0 has the gradient 0, and a maximum hands its gradient to one entry.
+# torch's own backwards use these: a norm of 0 has the gradient 0, and a maximum passes its gradient to one entry.
 IN_BACKWARD = _words("eq sgn sign value_selecting_reduction_backward scatter")
-# With a bound that is no larger these are the eps of a length that may be 0, as in torch.nn.functional.normalize.
+# With a bound up to TINY these are the eps of a length that may be 0, as in torch.nn.functional.normalize.
 WITH_BOUND = _words("clamp clamp_min ge gt le lt maximum")
 TINY = 1e-6
 RANDOM = _words(
@@ -48,12 +48,12 @@ RANDOM = _words(
     randint_like randn randn_like randperm uniform
     """
 )
-# Numbers of samples for which a condition on the batch has to hold.
+# A condition on the batch must hold for all these numbers of samples.
 BATCHES = (2, 3, 4, 5, 7, 8, 16, 17, 31, 32, 64, 100, 127, 128, 129, 256, 1000, 4096)
 
 
 class BranchError(Exception):
-    """Python code of the forward looks at numbers in a tensor."""
+    """Python code of the forward branches on numbers in a tensor."""
 
 
 class UntraceableError(Exception):
@@ -62,15 +62,15 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one trace shows.
+    """The findings of a trace.
 
     Attributes:
         reads: names of the tensors that the outputs or their gradients depend on.
         random: whether the outputs depend on random numbers.
-        outside: whether they depend on a tensor that is neither given nor held under a name.
-        thresholds: operations on the layer's numbers that only special values show, such as ``clamp``.
-        conditions: on the number of samples, in words; empty if every number is treated alike.
-        steps: all operations in order; two traces of one computation have the same.
+        outside: whether the outputs depend on a tensor that is neither an input nor held under a name.
+        thresholds: operations on the layer's numbers whose effect only special values show, such as ``clamp``.
+        conditions: conditions on the number of samples, in words; empty if all numbers are treated alike.
+        steps: all operations in order; two traces of the same computation have the same steps.
     """
 
     reads: frozenset[str]
@@ -91,19 +91,19 @@ def trace(
     """Traces a forward and the backward of its first output.
 
     Args:
-        run: from tensors by name to the outputs.
-        given: tensors by name: inputs, and what the layer holds. Gradients go to those that require them.
-        numbers: names of those whose values the layer computes with; the others are masks and indices.
-        batch: name of the one whose first axis is the batch.
-        symbolic: with symbols for all sizes, which finds ``conditions``, and of the forward alone, as that takes long.
-            No other axis may have the length of the batch then: torch takes equal lengths for one.
+        run: takes tensors by name and returns the outputs.
+        given: tensors by name: inputs and the layer's tensors. Tensors that require a gradient get one.
+        numbers: names of the tensors that the layer computes with; the others are masks and indices.
+        batch: name of the tensor whose first axis is the batch.
+        symbolic: trace with symbols for all sizes, which finds ``conditions``; the forward only, because this is slow.
+            No other axis may then have the length of the batch: torch uses one symbol for equal lengths.
 
     Raises:
         BranchError: the forward branches on numbers in a tensor.
         UntraceableError: torch can't trace the forward.
     """
     names = list(given)
-    # A number of its own, so that the trace sees what is done to the gradient that comes in.
+    # An input of its own, so that the trace shows the operations on the incoming gradient.
     upstream = torch.ones((), dtype=given[batch].dtype, device=given[batch].device)
 
     def both(upstream: Tensor, *tensors: Tensor) -> Any:
@@ -130,7 +130,7 @@ def trace(
         if "item()" in str(error) or "data-dependent" in str(error).lower():
             raise BranchError from error
         raise UntraceableError(first_line(error)) from error
-    except Exception as error:  # code of anybody on tensors without numbers; TorchScript
+    except Exception as error:  # other people's code on tensors without numbers; TorchScript
         raise UntraceableError(first_line(error)) from error
     graph = made.graph
     first, *rest = graph.find_nodes(op="placeholder")
@@ -162,7 +162,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _behind(ends: Any) -> set[fx.Node]:
-    """All nodes that these need."""
+    """All nodes that the ends depend on, and the ends."""
     left = [each for each in ends if isinstance(each, fx.Node)]
     found: set[fx.Node] = set()
     while left:
@@ -174,7 +174,7 @@ def _behind(ends: Any) -> set[fx.Node]:
 
 
 def _name(node: fx.Node) -> str:
-    """``clamp`` for ``aten::clamp_``; an op of another library keeps its own in front."""
+    """``clamp`` for ``aten::clamp_``; ops of other libraries keep the library's name in front."""
     assert isinstance(node.target, OpOverload)
     library, _, name = node.target._schema.name.partition("::")
     return name.removesuffix("_") if library == "aten" else f"{library}::{name}"
@@ -196,16 +196,16 @@ def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:
 
 
 def _is_literal(made: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether it is a number that the forward writes down, as ``torch.tensor(0.5)``; several may be an array's."""
+    """Whether the node is a literal number such as ``torch.tensor(0.5)``; several numbers may come from an array."""
     copied = all(isinstance(user.target, OpOverload) and _name(user) == "lift_fresh_copy" for user in node.users)
     return copied and getattr(made, str(node.target)).numel() == 1
 
 
 def _conditions(u: Tensor) -> Iterator[str]:
-    """What the forward asked of the number of samples, and not every number answers alike."""
+    """Conditions of the forward on the number of samples that don't hold for every number."""
     size = u.shape[0]
     if not isinstance(size, torch.SymInt) or not size.node.expr.free_symbols:
-        yield f"B == {size}"  # Python code took it for a plain number
+        yield f"B == {size}"  # Python code turned the size into a plain number
         return
     symbol, shapes = size.node.expr, size.node.shape_env
     hints = getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val

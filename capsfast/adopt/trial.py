@@ -1,4 +1,4 @@
-"""A layer and calls of capsfast on the same numbers."""
+"""Runs a layer and calls of capsfast on the same numbers."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from .probe import Probe, Run
 from .refusal import NotReproduced
 
 OP = "capsfast.identify"
-# Relative differences of what is equal; second, with the layer's own numbers: a squash that is saturated loses digits.
+# Largest relative differences that count as equal; the second for own parameters and u: saturation costs digits.
 SAME = {torch.float64: (1e-10, 1e-8), torch.float32: (1e-5, 1e-3)}
 VOTE_LENGTH = 1.5
 
@@ -22,12 +22,12 @@ class Float64Error(Exception):
 
 
 class Trial:
-    """The probe of a layer, what it is run on, and the call that came nearest so far.
+    """The probe of a layer, its inputs, and the nearest call so far.
 
     Attributes:
-        fixed: whether the layer takes no other number of samples than that of u.
-        notes: what was seen, in words. doubts: those in which layer and call differ.
-        single: whether the call gives what the layer gives for one sample.
+        fixed: whether the layer takes only the number of samples in u.
+        notes: observations in words. doubts: observations of differences between layer and call.
+        single: whether layer and call agree for one sample.
     """
 
     def __init__(self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype) -> None:
@@ -47,7 +47,7 @@ class Trial:
     def _copied(
         self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype
     ) -> tuple[Inputs, Probe]:
-        """A few samples are enough, unless the layer takes no other number than that of u."""
+        """A few samples of u and a probe that ran on them; all samples if the layer takes no other number."""
         failed: Exception | None = None
         for inputs in (real.few(), replace(real, sized=True).few(), real):
             try:
@@ -69,7 +69,7 @@ class Trial:
             raise self._refused(f"it fails on random numbers, with {type(error).__name__}: {error}") from error
 
     def _random(self) -> None:
-        """Numbers of which no two are alike, for what can be set."""
+        """Sets random numbers, no two alike, wherever the layer allows it."""
         values = {name: self.draw(value, 0.3) for name, value in self.probe.true.items()}
         self.probe.set(values)
         self.inputs = self.inputs.random(self.draw)

@@ -1,4 +1,4 @@
-"""Which modules of a model may be routing layers: by what goes in and comes out, and by the sizes of what they own."""
+"""Finds modules of a model that may be routing layers, by shapes of inputs, outputs and parameters."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from .fused import FusedLayer, autocast_of
 from .probe import preserved
 from .refusal import LeftAloneError
 
-# Kinds of calls that are kept for one module: more than a layer is given in practice.
+# Kinds of calls that are recorded for a module: more than occur in practice.
 MOST_CALLS = 4
-# From this size on two equal axes at the end are rather those of capsules than of a window.
+# From this size on, two equal last axes are probably axes of capsules, not of a convolution's window.
 LARGE_KERNEL = 12
-# A module that holds one of these does more than route, and one of its modules may be the layer.
+# A module that holds one of these does more than route; a module inside it may be the layer.
 NO_ROUTING = (
     *(nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag, nn.RNNBase),
     *(nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.modules.pooling._MaxPoolNd),
@@ -29,14 +29,14 @@ NO_ROUTING = (
 
 @dataclass
 class Call:
-    """One kind of call of a module, as the model made it.
+    """A call of a module that the model made.
 
     Attributes:
-        signature: how. given: copies of the tensors that went in, capsules or votes first; arguments: how many were
-            not left to their defaults.
-        ends: addresses of what went in and what came out, by which two calls are told to be one.
-        shape: of what came out.
-        autocast: the dtype of autocast around the call, None where it was off.
+        signature: the signature of the call. given: copies of its tensors, capsules or votes first. arguments: number
+            of arguments that were passed.
+        ends: addresses of the input and the output, which show that an outer module only passes a call on.
+        shape: shape of the output.
+        autocast: the dtype of autocast around the call, None if it was off.
     """
 
     signature: Signature
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass
 class Candidate:
-    """A module that may be a routing layer. why_not: where its calls already say that it can't be fused."""
+    """A module that may be a routing layer. why_not: the reason, if its calls already show that it can't be fused."""
 
     name: str
     layer: nn.Module
@@ -59,9 +59,9 @@ class Candidate:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts back modes, attributes, buffers and the state of the random generators.
+    """Restores modes, attributes, buffers and the state of the random generators.
 
-    What a lazy module made for its parameters stays, and so does what a forward put into a list or mapping.
+    Parameters that a lazy module made stay, and so do values that a forward put into a list or mapping.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     held = [each for module in modules for each in module._buffers.values() if each is not None]
@@ -78,7 +78,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def candidates(model: nn.Module, example: object) -> list[Candidate]:
-    """Modules whose calls look like routing, the outer ones before those in them. Runs the model in evaluation mode."""
+    """Modules whose calls look like routing, outer modules first. Runs the model in evaluation mode."""
     found: dict[nn.Module, Candidate] = {}
     called: set[nn.Module] = set()
 
@@ -106,14 +106,14 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
 
     handles = []
     try:
-        # A hook in a fused layer would make it run its own forward.
+        # A hook on a module inside a fused layer would make the layer run its own forward.
         inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.children()}
         inside = {module for each in inside for module in each.modules()}
         watched = [
             each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule) and each not in inside
         ]
         handles += [module.register_forward_hook(see, with_kwargs=True) for module in watched]
-        # Compiled parts run as they are written: a hook inside of one would compile it anew.
+        # Compiled parts run eagerly: a hook inside one would compile it again.
         with undisturbed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             if isinstance(example, Mapping):
@@ -137,18 +137,18 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
 
 
 def _written_by(module: nn.Module) -> type:
-    """Its class, without the one that a parametrization puts in front."""
+    """The class of a module, without the subclass that a parametrization makes."""
     kind = type(module)
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def axes_of(shape: Sequence[int]) -> list[int]:
-    """Lengths of the axes that are more than one long."""
+    """Lengths of the axes, without lengths 1."""
     return [size for size in shape if size != 1]
 
 
 def looks_like_routing(u: Tensor, v: Tensor) -> bool:
-    """``[B, I, K]`` to ``[B, J, D]``, or votes ``[B, I, J, D]`` to ``[B, J, D]``, axes of length 1 and orders aside."""
+    """Whether shapes can be ``[B, I, K]`` or votes ``[B, I, J, D]`` to ``[B, J, D]``, in any order, with axes of 1."""
     if not (u.is_floating_point() and v.is_floating_point()) or u.dim() < 3 or u.numel() == 0:
         return False
     B = u.shape[0]
@@ -161,7 +161,7 @@ def looks_like_routing(u: Tensor, v: Tensor) -> bool:
 
 
 def _owns_what_routing_needs(candidate: Candidate) -> bool:
-    """Whether a tensor of the layer can be the weight, by its shape, or what goes in can be votes."""
+    """Whether a tensor of the layer can be the weight by its shape, or its input can be votes."""
     layer = candidate.layer
     if isinstance(layer, FusedLayer):
         return True
@@ -177,7 +177,7 @@ def _owns_what_routing_needs(candidate: Candidate) -> bool:
 def _fits(shapes: set[tuple[int, ...]], given: tuple[int, ...], made: tuple[int, ...]) -> bool:
     for shape in shapes:
         for found in structures.with_weight("", shape, given, made):
-            # What keeps the number of its capsules, as a linear layer or attention, shares its weight in another sense.
+            # A shared weight with I = J is probably a linear layer or attention, not routing.
             if set("IJ") & set(found.weight_order) or found.sizes.I != found.sizes.J:
                 return True
     votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.of_votes(given, made)
@@ -185,7 +185,7 @@ def _fits(shapes: set[tuple[int, ...]], given: tuple[int, ...], made: tuple[int,
 
 
 def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
-    """Whether it hands its input to a module in it, and the output of that back: then that one is the layer."""
+    """Whether a module only passes its input to an inner module and returns its output: the inner one is the layer."""
     inside = set(candidate.layer.modules()) - {candidate.layer}
     ends = [call.ends for call in candidate.calls]
     return bool(ends) and any(
@@ -194,7 +194,7 @@ def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
 
 
 def _holds_a_weight(module: nn.Module, called: bool) -> str:
-    """What to say of a module that holds what may be a weight of capsules, and does not route as far as was seen."""
+    """The reason to report for a module that holds a possible weight of capsules but was not seen to route; else ""."""
     if ours(type(module)):
         return ""
     scripted = isinstance(module, torch.jit.ScriptModule)
@@ -205,7 +205,7 @@ def _holds_a_weight(module: nn.Module, called: bool) -> str:
             continue
         weight = f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules"
         if scripted:
-            return f"{weight}, and it was scripted; accelerate the module that this was made of"
+            return f"{weight}, and it was scripted; accelerate the module before scripting it"
         if not called:
             return f"{weight}, and the example did not call it, or called its forward past it"
         return f"{weight}, and its forward does something else than route; give the routing a module of its own"
@@ -213,6 +213,6 @@ def _holds_a_weight(module: nn.Module, called: bool) -> str:
 
 
 def _is_around(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
-    """Whether all that is known of it is a weight, and a module in it may route."""
+    """Whether a module only holds a possible weight while a module inside it may route."""
     inside = set(candidate.layer.modules()) - {candidate.layer}
     return not candidate.calls and any(other.calls and other.layer in inside for other in all_of_them)

@@ -1,1 +1,1 @@
-"""Measures capsfast against the other ways of writing the same routing; nothing below imports it."""
+"""Measures capsfast against other implementations of the same routing. The core does not import this package."""

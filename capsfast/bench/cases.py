@@ -1,4 +1,4 @@
-"""What is measured: a case is one call of one op, a sweep is a list of cases."""
+"""The cases to measure: a case is one call of one op, a sweep is a list of cases."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from ..nn.routing import Routing
 from . import routings
 
 OPS = ("dynamic_routing", "route_votes")
-# A routing of capsfast.nn as a whole, with what its layer holds besides the weight.
+# A complete routing of capsfast.nn, including its own parameters.
 ROUTING = "routing"
 DIRECTIONS = ("forward", "forward+backward")
 DTYPES = {
@@ -73,12 +73,12 @@ class Case:
 
     @functools.cached_property
     def made(self) -> Routing:
-        """The routing of the op "routing", without memory for its parameters."""
+        """The routing of the op "routing", with parameters on the meta device."""
         return routings.make(self.routing, self.I, self.J, self.K, self.D, self.r, device="meta")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The inputs by name, in the order in which the op takes them."""
+        """The shapes of the inputs by name, in the order of the op."""
         if self.op == "route_votes":
             return {"votes": (self.B, self.I, self.J, self.D)}
         products: dict[str, tuple[int, ...]] = {
@@ -93,12 +93,12 @@ class Case:
 
     @property
     def batched(self) -> tuple[str, ...]:
-        """The inputs that have an axis of samples."""
+        """The names of the inputs with a batch axis."""
         return tuple(name for name in self.shapes if name in ("u", "votes", "activation"))
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """What a call returns, in order."""
+        """The shapes of the outputs by name, in order."""
         if self.routing:
             return {"poses": (self.B, self.J, self.D), "activations": (self.B, self.J)}
         return {"v": (self.B, self.J, self.D)}
@@ -120,7 +120,7 @@ CANONICAL = Case()
 
 Changes = list[dict[str, Any]]
 
-# Each axis takes these values while everything else stays canonical.
+# Each axis takes these values while all other sizes stay canonical.
 AXES: dict[str, Changes] = {
     "I": [{"I": n} for n in (64, 256, 576, 1152, 2304, 4608, 9216, 18432)],
     "J": [{"J": n} for n in (2, 5, 10, 32, 100, 320, 1000)],
@@ -128,10 +128,10 @@ AXES: dict[str, Changes] = {
     "dims": [{"D": d, "K": k} for d, k in ((4, 4), (8, 8), (16, 8), (16, 16), (21, 11), (32, 32))],
     "iterations": [{"r": n} for n in (1, 2, 3, 4, 5)],
     "dtype": [{"dtype": name} for name in ("float32", "bfloat16")],
-    # At B=128 the widest layers leave the einsum contenders without memory; here they can compete.
+    # At B=128 the einsum contenders run out of memory for the widest layers. Here they can compete.
     "corners": [{"B": 1, "I": 18432}, {"B": 1, "J": 1000}, {"B": 16, "J": 1000, "I": 256}],
 }
-# What bounds the CPU kernels: the canonical layer by iterations and batch, a wide layer, a long one.
+# Cases that show what limits the CPU kernels: the canonical layer by iterations and batch, a wide and a long layer.
 ROOFLINE: Changes = [
     *({"r": n} for n in (1, 2, 3)),
     *({"B": n} for n in (16, 1)),
@@ -139,7 +139,7 @@ ROOFLINE: Changes = [
     {"B": 32, "I": 18432},
 ]
 OTHERS: dict[str, Changes] = {
-    # The default of `pytest benchmarks`. B=16: the votes of 320 output capsules take 377 MB, einsum several times that.
+    # The default of `pytest benchmarks`. At B=16 the votes of 320 output capsules take 377 MB; einsum needs more.
     "capsules": [
         {"B": 16, **each} for each in ({}, *({"I": n} for n in (64, 256, 4608)), *({"J": n} for n in (2, 32, 320)))
     ],
@@ -147,9 +147,9 @@ OTHERS: dict[str, Changes] = {
     # Up to a weight of 5 GB: too much for einsum on most machines.
     "long": [{"B": 4, "I": n} for n in (62_500, 250_000, 1_000_000)],
     "routings": [{"B": n} for n in (1, 16, 64, 128)],
-    # Every contender takes milliseconds: for tests, and to check an installation.
+    # Every contender takes milliseconds: for tests and to check an installation.
     "smoke": [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}],
-    # About a minute on two cores, most of it for torch.compile: one batch size alone has a backward.
+    # About a minute on two cores, most of it for torch.compile: only one batch size has a backward.
     "quick": [{"B": n} for n in (1, 16, 128)],
     "all": [changes for each in (*AXES.values(), ROOFLINE) for changes in each],
 }
@@ -159,10 +159,10 @@ SWEEPS = (*AXES, *OTHERS)
 def sweep(
     name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = DIRECTIONS, routing: str = ""
 ) -> list[Case]:
-    """The cases of a named sweep, each once. "all" is every axis and "roofline". ``routing``: for the op "routing".
+    """The cases of a named sweep, each once. "all" is every axis and "roofline". routing: name for the op "routing".
 
     Raises:
-        ValueError: no sweep, op or routing of that name.
+        ValueError: no sweep, op or routing with this name.
     """
     if name not in SWEEPS:
         raise ValueError(f"sweep must be one of {', '.join(SWEEPS)}, got {name!r}")

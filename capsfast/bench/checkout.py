@@ -1,4 +1,4 @@
-"""Where the package comes from: the checkout it may lie in, and an installation that this checkout hides."""
+"""Finds the checkout that the package was imported from, and an installation that the checkout hides."""
 
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -21,7 +21,7 @@ def has_extension(package: Path) -> bool:
 
 
 def hidden_installation() -> Path | None:
-    """A capsfast with an extension, further back in ``sys.path`` than this one, which has none."""
+    """If this capsfast has no extension: another capsfast in ``sys.path`` that has one."""
     if has_extension(PACKAGE):
         return None
     packages = (Path(entry or ".").resolve() / "capsfast" for entry in sys.path)
@@ -29,12 +29,12 @@ def hidden_installation() -> Path | None:
 
 
 def why_not_this_one(command: str) -> str:
-    """Why ``command`` would not measure the capsfast that is meant, and the remedy; "" if it would."""
+    """Why ``command`` would measure the wrong capsfast, and the remedy; "" if it would not."""
     hidden = hidden_installation()
     if hidden is None:
         return ""
     return (
-        f"{command}: imported is {PACKAGE}, which has no extension, and not the installed {hidden}, which has one: "
+        f"{command}: {PACKAGE} was imported, which has no extension, and not the installed {hidden}, which has one: "
         f"build it {in_the_checkout()}, or start from another folder to measure the "
         f"installed one; this one can't be measured because {native.why_absent}"
     )

@@ -1,4 +1,4 @@
-"""What is compared: every available backend, and the einsum reference, compiled and eager."""
+"""The contenders: every available backend, and the einsum reference, compiled and eager."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .routings import Routed
 Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
 GIB = 2**30
-# Bytes of a call beyond inputs and gradients. Nobody else needs a GPU's memory meanwhile.
+# Largest memory of a call beyond inputs and gradients. A GPU's limit is higher, because nothing else uses the GPU.
 LIMITS = {"cpu": 8 * GIB, "cuda": 64 * GIB}
 
 EAGER = "eager einsum"
@@ -31,10 +31,10 @@ class Contender:
     """One way to compute a case.
 
     Args:
-        name: as tables and records show it.
-        make: from a case to the function that takes the case's inputs and returns its outputs.
-        growth: estimate of the bytes that a call needs beyond inputs and gradients.
-        devices: device types it runs on; "any" for all.
+        name: name in tables and records.
+        make: takes a case and returns the function from the case's inputs to its outputs.
+        growth: estimates the bytes that a call needs beyond inputs and gradients.
+        devices: device types that the contender runs on; "any" for all.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Contender:
         return "any" in self.devices or device.type in self.devices
 
     def why_not(self, case: Case, device: torch.device, free: int | None = None) -> str:
-        """Why it is not run on this case, "" if it is. free: bytes free on the device, if known."""
+        """Why the contender is skipped on this case, "" if it is not. free: free bytes of the device, if known."""
         if not self.serves(device):
             return f"runs on {' and '.join(self.devices)} only"
         growth = self.growth(case)
-        # The gradients, the measured copy of the inputs and one rotated set beside it.
+        # The gradients, the measured copy of the inputs and one rotated set.
         needed = growth + 2 * case.input_bytes + case.gradient_bytes
         limit = LIMITS[device.type]
-        # Every contender holds the inputs: they are a reason to leave one out only where memory is short.
+        # All contenders hold the inputs, so the inputs count only if memory is short.
         if growth <= limit and free is not None:
             growth, limit = needed, free * 3 // 4
         if growth <= limit:
@@ -77,14 +77,14 @@ def _backend(name: str, case: Case) -> Forward:
 
 
 def _backend_growth(case: Case) -> int:
-    # s of every iteration, its running sum and its gradients, in at least float32. A routing that torch runs
-    # between the passes keeps more.
+    # s of every iteration, its running sum and its gradients, in at least float32. A routing with torch operations
+    # between the passes stores more.
     arrays = 32 * max(case.r, 3) if case.routing else 4 * case.r
     return arrays * case.B * case.J * case.D * max(4, case.torch_dtype.itemsize)
 
 
 def einsum(case: Case) -> Forward:
-    """The reference, without the argument checks of the public function: no baseline is made slower."""
+    """The reference without the argument checks of the public function, which would slow the baseline down."""
     if case.routing:
         return _routed(case, None)
     options = Options(case.r, "out", "full", False, "paper", 1e-8)
@@ -97,14 +97,14 @@ def einsum(case: Case) -> Forward:
 
 def _einsum_growth(case: Case) -> int:
     if case.routing:
-        # Autograd keeps the centered votes and their squares of every pass.
+        # Autograd stores the centered votes and their squares for every pass.
         return case.votes_bytes * (3 * max(case.r, 3) + 4 if case.backward else 6)
-    # Votes and their gradient, each with a copy in the order that the batched product wants.
+    # Votes and their gradient, each with a copy in the order that the batched product needs.
     return case.votes_bytes * (6 if case.backward else 3)
 
 
 def _compiled(case: Case) -> Forward:
-    # dynamic=False: one kernel per shape, the best the compiler can do for it.
+    # dynamic=False: a kernel for each shape, the best that the compiler can do.
     return torch.compile(einsum(case), fullgraph=True, dynamic=False)
 
 
@@ -116,7 +116,7 @@ def _compiled_growth(case: Case) -> int:
 
 
 def missing(device: torch.device) -> dict[str, str]:
-    """The fused backends that would serve ``device`` and are not available, each with the reason."""
+    """The fused backends for ``device`` that are not available, each with the reason."""
     return {
         name: status.reason
         for name, status in backends().items()
@@ -125,7 +125,7 @@ def missing(device: torch.device) -> dict[str, str]:
 
 
 def contenders() -> list[Contender]:
-    """All that can run here: the backends of this installation first, fastest first."""
+    """All contenders that can run here: the available backends, then the einsum reference."""
     found = [
         Contender(OURS + name, partial(_backend, name), _backend_growth, status.devices)
         for name, status in backends().items()
@@ -136,10 +136,10 @@ def contenders() -> list[Contender]:
 
 
 def contender(name: str) -> Contender:
-    """The contender of that name.
+    """The contender with this name.
 
     Raises:
-        ValueError: none of that name here.
+        ValueError: no contender here has this name.
     """
     found = {each.name: each for each in contenders()}
     if name not in found:

@@ -1,4 +1,4 @@
-"""No timing without a correct result: every contender is compared with float64 first."""
+"""Compares every contender with float64 before it is timed, so that only correct results are timed."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from .cases import Case
 from .contenders import Forward, einsum
 from .inputs import InputSet
 
-# Votes of the float64 reference on the samples it is run on.
+# Largest size of the votes in the float64 reference; it decides how many samples are checked.
 TRUTH_BYTES = 64 * 2**20
-# Numbers of the inputs, of which the float64 reference takes 8 bytes each and as many for their gradients.
+# Largest number of entries in the inputs. The float64 reference takes 8 bytes for each, and 8 for its gradient.
 TRUTH_INPUTS = 2**28
-# Against the error of the eager einsum in the same dtype, and in units of the dtype's rounding. The
-# gate is to find wrong results; the accuracy bounds of the backends are the business of the tests.
+# The bound of an error: a multiple of the eager einsum's error in the same dtype, plus a multiple of the dtype's
+# rounding. The gate finds wrong results; the tests check the accuracy of the backends.
 TIMES_EINSUM = 4.0
 ROUNDINGS = 8.0
 
@@ -42,7 +42,7 @@ def _results(case: Case, forward: Forward, leaves: Sequence[Tensor], dout: Seque
     outputs = (found,) if isinstance(found, Tensor) else tuple(found)
     results = {name: value.detach() for name, value in zip(case.outputs, outputs, strict=True)}
     if case.backward:
-        # A parameter that nothing depends on has a gradient of zeros.
+        # An unused parameter gets a gradient of zeros.
         gradients = torch.autograd.grad(outputs, list(leaves), list(dout), allow_unused=True, materialize_grads=True)
         results |= {f"d{name}": gradient for name, gradient in zip(case.shapes, gradients, strict=True)}
     return results
@@ -51,11 +51,11 @@ def _results(case: Case, forward: Forward, leaves: Sequence[Tensor], dout: Seque
 class Gate:
     """Checks contenders on one case.
 
-    Routing is independent per sample, so the float64 reference runs on some samples only, spread over
-    the batch, and on the CPU. The gradient of the outputs is zero for all others, which makes the
-    gradient of weight and parameters that of the chosen samples and all other input gradients exactly zero.
+    Samples are routed independently, so the float64 reference runs on the CPU on some samples only, spread over the
+    batch. The gradient of the outputs is zero for all other samples. Hence only the chosen samples contribute to the
+    gradients of weight and parameters, and the input gradients of all other samples must be exactly zero.
 
-    Of inputs larger than TRUTH_INPUTS the first input capsules are checked, as many as fit: ``self.case``.
+    If the inputs exceed TRUTH_INPUTS, only as many input capsules as fit are checked: ``self.case``.
     """
 
     def __init__(self, case: Case, inputs: InputSet) -> None:
@@ -63,7 +63,7 @@ class Gate:
         if numbers > TRUTH_INPUTS:
             case = dataclasses.replace(case, I=max(1, case.I * TRUTH_INPUTS // numbers))
         self.case = case
-        # Every input has all input capsules on one axis.
+        # The slices keep the first case.I input capsules of every input.
         self.leaves = [
             tensor.detach()[tuple(slice(size) for size in shape)].requires_grad_(case.backward)
             for tensor, shape in zip(inputs.tensors, case.shapes.values(), strict=True)
@@ -102,7 +102,7 @@ class Gate:
             if name in of_samples or name in self.case.outputs:
                 found = found[self.chosen]
             error = _error(found, self.truth[name])
-            # Written so that NaN fails.
+            # "not <=" so that NaN fails.
             if not error <= self.bounds[name]:
                 reasons.append(f"{name} has relative error {error:.1e}, bound {self.bounds[name]:.1e}")
             errors[name] = error if math.isfinite(error) else -1.0

@@ -1,4 +1,4 @@
-"""Inputs of a case, and the step that is timed."""
+"""The inputs of a case, and the step to time."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from . import routings
 from .cases import Case
 from .contenders import Forward
 
-# More than the last-level cache of most machines: a set that comes round again is not cached.
+# More than the last-level cache of most machines, so that no set is still cached when it is used again.
 ROTATED_BYTES = 64 * 2**20
 MOST_SETS = 64
 
@@ -28,7 +28,7 @@ class InputSet:
 
 
 def weight_std(case: Case) -> float:
-    """A deviation at which the weighted sums are of order one, so that routing does route; a routing has its own."""
+    """A deviation with which weighted sums are of order one, so that coupling changes. A routing brings its own."""
     if case.routing:
         return case.made.weight_std(case.K)
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
@@ -37,14 +37,14 @@ def weight_std(case: Case) -> float:
 def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
     """Normal inputs that depend on ``seed`` only, weight or votes scaled by :func:`weight_std`.
 
-    Activations are uniform between 0 and 1. A routing has the parameters that it starts with.
+    Activations are uniform between 0 and 1. Parameters of a routing have their initial values.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
         if name in own:
             return own[name].to(device, case.torch_dtype)
-        # In place, so that the widest inputs exist once.
+        # In place, so that the largest inputs are in memory once.
         empty = torch.empty(shape, device=device, dtype=case.torch_dtype)
         if name == "activation":
             return empty.uniform_(generator=generator)
@@ -61,13 +61,13 @@ def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
 
 
 def input_sets(case: Case, device: torch.device) -> list[InputSet]:
-    """As many sets as it takes to outgrow the caches, at least one; one on a GPU, whose cache the timing clears."""
+    """Enough sets to exceed the caches, at least one; on a GPU one, because the timing clears its cache."""
     count = min(MOST_SETS, math.ceil(ROTATED_BYTES / max(case.input_bytes, 1))) if device.type == "cpu" else 1
     return [input_set(case, device, seed) for seed in range(count)]
 
 
 def step(forward: Forward, case: Case, sets: list[InputSet]) -> Step:
-    """One forward, or one forward and backward with fresh gradients, on the next of the sets."""
+    """A step that runs forward, or forward and backward with fresh gradients, on the next set."""
     rotation = itertools.cycle(sets)
 
     def both() -> object:

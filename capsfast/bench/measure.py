@@ -1,4 +1,4 @@
-"""One case, all contenders: gate, then interleaved timing, then memory; one row for each."""
+"""Measures all contenders on a case: the gate, then interleaved timing, then memory; a row for each contender."""
 
 import dataclasses
 import re
@@ -28,8 +28,8 @@ class Row:
         reason: why the status is not "ok", or why memory is None.
         seconds: the fields of :class:`capsfast.bench.timing.Timing`.
         errors: relative L2 errors by name of the output or gradient.
-        memory_bytes: growth of peak memory beyond inputs and gradients, None where it was not measured.
-        flops: that a call of the backend cpp executes, None for others.
+        memory_bytes: growth of peak memory beyond inputs and gradients, None if it was not measured.
+        flops: FLOPs that a call of the backend cpp executes, None for other contenders.
     """
 
     case: Case
@@ -43,13 +43,13 @@ class Row:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Row":
-        """Of a record; fields that older records have and newer ones lack are left out."""
+        """The row in a record, without fields that only older records have."""
         known = {each.name for each in dataclasses.fields(Row)}
         return Row(**{**{key: fields[key] for key in fields.keys() & known}, "case": Case(**fields["case"])})
 
 
 def without_paths(text: str) -> str:
-    """``text`` without the folders of absolute paths: records hold none."""
+    """``text`` without the folders of absolute paths, which records must not hold."""
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
 
@@ -59,9 +59,9 @@ def first_line(error: BaseException) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory free on the device, None where the system does not say."""
+    """Free memory of the device in bytes, None if the system does not say."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for itself counts as taken
+        torch.cuda.empty_cache()  # memory in torch's cache would count as used
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as lines:
@@ -72,7 +72,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def multiply_adds(samples: int = 9) -> dict[str, float]:
-    """FLOP per second of float32 multiply-adds on registers, all threads: the median; nothing without the extension."""
+    """FLOP per second of float32 multiply-adds on registers, all threads, median; empty without the extension."""
     if native.extension is None:
         return {}
     return {
@@ -81,7 +81,7 @@ def multiply_adds(samples: int = 9) -> dict[str, float]:
 
 
 def executed_flops(case: Case, name: str) -> float | None:
-    """FLOPs of one call by the backend cpp with this process's threads, votes that it makes again included."""
+    """FLOPs of a call by the backend cpp with this process's threads, including votes that it computes again."""
     if name != CPP or native.extension is None or case.routing:
         return None
     plan = native.extension.launch_plan(
@@ -102,7 +102,7 @@ def measure(
     with_memory: bool = True,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """A row for every contender, in order; ``on_step`` is told what goes on."""
+    """A row for every contender, in order; ``on_step`` is called with the current activity."""
     free = free_bytes(device)
     rows = {each.name: Row(case, each.name, "skipped", each.why_not(case, device, free)) for each in contenders}
     able = [each for each in contenders if not rows[each.name].reason]
@@ -115,12 +115,12 @@ def measure(
         on_step(f"checking {each.name}")
         forward = each.make(case)
         try:
-            # The first call: compiles what is compiled.
+            # The first call, which compiles.
             verdict = gate.check(forward)
             if not verdict.reason:
                 steps[each.name] = step(forward, case, sets)
                 steps[each.name]()
-        except Exception as error:  # a contender may fail in any way; the others go on
+        except Exception as error:  # a contender may fail in any way; the others continue
             steps.pop(each.name, None)
             rows[each.name] = Row(case, each.name, "failed", first_line(error))
         else:
@@ -135,6 +135,6 @@ def measure(
             on_step(f"memory of {each.name}")
             growth, reason = memory.peak_growth(case, each, device)
             rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
-    # The next shape is compiled afresh instead of counting as a recompilation of this one.
+    # So that torch compiles the next shape from scratch, and does not count it as a recompilation.
     torch.compiler.reset()
     return [rows[each.name] for each in contenders]

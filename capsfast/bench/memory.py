@@ -1,10 +1,9 @@
-"""Peak memory of one call beyond its inputs and gradients.
+"""Measures the peak memory of a call beyond its inputs and gradients.
 
-On the CPU the peak is that of the resident set of a fresh process. A process of its own, because the
-allocator of a process that has run other contenders holds freed pages, which would hide the growth;
-and inside it the kernel's high-water mark is reset just before the call (5 to clear_refs, see
-proc(5)), because without the reset it would still show the peak of importing, compiling and filling
-the inputs. On CUDA torch's own allocator counts, in the process that times.
+On the CPU this is the peak of the resident set in a fresh process. The allocator of a process that ran other contenders
+would hold freed pages, which hide the growth. The kernel's high-water mark is reset just before the call (5 to
+clear_refs, see proc(5)); otherwise it would show the peak of importing, compiling and filling the inputs. On CUDA
+torch's allocator counts, in the process that does the timing.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ def _resident() -> dict[str, int]:
 
 def _reset_peak() -> None:
     gc.collect()
-    # Pages that the C library holds after a free would be reused without growth.
+    # Otherwise the call would reuse pages that the C library holds after a free, without growth.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -49,10 +48,10 @@ def _measure_here(case: Case, name: str, threads: int) -> int:
     # Starts the threads.
     torch.empty(2**22).normal_().exp_()
     if chosen.name == COMPILED:
-        # Compilation depends on the shape and takes far more memory than the call.
+        # Compile for this shape first: compilation takes far more memory than the call.
         call()
     else:
-        # Loads the code; a small call, so that buffers a contender keeps between calls still count.
+        # Load the code by a small call, so that buffers that a contender keeps between calls still count.
         small = dataclasses.replace(case, B=min(case.B, 2), I=min(case.I, 32))
         step(chosen.make(small), small, [input_set(small, cpu)])()
     _reset_peak()
@@ -64,7 +63,7 @@ def _measure_here(case: Case, name: str, threads: int) -> int:
 
 
 def _cuda_growth(case: Case, chosen: Contender, device: torch.device) -> int:
-    """Bytes that torch's allocator hands out at the peak of a call, less the gradients."""
+    """Bytes that torch's allocator gives out at the peak of a call, less the gradients."""
     call = step(chosen.make(case), case, [input_set(case, device)])
     call()  # compiles
     torch.cuda.synchronize(device)
@@ -83,10 +82,10 @@ def why_not() -> str:
 
 
 def in_a_process(function: Callable[..., T], *arguments: Any) -> T:
-    """What the function returns in a fresh process, which says nothing on the error stream.
+    """Runs the function in a fresh process, with its error stream silenced, and returns the result.
 
     Raises:
-        BrokenProcessPool: the process was killed, such as for memory.
+        BrokenProcessPool: the process was killed, for example because memory ran out.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence) as pool:
         return pool.submit(function, *arguments).result()
@@ -105,5 +104,5 @@ def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[in
         return None, reason
     try:
         return in_a_process(_measure_here, case, chosen.name, torch.get_num_threads()), ""
-    except Exception as error:  # the contender's own, or of a process that was killed
+    except Exception as error:  # an error of the contender, or a killed process
         return None, f"the measuring process failed: {type(error).__name__}"

@@ -1,4 +1,4 @@
-"""Plots of results; matplotlib is imported when one is drawn."""
+"""Plots of results. matplotlib is imported when a plot is drawn."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,7 +18,7 @@ def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot: no display is looked for and no state is left behind.
+    # Without pyplot, which would look for a display and keep state.
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
@@ -43,14 +43,14 @@ def _sizes(plot: Any, sizes: Iterable[int], label: str, **style: Any) -> None:
 
 def _memory(results: Results, case: Case, name: str) -> float | None:
     growth = results.memory(case, name)
-    # A logarithmic axis has no zero.
+    # A logarithmic axis can't show zero.
     return None if growth is None else max(growth, 2**12) / 2**20
 
 
 def _capsule_plot(
     results: Results, op: str, path: Path, label: str, value: Callable[[Case, str], float | None]
 ) -> Path | None:
-    """A panel for each axis of capsule counts and direction; nothing where no value is known."""
+    """A panel for each number of capsules (I, J) and direction; None if no value is known."""
     panels = [(size, direction, results.along(size, op, direction)) for size in CAPSULES for direction in DIRECTIONS]
     panels = [panel for panel in panels if len(panel[2]) > 1]
     if not any(value(case, name) is not None for *_, cases in panels for case in cases for name in results.contenders):
@@ -73,7 +73,7 @@ def _capsule_plot(
 
 
 def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[tuple[Path, str]]:
-    """Draws what the record of ``op`` has against capsule counts and batch: the files, and what each shows."""
+    """Draws the record of ``op`` against capsule counts and batch. Returns the files with their descriptions."""
     stem = folder / f"{machine}-{op}"
     drawn = [
         (
@@ -90,7 +90,7 @@ def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[t
 
 
 def _batch_lines(results: Results, op: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """By quantity and name: (batch, value) of capsfast and of the einsum forms, forward and backward."""
+    """By quantity and name: (batch, value) for capsfast and the einsum forms, forward plus backward."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {
         quantity: {name: [] for name in BATCH_COLORS} for quantity in ("milliseconds", "peak memory, MiB")
     }
@@ -105,9 +105,9 @@ def _batch_lines(results: Results, op: str) -> dict[str, dict[str, list[tuple[in
 
 
 def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | None:
-    """Time and peak memory against the batch; nothing where the record lacks one of them.
+    """Time and peak memory against the batch; None if the record lacks one of them.
 
-    The file's description holds the numbers, so a test sees whether the picture is older than its record.
+    The file's description holds the numbers, so that a test can tell whether the picture is older than its record.
     """
     lines = _batch_lines(results, op)
     if not all(points for drawn in lines.values() for points in drawn.values()):
@@ -124,7 +124,7 @@ def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | 
 
 
 def bars(results: Results, path: Path) -> None:
-    """Milliseconds of every contender on every case, for the short run of the command line."""
+    """Milliseconds of every contender on every case, for ``capsfast bench --png``."""
     figure, plots = _new_figure(len(results.cases), 1, (8, 0.9 + 1.4 * len(results.cases)))
     for plot, case in zip(plots.flat, results.cases, strict=True):
         names = [name for name in reversed(results.contenders) if results.seconds(case, name) is not None]

@@ -1,4 +1,4 @@
-"""What a measurement is worth nothing without: machine, versions, commit; and the file it is kept in."""
+"""Records of measurements: machine, versions and commit with the results, in a JSON file."""
 
 import dataclasses
 import json
@@ -28,8 +28,8 @@ def _read(path: str, pattern: str) -> str:
     return found[1].strip() if found else ""
 
 
-# Generations of CPUs, which the model name of a virtual machine often hides ("AMD EPYC"): name, vendor, family,
-# inclusive ranges of models, least and most stepping. The first row that holds a CPU names it. Numbers as in Linux
+# Generations of CPUs, because the model name on a virtual machine often hides them ("AMD EPYC"): name, vendor, family,
+# inclusive ranges of models, lowest and highest stepping. The first matching row counts. The numbers come from Linux
 # (arch/x86/kernel/cpu/amd.c, arch/x86/include/asm/intel-family.h) and the vendors' specification updates.
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 GENERATIONS: tuple[tuple[str, str, int, tuple[tuple[int, int], ...], tuple[int, int]], ...] = (
@@ -50,7 +50,7 @@ GENERATIONS: tuple[tuple[str, str, int, tuple[tuple[int, int], ...], tuple[int, 
 
 
 def microarchitecture(cpuinfo: str) -> str | None:
-    """The generation of the first processor in the text of ``/proc/cpuinfo``, None if the table lacks it."""
+    """The generation of the first processor in the text of ``/proc/cpuinfo``, None if it is not in the table."""
     found = dict(re.findall(r"^(vendor_id|cpu family|model|stepping)\s*:\s*(\S+)", cpuinfo.partition("\n\n")[0], re.M))
     numbers = [found.get(key, "") for key in ("cpu family", "model", "stepping")]
     if not all(number.isdigit() for number in numbers):
@@ -64,14 +64,14 @@ def microarchitecture(cpuinfo: str) -> str | None:
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """CPU model and generation, cores, torch's threads, memory, and the GPU if that is what is measured."""
+    """CPU model and generation, cores, torch's threads, memory, and the GPU if a GPU is measured."""
     kib = _read("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
     found: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
@@ -91,14 +91,14 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_name(found: dict[str, Any]) -> str:
-    """A file stem for the kind of machine, such as ``amd-epyc-zen-5-2-threads``."""
+    """The file stem for a kind of machine, such as ``amd-epyc-zen-5-2-threads``."""
     text = found.get("gpu") or f"{found['cpu']} {found.get('microarchitecture') or ''} {found['threads']} threads"
     text = re.sub(r"\((?:R|TM|C)\)|CPU|Processor|@.*?GHz", " ", text)
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def name(found: dict[str, Any], op: str, sweep: str = "", routing: str = "") -> str:
-    """The file stem of a record: the machine, then what was measured beside the usual sweep of dynamic routing."""
+    """The file stem of a record: the machine, then the routing, op or sweep if they are not the default ones."""
     words = [machine_name(found)]
     if routing:
         words.append("routings" if routing == "all" else f"routing-{routing}")
@@ -110,7 +110,7 @@ def name(found: dict[str, Any], op: str, sweep: str = "", routing: str = "") -> 
 
 
 def _triton() -> str | None:
-    # Its import takes a second and is not needed for the version.
+    # Importing triton takes a second and is not needed for the version.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -131,7 +131,7 @@ def versions() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the checkout the package runs from and whether it was changed since, None elsewhere."""
+    """The commit of the package's checkout and whether files were changed since; None if there is no checkout."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
@@ -149,7 +149,7 @@ def commit() -> dict[str, Any] | None:
 
 
 def build_info() -> dict[str, Any] | None:
-    """What the extension says of its own build, None without extension."""
+    """The build information of the extension, None without extension."""
     ask = getattr(native.extension, "build_info", None)
     found = ask() if callable(ask) else ask
     return json.loads(without_paths(json.dumps(found, default=str))) if isinstance(found, dict) else None
@@ -165,8 +165,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def save(path: Path, surroundings: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Writes the record whole or not at all: an interruption leaves the one before."""
-    # One row a line: a new measurement is a readable change in git.
+    """Writes the complete record or nothing: an interruption leaves the previous record."""
+    # One row per line, so that git shows readable changes.
     lines = ",\n".join("  " + json.dumps(dataclasses.asdict(row)) for row in rows)
     text = f'{{"format": {FORMAT},\n "environment": {json.dumps(surroundings)},\n "rows": [\n{lines}\n]}}\n'
     write_text(path, text)

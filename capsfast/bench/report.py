@@ -1,4 +1,4 @@
-"""Records to Markdown and pictures."""
+"""Turns records into Markdown and pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,28 +94,28 @@ INTRODUCTION = f"""# Measurements
 
 `python -m capsfast report --out docs` writes this page from the records in `benchmarks/results/`; do not edit it.
 
-Where a row says nothing else the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
+Unless a row says otherwise, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
 K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one call. The contenders of a case took turns
 in one process, each after its result was compared with float64. Memory is the growth of the peak beyond inputs and
-gradients. Speed-ups are those of the fastest capsfast backend. Ratios differ by machine: every record has a section.
-The share of the multiply-adds is the rate of the FLOPs that the backend `cpp` executes, votes that it makes again
-included, over the rate of multiply-adds on registers. The broadcast matmul of older records expands the weight to the
+gradients. Speed-ups are for the fastest capsfast backend. Ratios differ by machine: every record has a section.
+"Of the multiply-adds" is the rate of FLOPs that the backend `cpp` executes, including votes that it computes again,
+divided by the rate of multiply-adds on registers. The broadcast matmul of older records expands the weight to the
 batch. For a routing of `capsfast.nn.ROUTINGS` the einsum form is the same routing over votes that einsum makes once;
-gradients are those of capsules, weight, activations and the routing's own parameters."""
+gradients are with respect to capsules, weight, activations and the routing's own parameters."""
 
 
 def page(records: Sequence[Path], images: Path | None = None) -> str:
-    """The records as one Markdown page, with pictures if there is a folder for them, which the page links to by name.
+    """The records as one Markdown page. images: folder for pictures, which the page links to; None for no pictures.
 
     Raises:
-        OSError: a record can't be read, or the folder not be written to.
-        ValueError: a file is no record.
+        OSError: a record can't be read, or the folder can't be written to.
+        ValueError: a file is not a record.
     """
     return "\n\n".join([INTRODUCTION, *(_section(path, images) for path in sorted(records))]) + "\n"
 
 
 def write(records: Sequence[Path], folder: Path) -> Path:
-    """Writes ``benchmarks.md`` and ``images/*.png`` into the folder and returns the former; raises as :func:`page`."""
+    """Writes ``benchmarks.md`` and ``images/*.png`` into the folder and returns the page's path. Raises: as page()."""
     text = page(records, folder / "images")
     write_text(folder / "benchmarks.md", text)
     return folder / "benchmarks.md"

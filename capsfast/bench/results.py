@@ -1,4 +1,4 @@
-"""Rows by case and contender, what follows from two of them, and how numbers are shown."""
+"""Rows by case and contender, comparisons between rows, and the format of numbers."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -33,14 +33,14 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 
 
 def differing(case: Case) -> str:
-    """The batch, and what else is not that of the canonical layer, such as ``B=64 J=32``."""
+    """The batch, and all sizes that differ from the canonical layer, such as ``B=64 J=32``."""
     words = [f"{key}={getattr(case, key)}" for key in "BIJDKr" if key == "B" or getattr(case, key)]
     kept = {f"{key}={getattr(CANONICAL, key)}" for key in "IJDKr"}
     return " ".join([*(word for word in words if word not in kept), *([case.dtype] if case.dtype != "float32" else [])])
 
 
 class Results:
-    """Look-up over rows; the later of two rows for one case and contender counts."""
+    """Look-up over rows; of two rows for the same case and contender, the later counts."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = {(row.case, row.contender): row for row in rows}
@@ -69,9 +69,9 @@ class Results:
         return theirs / mine if theirs is not None and mine is not None else None
 
     def share(self, case: Case, limits: dict[str, float]) -> float | None:
-        """Executed FLOPs over the rate of float32 multiply-adds on registers: of the first row that has FLOPs.
+        """The rate of executed FLOPs over the rate of float32 multiply-adds on registers, for the first row with FLOPs.
 
-        None where the record lacks the rate or the FLOPs, and for float64, whose rate is another.
+        None if the record lacks the rate or the FLOPs, and for float64, which has another rate.
         """
         rows = [row for row in self.rows.values() if row.case == case and row.flops and row.status == "ok"]
         if not rows or RATE not in limits or case.dtype == "float64":
@@ -79,7 +79,7 @@ class Results:
         return (rows[0].flops or 0.0) / rows[0].seconds["median"] / limits[RATE]
 
     def along(self, size: str, op: str, direction: str) -> list[Case]:
-        """The measured cases of an op that differ from the canonical layer in one size alone, in its order."""
+        """The measured cases of an op that differ from the canonical layer in ``size`` only, sorted by this size."""
         canonical = dataclasses.replace(
             CANONICAL, op=op, direction=direction, K=0 if op == "route_votes" else CANONICAL.K
         )

@@ -1,4 +1,4 @@
-"""A routing of capsfast.nn as a function of tensors: over votes made in kernels, and over votes in memory."""
+"""A routing of capsfast.nn as a function of tensors: over votes made in kernels, or over stored votes."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def takes_iterations(name: str) -> bool:
     """Whether the routing has a number of iterations.
 
     Raises:
-        ValueError: no routing of that name.
+        ValueError: no routing with this name.
     """
     if name not in ROUTINGS:
         raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}")
@@ -27,7 +27,7 @@ def takes_iterations(name: str) -> bool:
 
 
 def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Routing:
-    """The routing for these sizes; r is the number of iterations, 0 for one that takes none."""
+    """The routing for these sizes; r is the number of iterations, 0 for a routing without iterations."""
     options: dict[str, Any] = {"num_iterations": r} if r else {}
     if "batch_norm" in options_of(ROUTINGS[name]):
         options["batch_norm"] = False  # it can't train on one sample, which the tables have
@@ -35,7 +35,7 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
 
 
 class EinsumVotes(Votes):
-    """Votes that were made once and lie in memory, ``[B, I, J, D]``; a pass is einsum, without checks of arguments."""
+    """Votes that einsum makes once and stores, ``[B, I, J, D]``; a pass is einsum, without checks of arguments."""
 
     def __init__(self, u: Tensor, weight: Tensor) -> None:
         self.u = u
@@ -74,9 +74,9 @@ class EinsumVotes(Votes):
 
 
 class Routed:
-    """A routing as a function of u, weight, the activation if it uses one, and its parameters, to :class:`Capsules`.
+    """A routing as a function of u, weight, the activation if it uses one, and its parameters. Returns Capsules.
 
-    backend: that makes the votes in its kernels; None for :class:`EinsumVotes`.
+    backend: the backend whose kernels make the votes; None for :class:`EinsumVotes`.
     """
 
     def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str | None) -> None:

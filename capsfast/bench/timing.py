@@ -1,4 +1,4 @@
-"""Interleaved timing: contenders take turns, so that a drift of the machine meets all of them."""
+"""Interleaved timing: contenders take turns, so that a drift of the machine affects all of them."""
 
 import importlib.util
 import time
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-# A turn is long enough that caches and threads are the contender's own, short enough to interleave.
+# A turn is long enough to fill the caches and wake the threads, and short enough to interleave.
 TURN_SECONDS = 0.02
 MOST_CALLS = 50
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call: median, 10 % and 90 % quantiles, least; calls: how many times the quantiles are taken over."""
+    """Seconds of a call: median, 10 % and 90 % quantiles, minimum. calls: number of measured calls."""
 
     median: float
     p10: float
@@ -31,11 +31,11 @@ class Timing:
 
 
 def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list[float]]:
-    """One turn of a step: the seconds of a call, several times."""
+    """A function that runs one turn of a step and returns the seconds of each call."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from triton.testing import do_bench
 
-        # Between events, with the L2 cache cleared before each call.
+        # do_bench times with events and clears the L2 cache before each call.
         milliseconds = {"warmup": 5, "rep": round(1e3 * TURN_SECONDS)}
         return lambda: [each / 1e3 for each in do_bench(step, **milliseconds, return_mode="all")]
 
@@ -46,7 +46,7 @@ def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list
         return result
 
     def turn() -> list[float]:
-        # The contender before left caches and threads in its own state: of several calls the first is not counted.
+        # The first of several calls is not counted: the previous contender left its state in caches and threads.
         # torch.utils.benchmark.Timer would average over ten calls of a millisecond, after two or more in each turn.
         first = timeit.timeit(timed, number=1)
         calls = min(MOST_CALLS, int(TURN_SECONDS / first))
@@ -58,9 +58,9 @@ def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list
 def interleave(
     steps: Mapping[str, Callable[[], object]], device: torch.device, seconds: float = 2.0, least_rounds: int = 5
 ) -> dict[str, Timing]:
-    """Times the steps in turns until ``seconds`` have passed and each had ``least_rounds`` turns.
+    """Times the steps in turns until ``seconds`` have passed and each step had ``least_rounds`` turns.
 
-    The caller has called each step once: what compiles has compiled.
+    The caller must have called each step once, so that compilation is done.
     """
     turns = {name: _turn(step, device) for name, step in steps.items()}
     seen: dict[str, list[float]] = {name: [] for name in turns}
@@ -69,7 +69,7 @@ def interleave(
     while rounds < least_rounds or time.perf_counter() - begin < seconds:
         for name in order:
             seen[name] += turns[name]()
-        # No contender always follows the same neighbour.
+        # Rotate, so that no contender always follows the same neighbour.
         order = order[1:] + order[:1]
         rounds += 1
     return {name: Timing.of(spent) for name, spent in seen.items()}

@@ -1,4 +1,4 @@
-"""``python -m capsfast``: what is installed, and how fast it is here."""
+"""The command line, ``python -m capsfast``."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The application."""
+"""The typer application with all commands."""
 
 import typer
 from rich.console import Console
@@ -13,12 +13,12 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsul
 for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters):
     app.command()(command)
 
-# Lightning's command line reads their options, --help too.
+# The commands whose options, --help included, Lightning's command line parses.
 OF_LIGHTNING = {
     "train": "Train a capsule network: --data, --model, --epochs and so on.",
-    "fit": "The same with configuration files and all options of Lightning's command line.",
+    "fit": "Train with configuration files and all options of Lightning's command line.",
     "validate": "Test a checkpoint: loss and its parts, accuracy.",
-    "test": "The same as validate.",
+    "test": "Same as validate.",
 }
 
 
@@ -39,7 +39,7 @@ for name in OF_LIGHTNING:
 
 @app.command()
 def info() -> None:
-    """Versions, backends and why one is missing, and how the extension was built."""
+    """Show versions, backends with reasons why they are missing, and the build of the extension."""
     console = Console()
     console.print(versions_table(record.versions(), record.commit()))
     console.print(backends_table())

@@ -1,4 +1,4 @@
-"""What the commands for networks share: errors in one line, devices."""
+"""Helpers of the commands for networks: errors in one line, devices."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
 
 @contextmanager
 def plain_errors(command: str) -> Iterator[None]:
-    """One line for what the package rejects, for an extra that is missing, and for what :func:`one_line` ends.
+    """Prints errors of the package, missing extras and the errors of :func:`one_line` in one line.
 
     Other errors keep their traceback.
     """
@@ -36,7 +36,7 @@ def plain_errors(command: str) -> Iterator[None]:
 
 
 def on_command_line(context: typer.Context, name: str) -> bool:
-    """Whether an option was given, by the name of its argument."""
+    """Whether an option was given on the command line. name: its argument in the command's function."""
     return str(context.get_parameter_source(name)).endswith("COMMANDLINE")
 
 
@@ -45,7 +45,7 @@ def say(text: str) -> None:
 
 
 def to_accelerator(learner: "Learner", accelerator: str) -> None:
-    """Moves it to the first device of a Lightning accelerator."""
+    """Moves the network to the first device of a Lightning accelerator."""
     from lightning.fabric import Fabric
 
     try:

@@ -1,4 +1,4 @@
-"""How commands end that can't go on: one line on the error stream that says why."""
+"""Ends commands that fail: one line on the error stream with the reason."""
 
 import errno
 import os
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C has ended
-# Faults of the place that was written to or read from, which a traceback does not explain any better.
+INTERRUPTED = 130  # the exit status that a shell reports after Ctrl-C
+# Errors of a disk or folder, for which a traceback is of no use.
 PLACES = frozenset(
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG")
@@ -17,7 +17,7 @@ PLACES = frozenset(
 
 
 def stop(message: str, code: int = 1) -> typer.Exit:
-    """Says on the error stream why a command ends."""
+    """Prints on the error stream why a command ends, and returns the exception to raise."""
     Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
     return typer.Exit(code)
 
@@ -27,8 +27,8 @@ def one_line(command: str, kept: str | Callable[[], str] = "") -> Iterator[None]
     """Ctrl-C and a full, read-only or forbidden folder end the command in one line instead of a traceback.
 
     Args:
-        command: its name, ``"bench"``.
-        kept: what an interruption leaves and how to go on, for the end of the line; a function is asked then.
+        command: name of the command, such as ``"bench"``.
+        kept: end of the line after an interruption: the files that are left, and how to go on; or a function for it.
     """
     try:
         yield

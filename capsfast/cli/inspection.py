@@ -1,4 +1,4 @@
-"""The commands that look at a trained network: arguments here, work in :mod:`capsfast.train`."""
+"""The commands that inspect a trained network. :mod:`capsfast.train` does the work."""
 
 import json as json_format
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..train import Learner
 
 Checkpoint = Annotated[Path, typer.Argument(help="A file that train wrote, such as last.ckpt.", show_default=False)]
-Out = Annotated[Path, typer.Option(help="Folder of the pictures.")]
-Data = Annotated[str | None, typer.Option(help="Other data than it was trained on.", show_default=False)]
-DataDir = Annotated[str | None, typer.Option(help="Folder of the data sets' files.", show_default=False)]
-Accelerator = Annotated[str, typer.Option(help="auto, cpu, gpu, ... of Lightning.")]
-Json = Annotated[Path | None, typer.Option(help="Write the numbers there.")]
+Out = Annotated[Path, typer.Option(help="Folder for the pictures.")]
+Data = Annotated[str | None, typer.Option(help="Data set; default: the data set of the training.", show_default=False)]
+DataDir = Annotated[str | None, typer.Option(help="Folder with the files of the data set.", show_default=False)]
+Accelerator = Annotated[str, typer.Option(help="Lightning's accelerator: auto, cpu, gpu, ...")]
+Json = Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")]
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def _opened(
     out: Path | None = None,
     json: Path | None = None,
 ) -> "Iterator[tuple[Learner, Sets]]":
-    """The network of a checkpoint, on its device, and its data sets; errors are one line in the command's name."""
+    """The network of a checkpoint, on its device, and its data sets. Prints errors in one line."""
     with plain_errors(command):
         if out is not None:
             check_writable(out)
@@ -73,14 +73,14 @@ def evaluate(
     out: Out = Path("out/evaluate"),
     data: Data = None,
     data_dir: DataDir = None,
-    fgsm: Annotated[list[float], typer.Option(help="Also under FGSM of this eps; repeat.")] = [],  # noqa: B006
-    pgd: Annotated[list[float], typer.Option(help="Also under PGD of this eps; repeat.")] = [],  # noqa: B006
-    pgd_steps: Annotated[int, typer.Option(min=1, help="Steps of PGD.")] = 10,
-    attacked: Annotated[int | None, typer.Option(min=1, help="Attack the first so many images only.")] = None,
+    fgsm: Annotated[list[float], typer.Option(help="Attack by FGSM with this eps; repeatable.")] = [],  # noqa: B006
+    pgd: Annotated[list[float], typer.Option(help="Attack by PGD with this eps; repeatable.")] = [],  # noqa: B006
+    pgd_steps: Annotated[int, typer.Option(min=1, help="Number of steps of PGD.")] = 10,
+    attacked: Annotated[int | None, typer.Option(min=1, help="Attack only so many images; default all.")] = None,
     json: Json = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Accuracy on the test images, with the confusion matrix where each has one class, and on attacked images."""
+    """Measure accuracy on test images and on attacked images; draw the confusion matrix if each image has one class."""
     for name, used, said in (("pgd_steps", pgd, "--pgd"), ("attacked", fgsm or pgd, "--fgsm or --pgd")):
         if on_command_line(context, name) and not used:
             raise stop(f"capsfast evaluate: --{name.replace('_', '-')} needs {said}")
@@ -88,7 +88,7 @@ def evaluate(
         from .. import plot, train
         from ..data.seeds import generator
 
-        # Attacks by name; each draws where it starts anew.
+        # Attacks by name, each with its own generator for the start.
         attacks: dict[str, train.Attack] = {f"FGSM, eps {eps:g}": partial(train.fgsm, eps=eps) for eps in fgsm}
         attacks |= {
             f"PGD, eps {eps:g}, {pgd_steps} steps": partial(
@@ -117,11 +117,11 @@ def picture(
     out: Out = Path("out/picture"),
     data: Data = None,
     data_dir: DataDir = None,
-    count: Annotated[int, typer.Option(min=1, help="Images.")] = 12,
-    wrong: Annotated[bool, typer.Option("--wrong", help="Only images taken wrongly: wrong.png.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="Number of images.")] = 12,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Only misclassified images, in wrong.png.")] = False,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Test images, each beside a bar for the activation of every class: predictions.png."""
+    """Draw test images with the activations of all classes as bars: predictions.png."""
     with _opened("picture", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
         from .. import plot, train
 
@@ -139,7 +139,7 @@ def reconstruct(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Test images, one of each class, and what the decoder makes of their class capsules: reconstructions.png."""
+    """Draw a test image of each class and its reconstruction by the decoder: reconstructions.png."""
     with _opened("reconstruct", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
         from .. import plot, train
 
@@ -160,13 +160,13 @@ def reconstruct(
 
 def perturb(
     checkpoint: Checkpoint,
-    label: Annotated[list[int], typer.Option(help="Class to vary; repeat. Default all.", show_default=False)] = [],  # noqa: B006
+    label: Annotated[list[int], typer.Option(help="Class, may be repeated; default all.", show_default=False)] = [],  # noqa: B006
     out: Out = Path("out/perturb"),
     data: Data = None,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """What each number of a class capsule means: it is varied from -0.25 to 0.25 in steps of 0.05; a PNG a class."""
+    """Draw reconstructions with each dimension of a class capsule changed by -0.25 to 0.25: a PNG for each class."""
     with _opened("perturb", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
         from .. import plot, train
         from ..train.inspect import DELTAS
@@ -187,10 +187,10 @@ def routing(
     out: Out = Path("out/routing"),
     data: Data = None,
     data_dir: DataDir = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first so many images.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many images; default all.")] = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Capsule lengths and coupling entropy by class, iteration by iteration: routing.png."""
+    """Draw capsule lengths by class, and coupling entropy by class and iteration: routing.png."""
     with _opened("routing", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
         from .. import plot, train
 
@@ -204,13 +204,13 @@ def clusters(
     checkpoint: Checkpoint,
     data: Data = None,
     data_dir: DataDir = None,
-    images: Annotated[int, typer.Option(min=1, help="Find clusters among so many images to train on.")] = 10_000,
+    images: Annotated[int, typer.Option(min=1, help="Find the clusters in so many training images.")] = 10_000,
     json: Json = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Accuracy of clusters of object presences on the test images, for a network of ``train --model stacked``.
+    """Measure accuracy of clusters of object presences on test images, for a network of ``train --model stacked``.
 
-    Labels do no more than name the clusters.
+    Labels are used only to assign the clusters to classes.
     """
     with _opened("clusters", checkpoint, data, data_dir, accelerator, json=json) as (learner, sets):
         from .. import train
@@ -230,21 +230,21 @@ def predict(
     pretrained: Annotated[
         str | None,
         typer.Option(
-            help="In place of a checkpoint: mnist, fashion-mnist, multi-mnist, a folder of save_pretrained, or a "
-            "repository of the Hugging Face Hub.",
+            help="Instead of a checkpoint: mnist, fashion-mnist, multi-mnist, a folder from save_pretrained, or a "
+            "repository on the Hugging Face Hub.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Class of the pretrained network, such as efficientcapsnet.", show_default=False)
+        str | None, typer.Option(help="Model of the pretrained network, such as efficientcapsnet.", show_default=False)
     ] = None,
     out: Out = Path("out/predict"),
     accelerator: Accelerator = "auto",
 ) -> None:
-    """The class of pictures, resized to the network's images: a line each, and predictions.png.
+    """Classify pictures, resized to the network's image size: a line for each, and predictions.png.
 
-    They must look like the images of the training. Those of mnist, fashion-mnist and multi-mnist are light on black and
-    in the middle. Digits have a margin of a seventh of the width, clothes fill the picture.
+    Pictures must look like the training images. mnist, fashion-mnist and multi-mnist show a light object in the centre
+    on black. Digits have a margin of a seventh of the width, clothes fill the picture.
     """
     if (checkpoint is None) == (pretrained is None):
         got = "neither" if checkpoint is None else "both"

@@ -1,4 +1,4 @@
-"""The commands for :mod:`capsfast.bench`: arguments here, work there."""
+"""The commands for measurements. :mod:`capsfast.bench` does the work."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -24,52 +24,53 @@ from ..nn import ROUTINGS
 from .endings import one_line, stop
 from .progress import plain, progress
 
-# Sweeps for which the report shows memory: it takes a process for every contender.
+# Sweeps with a measurement of peak memory, which takes a process for every contender.
 REMEMBERED = ("smoke", "I", "J", "batch", "long", "routings")
-# More cases than that get a line each instead of a table.
+# A sweep with more cases prints a line for each case instead of a table.
 MOST_TABLES = 8
 
 
 def bench(
     chosen: Annotated[
         str | None,
-        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, with --routing routings."),
+        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, with --routing: routings."),
     ] = None,
     op: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(OPS)}, or both; default dynamic_routing.", show_default=False)
+        str | None, typer.Option(help=f"Op: {', '.join(OPS)} or both; default dynamic_routing.", show_default=False)
     ] = None,
     routing: Annotated[
         str | None,
-        typer.Option(help=f"Instead of an op a routing of capsfast.nn: {', '.join(ROUTINGS)}, or all of these."),
+        typer.Option(help=f"Measure a routing of capsfast.nn instead of an op: {', '.join(ROUTINGS)}, or all."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default torch's own choice.")] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="Timing per case, slow contenders take longer; default 1, with --record 2."),
+        typer.Option(min=0, help="Least seconds of timing per case; default 1, with --record 2."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Least turns of a contender on a case; default 3, with --record 5.")
+        int | None, typer.Option(min=1, help="Least rounds of timing per case; default 3, with --record 5.")
     ] = None,
     memory: Annotated[
         bool,
         typer.Option(
-            help="Peak memory too, in the sweeps I, J, batch, long, routings and smoke; in quick for the last case."
+            help="Measure peak memory in the sweeps I, J, batch, long, routings and smoke; in quick: the last case."
         ),
     ] = True,
-    baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Measure einsum, compiled and eager, too.")] = True,
     keep: Annotated[
         bool,
         typer.Option(
-            "--record", help="Write benchmarks/results/<machine>.json; -route-votes, -long, -routings behind it."
+            "--record",
+            help="Write benchmarks/results/<machine>.json, or with the suffix -route-votes, -long, -routings.",
         ),
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a plot to this file.")] = None,
 ) -> None:
-    """Compares the backends with einsum, compiled and eager.
+    """Compare the speed of the backends with einsum, compiled and eager.
 
-    With --record or --json all results so far are written after every case, in place of a record that is there.
+    --record and --json write all results so far after every case, and replace an existing record.
     """
     name = chosen if chosen is not None else "quick" if routing is None else "routings"
     cases = _cases(name, op, routing)
@@ -98,7 +99,7 @@ def bench(
         if path is None:
             return "nothing is kept; --record or --json PATH writes a record"
         done = len({row.case for row in rows})
-        return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is as it was"
+        return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is unchanged"
 
     with one_line("bench", kept):
         for target in filter(None, (path, png)):
@@ -144,13 +145,13 @@ def bench(
 
 def report(
     records: Annotated[
-        list[Path] | None, typer.Argument(help="Default: those of this checkout.", show_default=False)
+        list[Path] | None, typer.Argument(help="Files of records; default: all of this checkout.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write benchmarks.md and images/ into this folder; default standard output.")
     ] = None,
 ) -> None:
-    """Tables of records in Markdown, and plots with --out."""
+    """Make Markdown tables from records, and plots with --out."""
     if out is not None:
         _need_matplotlib("--out")
     with one_line("report"):
@@ -196,7 +197,7 @@ def _results() -> Path:
     root = checkout()
     if root is None:
         raise typer.BadParameter(
-            "the records are those of a checkout, and this capsfast is an installed copy: "
+            "records lie in a checkout, and this capsfast is an installed copy: "
             "bench --json PATH writes a record anywhere, report PATH reads it"
         )
     return root / "benchmarks" / "results"
@@ -214,20 +215,20 @@ def _save(path: Path, surroundings: dict[str, Any], rows: list[Row]) -> None:
         record.save(path, surroundings, rows)
     except OSError as error:
         raise stop(
-            f"capsfast bench: {path} can't be written: {error.strerror}; it holds what it held before this case"
+            f"capsfast bench: {path} can't be written: {error.strerror}; it keeps its content from before this case"
         ) from None
 
 
 def _remembered(name: str, cases: list[Case], op: str | None, routing: str | None) -> set[Case]:
     """The cases whose peak memory is measured."""
     if name == "quick":
-        # The last one of an op or routing needs most.
+        # The last case of an op or routing needs most memory.
         return set({(case.op, case.routing): case for case in cases}.values())
     return {case for each in REMEMBERED for case in _cases(each, op, routing)} & set(cases)
 
 
 def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
-    """One case: milliseconds, quantiles, how much slower than capsfast, share of the multiply-adds, error, memory."""
+    """Table of a case: milliseconds, quantiles, times slower than capsfast, share of multiply-adds, error, memory."""
     results, case = Results(rows), rows[0].case
     # Narrow gaps and short headers: a terminal has 80 columns.
     table = Table(title=case.name, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -236,13 +237,13 @@ def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
         "median ms": lambda row: milliseconds(row.seconds["median"]),
         "10-90 %": lambda row: f"{milliseconds(row.seconds['p10'])}-{milliseconds(row.seconds['p90'])}",
         "over capsfast": lambda row: times(results.speedup(case, row.contender)),
-        # Of the multiply-adds on registers.
+        # Share of the rate of multiply-adds on registers.
         "of peak": lambda row: percent(Results([row]).share(case, limits)),
         "error": lambda row: f"{max(row.errors.values()):.0e}",
         "peak MiB": lambda row: mebibytes(row.memory_bytes),
     }
     found = {title: [show(row) if row.status == "ok" else "" for row in rows] for title, show in columns.items()}
-    # A column that says nothing of anybody is left out.
+    # Columns without any number are left out.
     found = {title: cells for title, cells in found.items() if set(cells) - {"-", ""}}
     for title in found:
         table.add_column(title, justify="right", no_wrap=title == "10-90 %")

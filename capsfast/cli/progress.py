@@ -1,4 +1,4 @@
-"""What goes on in a command that takes minutes: a bar on a terminal, lines in a log file."""
+"""The progress of commands that take minutes: a bar on a terminal, lines in a log file."""
 
 import time
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-EVERY = 30.0  # seconds between two lines about the same thing
+EVERY = 30.0  # seconds between two lines within one step
 
 
 def plain(shown: RenderableType) -> RenderableType:
-    """Text without markup: brackets in a message are brackets."""
+    """Text without markup, so that rich prints brackets as they are."""
     return Text(shown) if isinstance(shown, str) else shown
 
 
 class Reporter:
-    """What :func:`progress` gives. Without a terminal the bar is off, and lines take its place."""
+    """The object that :func:`progress` yields. Without a terminal it prints lines instead of a bar."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar, self._task = bar, bar.add_task("", total=total)
         self._begin, self._said = time.monotonic(), -EVERY
 
     def step(self, text: str) -> None:
-        """Says what is done now; a line for the first step after an advance, and then one every EVERY seconds."""
+        """Shows the current activity. Lines: one for the first call after an advance, then every EVERY seconds."""
         self._bar.update(self._task, description=text)
         now = time.monotonic()
         if self._bar.disable and now - self._said >= EVERY:
@@ -35,22 +35,22 @@ class Reporter:
             self._said = now
 
     def advance(self, n: int = 1) -> None:
-        """n more of the total are done."""
+        """Counts n more of the total as done."""
         self._bar.advance(self._task, n)
         self._said = -EVERY
 
     def print(self, shown: RenderableType) -> None:
-        """Something that stays, text as it is."""
+        """Prints something that stays above the bar; text is printed without markup."""
         self._bar.console.print(plain(shown), soft_wrap=isinstance(shown, str))
-        # A log file is read while it grows.
+        # Users may watch a log file while it grows.
         self._bar.console.file.flush()
 
 
 @contextmanager
 def progress(total: int, console: Console | None = None) -> Iterator[Reporter]:
-    """A bar that vanishes at the end where ``console`` is a terminal, else flushed lines; default standard output."""
+    """A bar that vanishes at the end if ``console`` (default: standard output) is a terminal, else flushed lines."""
     console = console or Console()
-    # The rest of the line; without a limit a long text would take the bar's place.
+    # The rest of the line. Without a limit, a long text would displace the bar.
     rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
     what = TextColumn("{task.description}", markup=False, table_column=rest)
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)

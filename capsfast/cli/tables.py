@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""The tables of ``python -m capsfast info``."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def versions_table(versions: dict[str, Any], commit: dict[str, Any] | None) -> T
 
 
 def backends_table() -> Table:
-    table = Table(title="Backends, fastest first", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Backends, in the order of choice", title_justify="left", box=box.SIMPLE)
     table.add_column("backend", no_wrap=True)
     table.add_column("devices", no_wrap=True)
     table.add_column("available", overflow="fold")

@@ -32,11 +32,11 @@ from .common import say
 from .endings import stop
 from .words import HELP, LINKED, Word, in_a_line, spelled_out
 
-# Options that are a number of batches, or a share of them.
+# Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
-# Files that say that a folder holds a run.
+# A folder with one of these files holds a run.
 OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
-# Options that another one makes use of: its name, and the values that do.
+# Options that need another option: its name, and the values with which they have an effect.
 NEEDS = {
     "model.decay_rate": ("model.schedule", ("exponential",)),
     "model.spread_steps": ("model.loss", ("spread",)),
@@ -44,7 +44,7 @@ NEEDS = {
 
 
 class SavedConfig(SaveConfigCallback):
-    """Writes the options of a run to ``config.yaml`` in its folder, which ``--config`` reads."""
+    """Writes the options of a run to ``config.yaml`` in its folder, for ``--config``."""
 
     def __init__(self, parser: LightningArgumentParser, config: Any, folder: Path) -> None:
         super().__init__(parser, config, save_to_log_dir=False)
@@ -53,7 +53,7 @@ class SavedConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         content = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
         content["out"] = str(self.folder)
-        # Of this one run; a repeat is to go elsewhere, and begins anew.
+        # These options hold for this run only: a repeated run gets another folder and starts from the beginning.
         for name in ("overwrite", "ckpt_path", "weights_only"):
             content.pop(name, None)
         write_text(self.folder / "config.yaml", yaml.safe_dump(content, sort_keys=False))
@@ -68,7 +68,7 @@ class Command(LightningCLI):
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self.class_names: list[str] | None = None  # of the checkpoint
+        self.class_names: list[str] | None = None  # class names in the checkpoint
         self.kept = self._of_checkpoint()
         super().__init__(
             Learner,
@@ -83,7 +83,7 @@ class Command(LightningCLI):
         )
 
     def _of_checkpoint(self) -> dict[str, Any]:
-        """Options that the checkpoint in the words fixes, by their names."""
+        """Options by name that the checkpoint on the command line fixes."""
         (command, *words), found = self.words, [w for w in self.words if w.startswith("--ckpt_path=")]
         if not found:
             if command != "fit":
@@ -91,7 +91,7 @@ class Command(LightningCLI):
             return {}
         if any(word.startswith("--config") for word in words):
             raise ValueError(
-                f"capsfast {command}: a checkpoint holds its model and data; leave out --config, and give the options "
+                f"capsfast {command}: a checkpoint holds its model and data; leave out --config, and give only options "
                 f"of the trainer"
             )
         content = read_checkpoint(found[-1].partition("=")[2])
@@ -111,7 +111,7 @@ class Command(LightningCLI):
         return kept | {"seed": model["seed"]}
 
     def _of_the_run(self) -> list[str]:
-        """What a run that goes on was told and its checkpoint does not hold, from the file beside that."""
+        """Options of a resumed run that its checkpoint does not hold, from config.yaml beside the checkpoint."""
         path = next((Path(word.partition("=")[2]) for word in self.words if word.startswith("--ckpt_path=")), None)
         if self.words[0] != "fit" or path is None or not path.with_name("config.yaml").is_file():
             return []
@@ -125,29 +125,29 @@ class Command(LightningCLI):
         return {name: found[name] for name in ("fit", "validate", "test")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--out", type=str, default="out/train", help="Folder of checkpoints, logs and pictures.")
-        parser.add_argument("--overwrite", type=bool, default=False, help="Take the place of the run in that folder.")
+        parser.add_argument("--out", type=str, default="out/train", help="Folder for checkpoints, logs and pictures.")
+        parser.add_argument("--overwrite", type=bool, default=False, help="Replace the run in that folder.")
         parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
-        parser.add_argument("--checkpoint_every", type=int | None, help="Steps between checkpoints step.ckpt.")
-        parser.add_argument("--patience", type=int | None, help="Stop after so many tests without a better one.")
+        parser.add_argument("--checkpoint_every", type=int | None, help="Write step.ckpt every so many steps.")
+        parser.add_argument("--patience", type=int | None, help="Stop after so many tests without improvement.")
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
             parser.link_arguments("data", f"model.{name}", _of_images(read), apply_on="instantiate")
         for action in parser._actions:
             if action.dest in COUNTS:
-                # 1 is a batch, 1.0 all of them. typing gives a union of int and float the order that was written first
-                # anywhere, and jsonargparse takes the first type that fits.
+                # 1 is one batch, 1.0 all batches, and jsonargparse takes the first type that fits. typing caches
+                # unions, so an annotation of Lightning may have float before int.
                 action._typehint = int | float | None  # type: ignore[attr-defined]
         parser.set_defaults({"data.data": "digits", **self.kept})
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing is left to do: the checkpoint was read before the words."""
+        """Does nothing, because __init__ has read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
         """
         Raises:
-            ValueError: a word that nothing would heed.
+            ValueError: an option would have no effect.
         """
         if self._get(self.config, "ckpt_path") is not None and not self.kept:
             raise ValueError(f"capsfast {self.subcommand}: ckpt_path must be given as an option, not in a file")
@@ -193,7 +193,7 @@ class Command(LightningCLI):
             raise ValueError(f"capsfast {self.subcommand}: {text}{remedy}") from None
 
     def _folder(self) -> Path:
-        """Where the run goes: beside a run that is there, unless it goes on or takes its place."""
+        """The folder of the run: a new one if the folder holds a run, unless it is resumed or overwritten."""
         asked = Path(self._get(self.config, "out"))
         resumed = self._get(self.config, "ckpt_path")
         if resumed is not None and not any(word.startswith("--out=") for word in self.words):
@@ -205,7 +205,7 @@ class Command(LightningCLI):
         return next(each for each in folders if not any((each / name).exists() for name in OF_A_RUN))
 
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
-        """What the command does once all is made."""
+        """Trains; LightningCLI calls it when trainer, model and data are made."""
         check_writable(self.out)
         if "--model.reconstruction_weight" in str(self.words) and not model.weighs_reconstruction:
             raise ValueError(
@@ -224,11 +224,11 @@ class Command(LightningCLI):
             fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
         except Interrupted as end:
             if not self.trainer.is_global_zero:
-                # A launcher takes any other status for a crash, and kills the process that reports.
+                # A launcher would take any other status for a crash and kill the process that reports.
                 sys.exit(0)
             raise stop(f"capsfast train: {self._ending(end)}", 128 + end.signal) from None
         except OSError as error:
-            # Those of the logs say nothing of their file.
+            # Errors in writing the logs come without a filename.
             error.filename = error.filename or str(self.out)
             raise
         if self.trainer.is_global_zero:
@@ -244,7 +244,7 @@ class Command(LightningCLI):
     test = validate
 
     def _ending(self, end: Interrupted) -> str:
-        """Where a signal has ended training, what is there, and the command that goes on."""
+        """The message after a signal: the step, the checkpoint, and the command to resume."""
         by = "" if end.signal == signal.SIGINT else f" by {signal.Signals(end.signal).name}"
         at = f"interrupted{by} at step {end.step}"
         if end.checkpoint is None:
@@ -266,7 +266,7 @@ def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
 def _check_tests(trainer: Trainer, images: ImageData) -> None:
     """
     Raises:
-        ValueError: tests are asked for more rarely than an epoch has steps.
+        ValueError: the interval between tests is longer than an epoch.
     """
     order = BatchOrder(
         len(images.sets.train), images.options["batch_size"], shuffle=True, world_size=trainer.world_size
@@ -297,7 +297,7 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
         "results": found,
         "curve": {name: [(step, float(f"{value:.5g}")) for step, value in points] for name, points in metrics.items()},
     }
-    # A line for each entry: short for git, and readable.
+    # One line per entry, for short and readable diffs.
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
     write_text(out / "record.json", f"{{\n{lines}\n}}\n")
     shown = ", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found))
@@ -309,7 +309,7 @@ def run(command: str, words: Sequence[str]) -> None:
     """Runs one of the four commands.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError, OSError: what :func:`capsfast.cli.common.plain_errors` says in a line.
+        ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.common.plain_errors` prints them.
     """
     if command == "train" and {"--help", "-h"} & {*words}:
         say(HELP)
@@ -320,14 +320,14 @@ def run(command: str, words: Sequence[str]) -> None:
         typed = spelled if command == "train" else []
         words = [str(word) for word in spelled]
     command = "fit" if command == "train" else command
-    # For the class paths that jsonargparse reads; python -m has the working directory there already.
+    # So that jsonargparse finds class paths in the working directory; python -m has it in sys.path already.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         with quiet():
             Command([command, *words])
     except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
-        if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # what the data set raised
+        if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
             raise error.__cause__ from None
         text = in_a_line(error) if isinstance(error, ArgumentError) else str(error)
         if not text.startswith("capsfast"):

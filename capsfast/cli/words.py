@@ -1,4 +1,4 @@
-"""The words of ``capsfast train`` and ``fit``, and what they are called on Lightning's command line."""
+"""Translates the options of ``capsfast train`` and ``fit`` to Lightning's command line."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ SHORT = {
     "resume": "ckpt_path",
 }
 OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "ckpt_path", "help")
-# Options of a model that the data set decides.
+# Options of a model whose values come from the data set.
 LINKED: dict[str, Callable[[Sets], Any]] = {
     "in_channels": lambda sets: sets.channels,
     "image_size": lambda sets: sets.image_size,
@@ -32,22 +32,22 @@ HELP = """capsfast train: trains a capsule network, tests it after every epoch, 
 config.yaml, record.json, curve.png and logs/ into its folder.
 
   --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
-                        files, an .npz file, a class path; multi:NAME or affine:NAME of one           (digits)
-  --download            fetch the data set where it is missing
+                        files, an .npz file, a class path; multi:NAME or affine:NAME                  (digits)
+  --download            download the data set if it is missing
   --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
   --routing NAME        dynamic, em, ... or a class path                                              (the model's)
-  --option NAME=VALUE   of the model or its routing, such as conv_channels=64; --conv-channels 64 is the same
+  --option NAME=VALUE   option of the model or its routing: conv_channels=64, which is --conv-channels 64
   --epochs N            passes over the data                                                          (10)
-  --batch-size N        images a step, of each process                                                (128)
+  --batch-size N        images per step in each process                                               (128)
   --lr X                learning rate                                                                 (0.001)
-  --seed N              of weights, order and augmentation                                            (0)
-  --out FOLDER          where all is written; a folder that holds a run gets a number: out/train-2    (out/train)
-  --overwrite           take the place of the run in that folder
-  --resume FILE         go on from this checkpoint, with its model and data, and the options in config.yaml beside it
-  --patience N          stop after so many tests without a better one
+  --seed N              seed of weights, order and augmentation                                       (0)
+  --out FOLDER          folder for all files; if it holds a run, the next free of out/train-2, ...    (out/train)
+  --overwrite           replace the run in that folder
+  --resume FILE         continue from this checkpoint, with its model and data, and config.yaml beside it
+  --patience N          stop after this many tests without improvement
 
-All options of capsfast fit are taken, by the last part of their names: --warmup-steps 100 for --model.warmup_steps=100,
---precision bf16-mixed for --trainer.precision. capsfast fit --help lists them; --config FILE reads them from a file."""
+Any option of capsfast fit works by the last part of its name: --warmup-steps 100 means --model.warmup_steps=100,
+--precision bf16-mixed means --trainer.precision. capsfast fit --help lists all; --config FILE reads them."""
 
 
 def _names(kind: Any) -> list[str]:
@@ -55,7 +55,7 @@ def _names(kind: Any) -> list[str]:
 
 
 def full_name(word: str) -> str:
-    """What LightningCLI calls an option of ``train``, without dashes."""
+    """The name of an option of ``train`` on LightningCLI's command line, without dashes."""
     name = word.replace("-", "_")
     if "." in name or name in OWN or name in SHORT:
         return SHORT.get(name, name)
@@ -66,7 +66,7 @@ def full_name(word: str) -> str:
 
 
 def _may_stand_alone(name: str) -> bool:
-    """Whether an option may be true; what a model takes is not known here."""
+    """Whether an option may stand without a value. Options of a model are not known here, so they may."""
     group, _, last = name.partition(".")
     kind = {"model": Learner, "data": ImageData, "trainer": Trainer}.get(group)
     if kind is None:
@@ -76,7 +76,7 @@ def _may_stand_alone(name: str) -> bool:
 
 
 class Word(NamedTuple):
-    """An option: its name on Lightning's command line, its value, and the option that was typed."""
+    """An option: its name on Lightning's command line, its value, and the option as typed."""
 
     name: str
     value: str
@@ -87,10 +87,10 @@ class Word(NamedTuple):
 
 
 def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
-    """Every option with its value; those of ``train`` as options of ``fit``.
+    """Every option with its value; options of ``train`` are translated to options of ``fit``.
 
     Raises:
-        ValueError: a word that is no option.
+        ValueError: a word is not an option.
     """
     waiting, found = list(words), []
     while waiting:
@@ -118,7 +118,7 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
 
 
 def in_a_line(error: Exception) -> str:
-    """What jsonargparse says of a value, in one line: it lists every type that a value could have had."""
+    """Shortens an error of jsonargparse, which lists every type that a value could have, to one line."""
     text = " ".join(str(error).split())
     found = re.fullmatch(r'Parser key "(?P<name>[^"]+)": .*Expected .*(?:Given value|Got value): (?P<value>.*)', text)
     if found is None:

@@ -1,7 +1,7 @@
-"""Layers with the names, arguments, parameters and results of those that are in use, over the fused ops.
+"""Layers with the names, arguments, parameters and results of layers in other code, on the fused ops.
 
-A network keeps its code and its checkpoints, and changes the line that imports the layer. docs/migration.md says which
-layer is which, and what it does other than the paper.
+A network keeps its code and its checkpoints and changes only the import. docs/migration.md tells the layers apart and
+lists their deviations from the paper.
 """
 
 from .averaged import averaged_routing

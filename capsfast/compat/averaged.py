@@ -1,4 +1,4 @@
-"""Dynamic routing with logits averaged over the batch, a slip of older models."""
+"""Dynamic routing with logits averaged over the batch, an error in older models."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,27 +36,27 @@ def averaged_routing(
     return_coupling: bool = False,
     **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
-    """:func:`capsfast.dynamic_routing` whose logits are, before every softmax, replaced by their mean over the batch.
+    """:func:`capsfast.dynamic_routing` that averages the logits over the batch before every softmax.
 
-    Several older implementations do so. The result of a sample then depends on the others, and accuracy falls at small
-    batches: this is here to reproduce such models, not to train new ones. Under DistributedDataParallel the batch is
-    the rank's own.
+    Several older implementations do so. The result of a sample then depends on the other samples, and accuracy falls
+    at small batches: use this function to reproduce such models, not to train new ones. Under DistributedDataParallel
+    each rank averages over its own batch.
 
     All samples have the same coupling ``c [I, J]``. So the weighted sums are ``sum_ik u_bik (c_ij W_ijdk)``, and the
     mean of the agreement ``W_ij u_bi . v_bj`` is ``<W_ij, mean_b v_bj u_bi^T>``: products of matrices without votes.
-    They are torch's, on any device, and differentiable as often as wanted.
+    torch computes them, on any device, differentiable any number of times.
 
     Args:
-        u: input capsules ``[B, I, K]``; without a weight votes ``[B, I, J, D]``.
+        u: input capsules ``[B, I, K]``; with ``weight=None`` votes ``[B, I, J, D]``.
         weight: ``[I, J, D, K]``, ``[1, J, D, K]``, or None.
-        all others: as for :func:`capsfast.dynamic_routing`.
+        all others: as in :func:`capsfast.dynamic_routing`.
 
     Returns:
         ``v [B, J, D]``; with ``return_coupling`` the pair of ``v`` and ``c [B, I, J]``.
 
     Raises:
-        ValueError, TypeError: as :func:`capsfast.dynamic_routing`; a mask with ``softmax="in"``, which makes another
-            softmax of each sample.
+        ValueError, TypeError: as :func:`capsfast.dynamic_routing`; a mask with ``softmax="in"``, because each sample
+            would then have its own softmax.
     """
     op = "capsfast.compat.averaged_routing"
     if unknown:
@@ -82,7 +82,7 @@ def _route(call: Call) -> tuple[Tensor, Tensor]:
     u, weight = call.u, call.weight
     B, I = u.shape[:2]
     if mask is not None:
-        # What a masked capsule holds (NaN, say) must not reach dW, nor its weight the sums.
+        # Values of a masked capsule, such as NaN, must not reach dW, and its weight must not reach the sums.
         u = u.masked_fill(~mask.reshape(B, I, *(1,) * (u.dim() - 2)), 0.0)
         if weight is not None and weight.shape[0] == I:
             weight = weight.masked_fill(~mask.any(0)[:, None, None, None], 0.0)
@@ -109,18 +109,18 @@ def _route(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _mean(total: Tensor, B: int) -> Tensor:
-    return total / max(B, 1)  # nothing is the mean of no samples
+    return total / max(B, 1)  # 0 for an empty batch
 
 
 def _sums(u: Tensor, weight: Tensor | None, J: int) -> tuple[Linear, Linear]:
-    """What makes weighted sums from a coupling, and the agreement, summed over the batch, from outputs."""
+    """Two functions: from a coupling to weighted sums, and from outputs to the agreement summed over the batch."""
     if weight is None:
         votes = u.expand(-1, -1, J, -1)
         return lambda c: torch.einsum("ij,bijd->bjd", c, votes), lambda v: torch.einsum("bijd,bjd->ij", votes, v)
     B, I, K = u.shape
     u = u.flatten(1)
     weight = weight.expand(I, J, -1, -1).permute(0, 3, 1, 2).contiguous()  # [I, K, J, D]
-    # Neither forms votes.
+    # Neither function forms votes.
     return (
         lambda c: (u @ (c[:, None, :, None] * weight).flatten(0, 1).flatten(1)).view(B, J, -1),
         lambda v: torch.einsum("ikjd,ikjd->ij", (u.T @ v.flatten(1)).view(weight.shape), weight),

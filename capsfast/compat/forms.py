@@ -1,4 +1,4 @@
-"""Layers in use, made from the table in capsfast/kinds.py."""
+"""Layers of other code, made from the table in capsfast/kinds.py."""
 
 import inspect
 import math
@@ -18,7 +18,7 @@ from ..passes import routing_pass
 
 
 def _described(text: str, forms: tuple[kinds.Form, ...]) -> str:
-    """The docstring of a class: what its forms are called with, hold, take and return."""
+    """The docstring of a class: the constructor, weight, input and result of each form."""
     arguments: dict[str, str] = {}
     lines = [text, "\nThe arguments tell which layer is meant:\n" if len(forms) > 1 else ""]
     for form in forms:
@@ -38,9 +38,9 @@ def _described(text: str, forms: tuple[kinds.Form, ...]) -> str:
 
 
 class FormLayer(Layer):
-    """A layer whose class has the name of rows of the table: the arguments tell which row is meant.
+    """A layer with the class name of one or several rows of the table: the arguments decide which row is meant.
 
-    Arguments are attributes, and the weight is a parameter, under the names of the row.
+    The layer has its arguments as attributes and its weight as a parameter, with the names in the row.
     """
 
     _op: ClassVar[str]
@@ -77,17 +77,17 @@ class FormLayer(Layer):
         bound.apply_defaults()
         given = bound.arguments
         self._form, self._named = form, {**form.named}
-        # The shape of the weight in the checkpoint that was loaded, where the parameter has another.
+        # The shape of the weight in the loaded checkpoint, if it differs from the parameter's shape.
         self._saved_as: tuple[int, ...] | None = None
         self._check(form, given)
         for name, value in given.items():
-            if name != "bias":  # a parameter, if it is anything
+            if name != "bias":  # bias becomes a parameter or None
                 setattr(self, name, value)
         self._start(given)
 
     def _form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> kinds.Form:
         taken = [form for form in self._forms if kinds.given(form, args, kwargs) is not None]
-        # Where no value fits, the first form that has the arguments says what is wrong with them.
+        # If no form fits the values, the first form with these arguments reports the error.
         for form in [form for form in taken if kinds.fits(form, args, kwargs)] + taken:
             return form
         takes = " or ".join(str(form.call) for form in self._forms)
@@ -137,7 +137,7 @@ class FormLayer(Layer):
         return getattr(self, self._form.iterations) + ("+" in self._named)  # type: ignore[no-any-return]
 
     def _inputs(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """What forward was called with, in the order of the row."""
+        """The arguments of forward, in the order of the row."""
         takes = self._form.inputs
         given = (*given, *[named[name] for name in takes[len(given) :] if name in named])
         if not 0 < len(given) <= len(takes) or any(name not in takes for name in named):
@@ -165,7 +165,7 @@ class FormLayer(Layer):
             given, here = state_dict.get(key), tuple(own.shape)
             there = tuple(given.shape) if isinstance(given, Tensor) else ()
             if there in ((1, *here), here[1:] if here[0] == 1 else None):
-                # An optimizer and copies of the parameter go by its shape, which therefore stays.
+                # The parameter keeps its shape, because an optimizer and copies of the parameter depend on it.
                 state_dict[key] = state_dict[key].view(here)
                 self._saved_as = there
             elif there == here:
@@ -175,7 +175,7 @@ class FormLayer(Layer):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def _foreign(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """What to call instead of this layer for weights that have its sizes in another order, a message for each."""
+        """For weights with the layer's sizes in another order: a message for each with the constructor that fits."""
         found, sizes = [], self._sizes()
         for key, value in state_dict.items():
             calls = []
@@ -187,7 +187,7 @@ class FormLayer(Layer):
                     if fits and sorted(read.values()) == sorted(sizes.values()):
                         given = [f"{each}={read[letter]}" for each, letter in form.letters.items() if letter in read]
                         calls.append((read != sizes, f"{form.name}({', '.join(given)})"))
-            # Sizes as they were given here are likelier than others.
+            # Prefer constructors with the sizes of this layer.
             likely = [call for other, call in calls if not other] or [call for _, call in calls]
             if likely:
                 got = f"{key.removeprefix(prefix)} {checks.shape_of(value)}"
@@ -210,7 +210,7 @@ class DynamicRouting(FormLayer):
 
 
 class DynamicRoutingLayer(FormLayer):
-    """Dynamic routing whose gradient goes through the last iteration alone."""
+    """Dynamic routing whose gradient goes through the last iteration only."""
 
 
 class DigitCaps(FormLayer):
@@ -226,7 +226,7 @@ class Router(FormLayer):
 
 
 class DenseCapsule(FormLayer):
-    """Dynamic routing whose gradient goes through the last iteration alone, with eps added to the norm."""
+    """Dynamic routing whose gradient goes through the last iteration only, with eps added to the norm."""
 
 
 class AgreementRouting(FormLayer):
@@ -236,8 +236,8 @@ class AgreementRouting(FormLayer):
 class CapsLayer(FormLayer):
     """Makes votes, which ``routing_module`` routes. The weights start uniform between plus and minus ``1 / sqrt(I)``.
 
-    Where the module is an :class:`AgreementRouting` of this package, without hooks and with its own forward, the votes
-    are not in memory.
+    If the module is this package's :class:`AgreementRouting`, without hooks and with its own forward, the votes are not
+    stored.
     """
 
     def _start(self, given: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class CapsLayer(FormLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Initialises the weights again."""
         bound = 1 / math.sqrt(self.input_caps)
         nn.init.uniform_(self.weights, -bound, bound)
 
@@ -271,8 +271,8 @@ class CapsLayer(FormLayer):
 class CapsuleLayer(FormLayer):
     """Dynamic routing with a softmax over the input capsules; with ``num_route_nodes=-1`` primary capsules.
 
-    Primary capsules are K = ``num_capsules`` convolutions with ``kernel_size`` and ``stride``, one for each number of a
-    capsule: images ``[B, in_channels, H, W]`` to ``[B, out_channels·H'·W', K]``. Else ``num_route_nodes`` is I.
+    Primary capsules are K = ``num_capsules`` convolutions with ``kernel_size`` and ``stride``, one per component of a
+    capsule: images ``[B, in_channels, H, W]`` to ``[B, out_channels·H'·W', K]``. Otherwise ``num_route_nodes`` is I.
     """
 
     def _start(self, given: dict[str, Any]) -> None:
@@ -298,10 +298,10 @@ class CapsuleLayer(FormLayer):
 class CapsuleLinear(FormLayer):
     """Dynamic routing or k-means (Ren, Lu 2018).
 
-    ``in_capsules`` is I, and None with ``share_weight``. ``routing_type="k_means"`` routes by dot products, and its
-    iterations follow a plain mean. ``squash=True`` squashes the result; iterations before the last always squash.
-    ``bias=True`` adds ``bias [J, D]`` to the weighted sums. ``return_prob=True`` returns ``c [B, J, I]`` too.
-    Weight and bias start as ``xavier_uniform_``.
+    ``in_capsules`` is I; it must be None with ``share_weight``. ``routing_type="k_means"`` scores votes by dot products
+    with the normalised capsules, starting from equal coupling. ``squash=True`` squashes the result; dynamic routing
+    always squashes before its last iteration. ``bias=True`` adds ``bias [J, D]`` to the weighted sums.
+    ``return_prob=True`` returns ``c [B, J, I]`` too. Weight and bias are initialised by ``xavier_uniform_``.
     """
 
     def _start(self, given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Losses called MarginLoss and CapsuleLoss."""
+"""The losses MarginLoss and CapsuleLoss of other code."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from .forms import FormLayer
 class MarginLoss(FormLayer):
     """Margin loss (Sabour, Frosst, Hinton 2017, eq. 4), in one of three forms.
 
-    * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: the mean over batch and classes, else
-      the sum over both.
-    * ``MarginLoss(n_labels, m_positive, m_negative, lambda_=0.5)(v, labels)``: capsules ``[B, J, D]``, no squares; the
-      sum over the classes, the mean over the batch.
-    * ``MarginLoss(m_plus=0.9, m_minus=0.1, lambda_=0.5)(y_pred, y_true)``, by name or without arguments: the paper's,
-      the sum over the classes, the mean over the batch.
+    * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: the mean over batch and classes; with
+      ``size_average=False`` the sum over both.
+    * ``MarginLoss(n_labels, m_positive, m_negative, lambda_=0.5)(v, labels)``: takes capsules ``[B, J, D]`` and does
+      not square; the sum over the classes, the mean over the batch.
+    * ``MarginLoss(m_plus=0.9, m_minus=0.1, lambda_=0.5)(y_pred, y_true)``, with keywords or without arguments: the
+      paper's loss; the sum over the classes, the mean over the batch.
 
     Shapes: lengths or capsules and targets as for :class:`capsfast.nn.MarginLoss`.
     """
@@ -42,10 +42,10 @@ class MarginLoss(FormLayer):
 
 
 class CapsuleLoss(Layer):
-    """Margin loss of lengths and 0.0005 times the squared error summed over an image (Sabour, Frosst, Hinton 2017).
+    """Margin loss plus 0.0005 times the squared error summed over an image (Sabour, Frosst, Hinton 2017).
 
-    Shapes: images ``[B, ...]``, labels ``[B, J]`` (1 for the classes that are there) or int64 ``[B]``, classes ``[B,
-    J]`` (lengths), reconstructions with as many numbers as the images. Result ``[]``, the mean over the batch.
+    Shapes: images ``[B, ...]``, labels ``[B, J]`` (1 for the present classes) or int64 ``[B]``, classes ``[B, J]``
+    (lengths), reconstructions with as many numbers as the images. Result ``[]``, the mean over the batch.
 
     Raises:
         ValueError, TypeError: inputs that do not fit.

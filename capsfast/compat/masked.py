@@ -1,4 +1,4 @@
-"""Dynamic routing whose coupling is multiplied by a mask behind the softmax, as ComiRec's code does."""
+"""Dynamic routing that multiplies the coupling by a mask after the softmax, as ComiRec's code does."""
 
 from typing import Any
 
@@ -29,17 +29,17 @@ def masked_after_routing(
     return_coupling: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """:func:`capsfast.dynamic_routing` whose coupling is multiplied by a mask, or any factor, behind the softmax.
+    """:func:`capsfast.dynamic_routing` that multiplies the coupling by a mask, or any factor, after the softmax.
 
     With ``softmax="in"`` masked input capsules take part in the softmax, so that the coupling of an output capsule adds
     up to less than one. Published code for interest capsules (ComiRec, Cen et al. 2020) does so. With ``softmax="out"``
-    and a mask of 0 and 1 this is ``mask=`` of the function, which is faster: here the routing runs as single passes.
+    and a mask of 0 and 1, ``capsfast.dynamic_routing(mask=...)`` is faster: this function routes by single passes.
 
     Args:
-        u: input capsules ``[B, I, K]``; without a weight votes ``[B, I, J, D]``.
-        weight: ``[I, J, D, K]``, with size 1 for an axis along which it is shared, or None.
-        mask: ``[B, I]``, bool or a factor of any value.
-        all others: as for :func:`capsfast.dynamic_routing`.
+        u: input capsules ``[B, I, K]``; with ``weight=None`` votes ``[B, I, J, D]``.
+        weight: ``[I, J, D, K]``, with size 1 along an axis that shares it, or None.
+        mask: ``[B, I]``, bool or factors of any value.
+        all others: as in :func:`capsfast.dynamic_routing`.
 
     Returns:
         ``v [B, J, D]`` in the dtype of u; with ``return_coupling`` the pair of ``v`` and ``c [B, I, J]``, masked.
@@ -57,7 +57,7 @@ def masked_after_routing(
     call, spatial = arguments.check(op, u, votes_or_weight, RoutingParameters(logits, bias, mask != 0, None), options)
     if spatial:
         raise ValueError(f"{op}: u must be [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)} with more axes")
-    # A pass with weights that output capsules share is told their number by an out_mask.
+    # If output capsules share the weight, an out_mask tells the pass their number.
     more: dict[str, Any] = {"activation": mask.to(u.dtype), "backend": backend}
     if weight is not None and weight.shape[1] == 1 and call.J != 1:
         more["out_mask"] = torch.ones(u.shape[0], call.J, dtype=torch.bool, device=u.device)
@@ -70,6 +70,6 @@ def masked_after_routing(
         return found
 
     v, last = agree(moments, agreement, options, logits=logits, bias=bias, return_weights=return_coupling, **more)
-    cast = checks.autocast_dtype(u.device)  # as the fused op gives it
+    cast = checks.autocast_dtype(u.device)  # the result gets the dtype of the fused op's result
     v = v.to(u.dtype if cast is None or u.dtype.itemsize == 8 else cast)
     return (v, last.weights) if return_coupling else v

@@ -1,4 +1,4 @@
-"""Images with labels: known data sets by name, pictures, arrays and data sets of your own, and what is made of them."""
+"""Labelled images: known data sets by name, your own pictures, arrays and data sets, and batches with augmentation."""
 
 from .batches import BatchOrder, Draw, ResumableLoader
 from .catalogue import Sets, load, open_sets

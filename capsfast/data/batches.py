@@ -1,4 +1,4 @@
-"""Which images make a batch: a function of seed, epoch and step, the same for any number of processes."""
+"""The images of each batch: a function of seed, epoch and step, the same for any number of processes."""
 
 import signal
 from collections.abc import Iterator
@@ -13,25 +13,25 @@ from .seeds import generator
 
 
 class Draw(NamedTuple):
-    """The rows of a batch, and the epoch whose random draws it takes."""
+    """The rows of a batch, and the epoch that seeds its augmentation."""
 
     epoch: int
     rows: Tensor
 
 
 class BatchOrder(Sampler[Draw]):
-    """The batches of one process among ``world_size``.
+    """The batches of one process out of ``world_size``.
 
-    Training (``shuffle``): all processes together see the batches that one process with ``batch_size *
-    world_size`` would. A last batch that is smaller is split evenly; the fewer than ``world_size`` images
-    that this leaves over sit out the epoch. Otherwise every image is seen once, in order.
+    Training (``shuffle``): all processes together get the batches that one process with ``batch_size * world_size``
+    would get. A smaller last batch is split evenly; the remaining images, fewer than ``world_size``, are left out of
+    this epoch. Without ``shuffle`` every image is used once, in order.
 
     Args:
-        size: of the data set.
-        batch_size: of this process.
-        shuffle: another order in every epoch.
-        seed: of the order.
-        rank, world_size: this process among all.
+        size: number of images in the data set.
+        batch_size: images in a batch of this process.
+        shuffle: shuffle differently in every epoch.
+        seed: seed of the order.
+        rank, world_size: number of this process, and number of all processes.
 
     Raises:
         ValueError: a batch size below 1, or fewer images than processes.
@@ -82,14 +82,14 @@ def _as_is(batch: Any) -> Any:
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    # Ctrl-C reaches all processes of a terminal; a worker that it ends is missed by a parent that finishes its step.
-    # Handlers of the parent, which a worker is forked with, would keep it from ending when it is told to.
+    # Ctrl-C reaches all processes of a terminal, but the parent still needs its workers to finish the step.
+    # A forked worker inherits the parent's SIGTERM handler, with which it would not end on SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Batches of a data set that takes a :class:`Draw`; ``state_dict`` says how far into the epoch it is."""
+    """Batches of a data set indexed by :class:`Draw`; ``state_dict`` holds the position in the epoch."""
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, **options: Any) -> None:
         options.setdefault("worker_init_fn", _leave_signals_to_the_parent)
@@ -98,16 +98,16 @@ class ResumableLoader(DataLoader[Any]):
         self._done = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # A generator: the order is made at the first batch, after the trainer has set the epoch.
+        # A generator, so that the order is made at the first batch, after the trainer has set the epoch.
         self._done = self.order.start
         for batch in super().__iter__():
             self._done += 1
-            # For the next epoch, and here: a trainer that counts never asks for more than the last batch.
+            # Reset for the next epoch here: a trainer that counts batches never asks for one after the last.
             self.order.start = 0
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        # All batches done is the start of the next epoch.
+        # When all batches are done, the position is the start of the next epoch.
         return {"batches": self._done % len(self.order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The data sets by name, and where their files are looked for."""
+"""The named data sets, and the search for their files."""
 
 import inspect
 import os
@@ -21,8 +21,8 @@ from .vision import torchvision
 
 
 class Named(NamedTuple):
-    """A data set of files, images before labels, training before test, and how to get them; the class of torchvision
-    that downloads them, and the folder in which it does."""
+    """files: names, images before labels, training before test. remedy: how to get the files. torchvision: the class
+    that downloads them. below: its sub-folder for them."""
 
     files: list[str]
     remedy: str
@@ -49,7 +49,7 @@ CHOICES = (
     "set in Python such as my_module.MyImages"
 )
 PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)")
-# A cutout takes the mean colour of so many images: a folder may have too many pictures to read them all.
+# The mean colour for a cutout comes from at most so many images: a folder may have too many to read them all.
 FOR_COLOUR = 2000
 
 
@@ -58,7 +58,7 @@ def cache(name: str) -> Path:
 
 
 def places(name: str, data_dir: Path | str | None = None) -> list[Path]:
-    """The folders in which ``name`` is looked for, in that order; ``data_dir`` alone if it is given."""
+    """The folders to search for ``name``, in this order; with ``data_dir`` only this folder."""
     if data_dir is not None:
         return [Path(data_dir).expanduser() / name, Path(data_dir).expanduser()]
     mine = os.environ.get("CAPSFAST_DATA")
@@ -67,7 +67,7 @@ def places(name: str, data_dir: Path | str | None = None) -> list[Path]:
 
 
 def _path(folder: Path, file: str) -> Path | None:
-    """A file of our readers may be called .gz, one of MNIST's also .idx."""
+    """The path of a file. Files of our own readers may end in .gz; MNIST's may be named .idx."""
     stems = dict.fromkeys([file, file.replace("-idx", ".idx")])
     names = [stem + end for end in ("", *([".gz"] if file in IDX + NORB else [])) for stem in stems]
     return next((folder / name for name in names if (folder / name).is_file()), None)
@@ -77,7 +77,7 @@ def find(name: str, folders: list[Path]) -> list[Path]:
     """The files of a data set, or the IDX files of a folder, in the first folder that has any of them.
 
     Raises:
-        FileNotFoundError: some are missing, or all of them everywhere.
+        FileNotFoundError: files are missing.
     """
     files, below = (NAMED[name].files, NAMED[name].below) if name in NAMED else (IDX, ".")
     missing, where = files, ", ".join(map(str, folders))
@@ -121,7 +121,7 @@ def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
 
 
 def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
-    """``[N, C, H, W]`` and labels. torchvision compares the md5 first: reading pickles runs code."""
+    """``[N, C, H, W]`` and labels. torchvision checks the md5 first, because reading a pickle runs code."""
     datasets = torchvision("datasets")
     try:
         if name == "svhn":
@@ -135,12 +135,12 @@ def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
 
 
 def _digits(image_size: int | None) -> Split:
-    """1437 digits to train on, 360 to test on, the same ones every time."""
+    """1437 digits for training and 360 for tests, always the same."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise ModuleNotFoundError(f"{OP}: digits are those of scikit-learn; {in_the_checkout('train')}") from None
+        raise ModuleNotFoundError(f"{OP}: digits come with scikit-learn; {in_the_checkout('train')}") from None
     digits = load_digits()
     rows, labels = torch.arange(len(digits.target)), digits.target
     images = torch.from_numpy(digits.images).float()[:, None] / 16
@@ -149,7 +149,7 @@ def _digits(image_size: int | None) -> Split:
 
 
 def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, download: bool) -> Split:
-    """What a user's class or function gives, with those of root, train and download that it takes."""
+    """The data sets from a user's class or function, called with root, train and download if it takes them."""
     make = by_path(f"{OP}: no file or folder {path}", path)
     takes = inspect.signature(make).parameters
     given = {"root": data_dir, "download": download or None}
@@ -173,20 +173,20 @@ def load(
     """Images and labels of a data set, without augmentation.
 
     Args:
-        data: ``digits`` (8 x 8, of scikit-learn), ``mnist``, ``fashion-mnist``, ``kmnist``, ``cifar10``, ``svhn``,
+        data: ``digits`` (8 x 8, from scikit-learn), ``mnist``, ``fashion-mnist``, ``kmnist``, ``cifar10``, ``svhn``,
             ``smallnorb`` (stereo pairs as 2 channels); a folder with a sub-folder of pictures for each class, or with
-            four IDX files of the names of MNIST; an .npz file; the path in Python of a class or function that makes a
-            data set of (image, label); or two such data sets, to train on and to test on.
-        data_dir: where the files are, or the folder with the data set's name in it. Default: that folder in the
-            environment variable CAPSFAST_DATA, then in ``~/.cache/capsfast``, then where Debian installs it.
-        image_size: resizes the images to a square.
-        download: lets torchvision download missing files, into data_dir or ``~/.cache/capsfast/NAME``.
+            four IDX files named as MNIST's; an .npz file; the path in Python of a class or function that makes a data
+            set of (image, label); or a pair of such data sets, for training and for tests.
+        data_dir: folder with the files, or with a sub-folder NAME that has them. Default: ``$CAPSFAST_DATA/NAME``, then
+            ``~/.cache/capsfast/NAME``, then Debian's folder.
+        image_size: resize the images to a square with this many pixels per side.
+        download: let torchvision download missing files into data_dir or ``~/.cache/capsfast/NAME``.
 
     Raises:
-        FileNotFoundError: files are missing; says where they are expected and how to get them.
-        ValueError: a broken file, images or labels that can't be used, no data set of that name, or a data_dir for data
-            whose files are not looked for.
-        ModuleNotFoundError: torchvision, or for the digits scikit-learn, is not installed.
+        FileNotFoundError: files are missing; the message says where they are expected and how to get them.
+        ValueError: a broken file, images or labels that can't be used, no data set with that name, or a data_dir for
+            data that is not searched for.
+        ModuleNotFoundError: torchvision, or scikit-learn for digits, is not installed.
     """
     if not isinstance(data, str):
         return Split(*(Images(each, name="data", image_size=image_size) for each in data))
@@ -222,7 +222,7 @@ def _kind_and_name(data: str) -> tuple[str, str]:
 
 
 def absolute(data: str) -> str:
-    """The same data seen from any working directory: a folder or file by its whole path, a name as it is."""
+    """The same data for any working directory: folders and files get their absolute path, names are unchanged."""
     kind, name = _kind_and_name(data)
     path = Path(name).expanduser()
     if name in ("digits", *NAMED) or (PYTHON.fullmatch(name) and not path.exists()):
@@ -231,7 +231,7 @@ def absolute(data: str) -> str:
 
 
 class Sets(NamedTuple):
-    """Data sets to train and to test with, and what a model must know of them."""
+    """Data sets for training and for tests, and the sizes that a model needs."""
 
     train: DrawnSet
     test: DrawnSet
@@ -249,7 +249,7 @@ def open_sets(
     download: bool = False,
     **options: Any,
 ) -> Sets:
-    """The data sets of :func:`load`, or made from them.
+    """The data sets of :func:`load` with augmentation, or overlapping or warped images made from them.
 
     ``multi:NAME`` overlaps two images of different classes (:class:`OverlappingSet`; 28 pixels become 36).
     ``affine:NAME`` trains on images placed anywhere on a larger canvas (28 pixels become 40) and tests on
@@ -258,13 +258,13 @@ def open_sets(
 
     Args:
         data, data_dir, image_size, download: see :func:`load`.
-        seed: of the training set's draws.
+        seed: seed of the training set's augmentation.
         options: augmentation by ``shift, rotation, scale, crop, crop_padding, flip, brightness, contrast, cutout,
             transform``; see :class:`capsfast.train.ImageData`.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: as :func:`load`; images that are not square; labels that
-            only the images to test on have; an option out of its range; augmentation beside ``multi`` or ``affine``.
+            only test images have; an option out of its range; augmentation with ``multi`` or ``affine``.
     """
     op = "capsfast.data.open_sets"
     kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
@@ -276,7 +276,7 @@ def open_sets(
     num_classes = int(train.labels.max()) + 1
     if int(test.labels.max()) >= num_classes:
         got = f"{int(test.labels.max())} to test on"
-        raise ValueError(f"{op}: labels must be 0 to {num_classes - 1}, those of the images to train on, got {got}")
+        raise ValueError(f"{op}: labels must be 0 to {num_classes - 1}, as for the images to train on, got {got}")
     if kind and any(options.values()):
         given = ", ".join(name for name, value in options.items() if value)
         raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")

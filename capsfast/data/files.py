@@ -17,7 +17,7 @@ from .vision import torchvision
 
 # Modes of PIL in which a picture has no colour.
 GREY = {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
-# When a folder is opened, the headers of so many pictures are read.
+# Opening a folder reads the headers of at most so many pictures.
 LOOKED_AT = 1000
 NAMES = (
     ("x_train", "y_train", "x_test", "y_test"),
@@ -28,7 +28,7 @@ NAMES = (
 
 @contextmanager
 def picture(path: str) -> Iterator[Any]:
-    """PIL's picture; whatever can't be read of it inside raises ValueError with the name of the file."""
+    """Opens a picture with PIL; errors while reading it in the block become a ValueError that names the file."""
     from PIL import Image
 
     try:
@@ -46,7 +46,7 @@ def check_size(path: str, size: tuple[int, int], wanted: tuple[int, int] | None)
 
 
 class Reader:
-    """Reads a picture as ``[C, H, W]``, uint8, or float32 in [0, 1] where it has 16 bits. size: (W, H) it must have."""
+    """Reads a picture as ``[C, H, W]``: uint8, or float32 in [0, 1] from 16 bits. size: the required (W, H)."""
 
     def __init__(self, channels: int, size: tuple[int, int] | None) -> None:
         self.channels, self.size = channels, size
@@ -65,20 +65,17 @@ class Reader:
 
 
 def read_pictures(folder: Path, image_size: int | None) -> Split:
-    """One sub-folder for each class, in ``train`` and ``test`` (or ``val``) where there are such; read when needed.
+    """A folder with a sub-folder of pictures per class, or with ``train`` and ``test`` (or ``val``) that have these.
 
     Raises:
-        ValueError: a class without pictures, or in one part alone; of the pictures that are looked at, a damaged one,
-            or one of another size without an image_size.
+        ValueError: a class has no pictures or is in one part only; a damaged picture; sizes differ without image_size.
     """
     parts = [part for part in ("train", "test", "val") if (folder / part).is_dir()][:2]
     folders = [folder / part for part in parts] if len(parts) == 2 and parts[0] == "train" else [folder]
     sets = [_image_folder(each) for each in folders]
     if sets[0].classes != sets[-1].classes:
         names = ", ".join(sorted(set(sets[0].classes) ^ set(sets[-1].classes)))
-        raise ValueError(
-            f"{OP}: {' and '.join(map(str, folders))} must have the same classes, got {names} in one alone"
-        )
+        raise ValueError(f"{OP}: {' and '.join(map(str, folders))} must have the same classes, got {names} in one only")
     paths = [path for each in sets for path, _ in each.samples]
     size, modes = None, set()
     for path in paths[:: -(-len(paths) // LOOKED_AT)]:
@@ -105,10 +102,10 @@ def _image_folder(folder: Path) -> Any:
 
 
 def read_npz(path: Path, image_size: int | None) -> Split:
-    """Arrays by the NAMES above: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, of bytes or in [0, 1].
+    """Arrays named as in NAMES: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, bytes or floats in [0, 1].
 
     Raises:
-        ValueError: no such file, other arrays, pickled objects, or an array that is not as long as it says.
+        ValueError: not an .npz file, other arrays, pickled objects, or an array shorter than its header says.
     """
     op = f"{OP}: {path}"
     try:
@@ -140,8 +137,8 @@ def read_npz(path: Path, image_size: int | None) -> Split:
 def _array(archive: zipfile.ZipFile, name: str) -> Tensor:
     """
     Raises:
-        TypeError: no numbers.
-        ValueError: pickled objects, or another length than the array's sizes need.
+        TypeError: the array does not hold numbers.
+        ValueError: pickled objects, or a length that does not fit the array's sizes.
     """
     with archive.open(f"{name}.npy") as member:
         found = np.lib.format.read_array(member, allow_pickle=False)

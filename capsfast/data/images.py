@@ -18,15 +18,15 @@ class Images(Dataset[Tensor]):
     Args:
         images: ``[N, C, H, W]``, uint8 or floats in [0, 1], or a data set of (image, label), whose images are PIL
             pictures, arrays ``[H, W, C]``, or tensors ``[C, H, W]`` or ``[H, W]``.
-        labels: ``[N]``, integers from 0 on; default: ``targets`` or ``labels`` of the data set, or what it gives
-            with every image.
-        name: what messages call them.
-        image_size: resizes to a square, bilinear, smoothed where it shrinks.
+        labels: ``[N]``, integers from 0 on; default: ``targets`` or ``labels`` of the data set, or the labels that it
+            returns with its images.
+        name: the name of the data in messages.
+        image_size: resizes to a square, bilinear with antialiasing.
 
-    ``classes`` holds the names of the classes, where the data set has any.
+    ``classes`` holds the names of the classes if the data set has them.
 
     Raises:
-        ValueError: labels that are no such integers, fewer than two classes, an image that is none.
+        ValueError: labels are not such integers, there are fewer than two classes, or the first image is not an image.
     """
 
     def __init__(self, images: Any, labels: Any = None, *, name: str = "data", image_size: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Images(Dataset[Tensor]):
             got = f"{checks.shown(image)} from {low:.3g} to {high:.3g} at {row}"
             raise ValueError(
                 f"{OP}: images of {self.name} must be [C, H, W] of uint8 or of floats in [0, 1], got {got}; "
-                "to normalize is what the option normalize does"
+                "the option normalize normalizes"
             )
         image = image.float() / 255 if image.dtype == torch.uint8 else image.float()
         size = self.image_size
@@ -76,7 +76,7 @@ class Images(Dataset[Tensor]):
         return resize(image, [size, size], antialias=True).clamp(0, 1)  # type: ignore[no-any-return]
 
     def part(self, rows: Tensor) -> "Images":
-        """These ``rows [n]`` alone."""
+        """The images in ``rows [n]``."""
         images = self.images[rows] if isinstance(self.images, Tensor) else Subset(self.images, rows.tolist())
         found = Images(images, self.labels[rows], name=self.name, image_size=self.image_size)
         found.classes = self.classes
@@ -84,14 +84,14 @@ class Images(Dataset[Tensor]):
 
 
 class Split(NamedTuple):
-    """What is trained on and what is tested on."""
+    """Images for training and for tests."""
 
     train: Images
     test: Images
 
 
 def labels_of(dataset: Any) -> Any:
-    """From the attributes that torchvision's data sets have; otherwise every image is read once."""
+    """Labels from the attributes of torchvision's data sets; otherwise every item is read once."""
     if isinstance(dataset, Subset):
         return torch.as_tensor(labels_of(dataset.dataset))[torch.as_tensor(dataset.indices)]
     known = getattr(dataset, "targets", getattr(dataset, "labels", None))
@@ -101,12 +101,12 @@ def labels_of(dataset: Any) -> Any:
 
 
 def _checked(name: str, labels: Any, count: int) -> Tensor:
-    """int64 ``[count]``."""
+    """The labels as int64 ``[count]``."""
     try:
         found = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError):
         found = torch.zeros(0)
-    # A label beyond that would make a network of as many classes.
+    # A larger label would give the network as many classes.
     most = max(count, 1000)
     fits = count > 0 and found.numel() == count and not found.is_floating_point()
     found = found.long()
@@ -115,12 +115,12 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
         rule = f"must have an integer label for each of its {count} images, from 0 to less than {most}"
         raise ValueError(f"{OP}: {name} {rule}, got {got}")
     if found.min() == found.max():
-        raise ValueError(f"{OP}: {name} must have at least two classes, got images of class {int(found.min())} alone")
+        raise ValueError(f"{OP}: {name} must have at least two classes, got only images of class {int(found.min())}")
     return found.reshape(count)
 
 
 def split(images: Images) -> Split:
-    """Four of five images of every class to train on, the same ones every time.
+    """Splits every class 80:20 into training and test images, always in the same way.
 
     Raises:
         ValueError: fewer than two classes have three images.
@@ -136,11 +136,11 @@ def split(images: Images) -> Split:
 
 
 def channel_statistics(images: Any, most: int | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, over all pixels, as they are without augmentation.
+    """Mean and standard deviation of each channel over all pixels, without augmentation.
 
     Args:
         images: :class:`Images`, or a set of :func:`capsfast.data.open_sets`.
-        most: looks at so many images, evenly spread; default all.
+        most: use at most so many images, evenly spread; default all.
     """
     source: Images = getattr(images, "source", images)
     rows = torch.linspace(0, len(source) - 1, min(len(source), most or len(source))).round().long().tolist()

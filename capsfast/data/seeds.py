@@ -1,16 +1,16 @@
-"""Random draws that depend on what they are for, not on what was drawn before."""
+"""Random draws that depend on their purpose, not on earlier draws."""
 
 from typing import Literal
 
 import torch
 
-# A resumed run and the ranks of a distributed one need no saved random state: each draw has its own name.
+# Each draw has its own seed, so that resumed and distributed runs need no saved random state.
 Purpose = Literal["order", "transform", "attack", "step"]
 PURPOSES: tuple[Purpose, ...] = ("order", "transform", "attack", "step")
 
 
 def seed_for(seed: int, purpose: Purpose, *when: int) -> int:
-    """One number for a run's seed, what is drawn, and when (epoch, step, rank)."""
+    """A seed made from a run's seed, the purpose of the draw, and its time (epoch, step, rank)."""
     mixed = seed
     for each in (PURPOSES.index(purpose), *when):
         mixed = (mixed * 6364136223846793005 + each + 1442695040888963407) % 2**63

@@ -1,4 +1,4 @@
-"""Data sets that hand out whole batches."""
+"""Data sets that return whole batches."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from .vision import torchvision
 
 
 class Batch(NamedTuple):
-    """``images [B, C, H, W]`` in [0, 1]; ``labels [B]``, or ``[B, 2]`` where two objects overlap, then with
-    ``parts [B, 2, C, H, W]``, the two images before they were laid over each other."""
+    """``images [B, C, H, W]`` in [0, 1] and ``labels [B]``. If two objects overlap, ``labels [B, 2]`` and
+    ``parts [B, 2, C, H, W]``, the separate images of the objects."""
 
     images: Tensor
     labels: Tensor
@@ -27,12 +27,12 @@ class Batch(NamedTuple):
 
 
 class DrawnSet(Dataset[Batch], ABC):
-    """What an image looks like is a function of seed, epoch and row alone.
+    """Images whose augmentation is a function of seed, epoch and row.
 
     Args:
         source: the images.
-        seed: of what is drawn.
-        fresh: other draws in every epoch, as training wants; a test set keeps the first.
+        seed: seed of the augmentation.
+        fresh: draw anew in every epoch, for training; a test set keeps the first draw.
     """
 
     def __init__(self, source: Images, *, seed: int = 0, fresh: bool = False) -> None:
@@ -42,7 +42,7 @@ class DrawnSet(Dataset[Batch], ABC):
 
     @property
     def labels(self) -> Tensor:
-        """int64 ``[N]``, of the first object where two overlap."""
+        """int64 ``[N]``; for overlapping images the labels of the first object."""
         return self.source.labels
 
     def __len__(self) -> int:
@@ -52,13 +52,13 @@ class DrawnSet(Dataset[Batch], ABC):
         return self.batch(draw.rows, draw.epoch)
 
     def batch(self, rows: Tensor, epoch: int = 0) -> Batch:
-        """The images of ``rows [B]`` int64, as the epoch draws them."""
+        """The images of ``rows [B]`` int64, augmented as in this epoch."""
         when = epoch if self.fresh else 0
         state = torch.get_rng_state()
         try:
             samples = []
             for row in rows.tolist():
-                # torch.manual_seed would seed the GPUs too, which takes a hundred times as long.
+                # torch.manual_seed would also seed the GPUs, which takes a hundred times as long.
                 torch.default_generator.manual_seed(seed_for(self.seed, "transform", when, row))
                 samples.append(self.sample(row))
         finally:
@@ -67,11 +67,11 @@ class DrawnSet(Dataset[Batch], ABC):
 
     @abstractmethod
     def sample(self, row: int) -> tuple[Tensor, ...]:
-        """One image as :class:`Batch` has it, drawn from torch's generator."""
+        """One sample with the fields of :class:`Batch`, augmented with torch's generator."""
 
 
 class ImageSet(DrawnSet):
-    """Labelled images, changed by a transform if one is given. Other arguments as for :class:`DrawnSet`."""
+    """Labelled images with an optional transform. Other arguments as for :class:`DrawnSet`."""
 
     def __init__(
         self, source: Images, transform: Transform | None = None, *, seed: int = 0, fresh: bool = False
@@ -85,14 +85,14 @@ class ImageSet(DrawnSet):
 
 
 class OverlappingSet(DrawnSet):
-    """Two objects of different classes laid over each other: MultiMNIST (Sabour, Frosst, Hinton 2017, section 6).
+    """Two overlapping objects of different classes: MultiMNIST (Sabour, Frosst, Hinton 2017, section 6).
 
-    Image n is the n-th of the source with another one, each moved on a canvas that leaves room for it. The
-    sum of both is cut at white. Other arguments as for :class:`DrawnSet`.
+    Image n is image n of the source plus a random image of another class, each shifted on a larger canvas. The sum is
+    clamped to white. Other arguments as for :class:`DrawnSet`.
 
     Args:
-        margin: pixels that an image moves in each direction, and by which each side of the canvas is larger. 4 turns
-            28 x 28 into 36 x 36.
+        margin: largest shift in each direction, and additional pixels on each side of the canvas. 4 turns 28 x 28
+            into 36 x 36.
     """
 
     def __init__(self, source: Images, margin: int = 4, *, seed: int = 0, fresh: bool = False) -> None:
@@ -108,13 +108,13 @@ class OverlappingSet(DrawnSet):
         return parts.sum(0).clamp(max=1), self.labels[pair], parts
 
     def _partner(self, row: int, draw: float) -> int:
-        """Any image of another class, each as likely: those sorted behind the own class, around the end."""
+        """A random image of another class, uniform: images sorted by class, counted cyclically after the own class."""
         label = int(self.labels[row])
         others = len(self) - int(self._counts[label])
         return int(self._by_class[(int(self._ends[label]) + int(draw * others)) % len(self)])
 
 
 def placed(size: int, margin: int) -> Transform:
-    """Anywhere on a canvas with ``margin`` more pixels on every side, all places alike."""
+    """Places an image uniformly at random on a canvas with ``margin`` more pixels on every side."""
     place: Transform = torchvision("transforms.v2").RandomCrop(size + 2 * margin, padding=2 * margin)
     return place

@@ -1,4 +1,4 @@
-"""Files of MNIST and SmallNORB: magic, sizes, values; plain or .gz, read without trusting what they claim."""
+"""Readers for files of MNIST and SmallNORB, plain or .gz. They do not trust the sizes in the header."""
 
 import gzip
 import zlib
@@ -12,7 +12,7 @@ from torch import Tensor
 
 GZIP = b"\x1f\x8b"
 CHUNK = 1 << 20
-# Little-endian on disk, as is all that follows in a NORB file.
+# NORB files are little-endian.
 BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
 NORB_STEMS = ("smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing")
 MOST_AXES = 8
@@ -20,7 +20,7 @@ Stream = BinaryIO | gzip.GzipFile
 
 
 def take(stream: Stream, wanted: int) -> bytearray:
-    """Up to ``wanted`` bytes, in chunks: a size that the file only claims is never allocated."""
+    """Up to ``wanted`` bytes, in chunks, so that a wrong size in a header allocates nothing."""
     content = bytearray()
     while len(content) < wanted:
         chunk = stream.read(min(CHUNK, wanted - len(content)))
@@ -31,14 +31,14 @@ def take(stream: Stream, wanted: int) -> bytearray:
 
 
 def read_idx(path: Path | str, axes: int) -> Tensor:
-    """The unsigned bytes of an IDX file with ``axes`` sizes; a name in .gz is decompressed.
+    """The unsigned bytes of an IDX file with ``axes`` axes; a .gz file is decompressed.
 
     Returns:
-        uint8, with the sizes that the file gives.
+        uint8, with the sizes in the file.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not an IDX file of unsigned bytes with that many axes, cut short, too long, or broken gzip.
+        ValueError: not an IDX file of unsigned bytes with this number of axes, too short or long, or broken gzip.
     """
 
     def header(op: str, magic: bytes, more: Callable[[int], bytes]) -> tuple[torch.dtype, list[int]]:
@@ -55,14 +55,14 @@ def read_idx(path: Path | str, axes: int) -> Tensor:
 
 
 def read_norb(path: Path | str) -> Tensor:
-    """The values of a NORB matrix file of bytes or 32-bit integers; a name in .gz is decompressed.
+    """The values of a NORB matrix file of bytes or 32-bit integers; a .gz file is decompressed.
 
     Returns:
-        uint8 or int32, with the sizes that the file gives.
+        uint8 or int32, with the sizes in the file.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not such a file, cut short, too long, or broken gzip.
+        ValueError: not such a file, too short or long, or broken gzip.
     """
 
     def header(op: str, magic: bytes, more: Callable[[int], bytes]) -> tuple[torch.dtype, list[int]]:
@@ -75,7 +75,7 @@ def read_norb(path: Path | str) -> Tensor:
         axes = int.from_bytes(more(4), "little")
         if not 1 <= axes <= MOST_AXES:
             raise ValueError(f"{op} must have 1 to {MOST_AXES} axes, got {axes}; fetch it again")
-        # Room for three sizes is there even where there are fewer axes.
+        # The header has room for three sizes even with fewer axes.
         sizes = more(4 * max(3, axes))
         dtype = torch.uint8 if kind == BYTES else torch.int32
         return dtype, [int.from_bytes(sizes[n : n + 4], "little") for n in range(0, 4 * axes, 4)]
@@ -91,9 +91,9 @@ def _read(
     """The values of a file whose header says their dtype and sizes.
 
     Args:
-        name, path: the function and its file, for errors.
-        header: takes the text for errors, the first four bytes, and a function that reads further ones; gives the dtype
-            and the sizes.
+        name, path: the function and the file, for errors.
+        header: takes the text for errors, the first four bytes, and a function that reads more bytes; returns dtype and
+            sizes.
     """
     path = Path(path)
     op = f"capsfast.data.{name}: {path}"
@@ -129,7 +129,7 @@ def read_smallnorb(images_path: Path, classes_path: Path) -> tuple[Tensor, Tenso
     """Stereo pairs as two channels, uint8 ``[N, 2, H, W]``, and their classes int32 ``[N]``.
 
     Raises:
-        ValueError: as :func:`read_norb`; files of other names.
+        ValueError: as :func:`read_norb`, or the files hold other arrays.
     """
     images, classes = read_norb(images_path), read_norb(classes_path)
     for path, values, fits, what in (

@@ -1,4 +1,4 @@
-"""What is done to images, one at a time; all of it draws from torch's generator."""
+"""Transforms of single images. They draw random numbers from torch's generator."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +13,13 @@ from .. import checks
 from .._imported import by_path
 from .vision import torchvision
 
-# float32 [C, H, W] in [0, 1] to the same.
+# From float32 [C, H, W] in [0, 1] to float32 [C, H, W] in [0, 1].
 Transform = Callable[[Tensor], Tensor]
 OP = "capsfast.data.open_sets"
 
 
 def in_proportion(pixels: int, size: int) -> int:
-    """What ``pixels`` of MNIST's 28 are on images of another size, at least 1."""
+    """``pixels`` for MNIST's 28 pixels, scaled to another image size, at least 1."""
     return max(1, round(size * pixels / 28))
 
 
@@ -38,11 +38,11 @@ def augmentation(
     cutout: int | None = None,
     transform: str | dict[str, Any] | None = None,
 ) -> tuple[Transform | None, Transform | None]:
-    """What is done to images to train on, in this order except that a shift follows the rotation, and to test on.
+    """The transforms for training and for tests: in the order of the arguments, but shift follows rotation and scale.
 
     Args:
-        size: of the images, in pixels.
-        mean: gives the colour of a cutout.
+        size: size of the images in pixels.
+        mean: returns the colour of a cutout.
         others: see :class:`capsfast.train.ImageData`.
 
     Raises:
@@ -84,8 +84,8 @@ def augmentation(
 
 
 def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
-    """Brightness, then contrast, as in Hinton, Sabour, Frosst (2018), section 4: ColorJitter would multiply by a
-    brightness, and takes no pairs of channels."""
+    """Brightness, then contrast, as in Hinton, Sabour, Frosst (2018), section 4. torchvision's ColorJitter multiplies
+    by a brightness instead of adding it, and takes no images with 2 channels."""
     added, factor = (2 * torch.rand(2) - 1).tolist()
     brighter = image + brightness * added
     mean = brighter.mean((1, 2), keepdim=True)
@@ -94,8 +94,8 @@ def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
 
 
 def cut_out(image: Tensor, size: int, colour: Tensor) -> Tensor:
-    """A square takes the colour ``[C, 1, 1]`` (DeVries, Taylor 2017). Its centre is any pixel: that of RandomErasing
-    would keep the square inside."""
+    """Fills a square with the colour ``[C, 1, 1]`` (DeVries, Taylor 2017). The centre is any pixel; torchvision's
+    RandomErasing would keep the whole square inside the image."""
     first = [int(torch.randint(length, ())) - size // 2 for length in image.shape[1:]]
     rows, columns = (slice(max(0, n), n + size) for n in first)
     image = image.clone()
@@ -109,7 +109,7 @@ def _own(given: str | dict[str, Any]) -> Transform:
     if isinstance(found, type) and any("__call__" in vars(each) for each in found.__mro__):
         found = found(**arguments or {})
     elif isinstance(found, type) or arguments:
-        # A checkpoint holds this path: it is not to call what it likes with what it likes.
+        # A checkpoint holds this path, so it must not be able to call anything with any arguments.
         raise ValueError(f"{OP}: transform must be a function of an image, or a class with __call__, got {path}")
     return partial(_changed, function=found)
 
@@ -123,22 +123,21 @@ def _changed(image: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
 
 
 def random_warp(image: Tensor) -> Tensor:
-    """The ranges of affNIST, all uniform."""
+    """Warps an image at random, uniform in the ranges of affNIST."""
     turn, wide, high, skew = (2 * torch.rand(4) - 1).tolist()
     return warped(image, 20 * turn, (1 + 0.2 * wide, 1 + 0.2 * high), 0.2 * skew)
 
 
 def warped(image: Tensor, rotation: float, scale: tuple[float, float], shear: float) -> Tensor:
-    """``image [C, H, W]`` scaled (across, down), sheared sideways, then rotated clockwise by degrees, about the centre.
-
-    What comes from outside is black. The affine transforms of torchvision have one factor for both axes.
+    """Scales ``image [C, H, W]`` (across, down), shears it sideways, then rotates it clockwise by degrees, about its
+    centre. Pixels from outside are black. torchvision's affine transforms scale both axes by one factor.
     """
     angle = torch.tensor(radians(rotation))
     cos, sin = angle.cos(), angle.sin()
     rotate = torch.stack([cos, -sin, sin, cos]).view(2, 2)
     forth = rotate @ torch.tensor([[1.0, shear], [0.0, 1.0]]) @ torch.diag(torch.tensor(scale, dtype=torch.float32))
     half = torch.tensor([image.shape[2] / 2, image.shape[1] / 2])  # grid coordinates run from -1 to 1
-    # affine_grid wants to know where a place of the result came from.
+    # affine_grid takes the inverse map, from places of the result to places of the image.
     back = torch.linalg.inv(forth) * half / half[:, None]
     grid = F.affine_grid(F.pad(back, (0, 1))[None], [1, *image.shape], align_corners=False)
     return F.grid_sample(image[None], grid, mode="bilinear", padding_mode="zeros", align_corners=False)[0]

@@ -1,4 +1,4 @@
-"""torchvision, imported when it is needed."""
+"""Imports torchvision when it is needed."""
 
 import importlib
 from typing import Any
@@ -20,6 +20,6 @@ def torchvision(module: str) -> Any:
         raise ModuleNotFoundError(f"capsfast.data: images need torchvision; {in_the_checkout('train')}") from None
     except RuntimeError as error:  # "operator torchvision::nms does not exist"
         raise ModuleNotFoundError(
-            f"capsfast.data: this torchvision was built for another torch than this one ({torch.__version__}); install "
-            f"both from one index: {error}"
+            f"capsfast.data: this torchvision was not built for torch {torch.__version__}; install both from one "
+            f"index: {error}"
         ) from None

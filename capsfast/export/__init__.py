@@ -1,4 +1,4 @@
-"""Models that leave Python: packages for C++, ONNX. See docs/serving.md."""
+"""Export of models: packages for C++, ONNX files. See docs/serving.md."""
 
 from .decompose import decompositions
 from .program import library, program, to_onnx, to_package

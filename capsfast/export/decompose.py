@@ -1,4 +1,4 @@
-"""The fused ops as ops that every runtime knows."""
+"""Decomposes the fused ops into ops that every runtime knows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ from ..precision import wide_dtype
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """The fused ops by their definitions as einsum, for ``ExportedProgram.run_decompositions``.
+    """The definitions of the fused ops as einsum, for ``ExportedProgram.run_decompositions``.
 
-    A decomposed program holds no op of capsfast and has the votes in memory. It is for inference: what only a backward
-    would read of a fused op (the sums of every iteration) is left empty, and a program with a backward is an error.
+    A decomposed program holds no op of capsfast and stores the votes. It is for inference: results that only a backward
+    reads (the sums of every iteration) stay empty, and a program with a backward is an error.
 
     Returns:
-        For each op of ``torch.ops.capsfast`` that a program can hold a function of the same arguments. Sums are formed
-        in float32 for 16-bit inputs, as by the ops. ``factored_routing`` and ``em_update`` are in no program.
+        For each op of ``torch.ops.capsfast`` in exported programs, a function with the same arguments. Like the ops, it
+        forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing`` and ``em_update``.
     """
     found: dict[OpOverload, Callable[..., Any]] = {}
     for op, parameters, options in (
@@ -40,10 +40,10 @@ def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple
     def run(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         given, J = options(*rest[first + 1 : last]), rest[first]
         if options is Options:
-            given = given._replace(gradient="full")  # a detach() is no op of other runtimes
+            given = given._replace(gradient="full")  # other runtimes have no detach()
         call = unchecked(u, weight, parameters(*rest[:first]), given, J)
         results = op.run_definition(call, rest[last + 1 :])
-        # What the backward alone reads.
+        # The results that only the backward reads.
         empty = u.new_empty(0, dtype=wide_dtype(u.dtype))
         return (*results, *[empty] * (len(op.contract.outputs) - len(results)))
 
@@ -53,7 +53,7 @@ def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple
 def _no_backward(name: str) -> Callable[..., Any]:
     def raise_error(*_: Any) -> None:
         raise RuntimeError(
-            f"capsfast.export.decompositions: they are for inference, got a program with capsfast::{name}"
+            f"capsfast.export.decompositions: a program must be for inference, got one with capsfast::{name}"
             "_backward; export the forward alone"
         )
 

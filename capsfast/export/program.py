@@ -1,4 +1,4 @@
-"""Exported programs, and what is made of them: a package for C++, an ONNX file."""
+"""Exports a model as a program, a package for C++ or an ONNX file."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ def program(model: nn.Module, example: Tensor | Sequence[Any], *, dynamic_batch:
     """``torch.export.export`` of a model, for batches of any size.
 
     Args:
-        model: in evaluation mode.
-        example: its arguments, or the only one; a batch of 2 or more. What is no tensor becomes part of the program.
-        dynamic_batch: the first axis of every tensor is the batch, of any size. Else all sizes are those of the
-            example. What differs from this is for ``torch.export.export`` itself.
+        model: a module in evaluation mode.
+        example: the argument of the model or a sequence of arguments, with a batch of 2 or more. Arguments that are not
+            tensors become constants of the program.
+        dynamic_batch: the first axis of every tensor is the batch, of any size. False fixes all sizes to the example's.
 
     Raises:
         ValueError: the model is in training mode, or the example has a batch of 1, which would stay 1.
@@ -39,15 +39,15 @@ def to_package(
 ) -> Path:
     """Compiles a model ahead of time (AOTInductor) into a ``.pt2`` package that C++ runs without Python.
 
-    The package holds the fused ops by name. The process that runs it loads them from :func:`library`.
+    The package calls the fused ops by name. The process that runs it must load them from :func:`library`.
 
     Args:
         model, example, dynamic_batch: as in :func:`program`; or an exported program, and None for the example.
-        file: its name ends in ``.pt2``.
-        options: of the compiler, ``inductor_configs`` of ``torch._inductor.aoti_compile_and_package``.
+        file: a name that ends in ``.pt2``.
+        options: options of the compiler, ``inductor_configs`` of ``torch._inductor.aoti_compile_and_package``.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         ValueError, TypeError: as program(); a file of another name.
@@ -67,15 +67,15 @@ def to_onnx(
     dynamic_batch: bool = True,
     **options: Any,
 ) -> Path:
-    """Writes a model as ONNX. The fused ops become their definitions, so the file holds standard operators alone.
+    """Writes a model as ONNX. The fused ops become their definitions, so the file holds standard operators only.
 
     Args:
         model, example, dynamic_batch: as in :func:`program`; or an exported program, and None for the example.
-        file: its name ends in ``.onnx``.
-        options: of ``torch.onnx.export``, such as input_names, opset_version and external_data.
+        file: a name that ends in ``.onnx``.
+        options: options of ``torch.onnx.export``, such as input_names, opset_version and external_data.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         ModuleNotFoundError: onnx or onnxscript is not installed.

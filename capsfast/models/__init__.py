@@ -1,7 +1,7 @@
 """Whole networks of capsules.
 
-Each returns a :class:`CapsNetOutput`, but SegCaps a :class:`SegCapsOutput` and StackedCapsuleAutoencoder a
-:class:`StackedOutput`.
+They return a :class:`CapsNetOutput`, except SegCaps (:class:`SegCapsOutput`) and StackedCapsuleAutoencoder
+(:class:`StackedOutput`).
 """
 
 from .autoencoder import CapsAutoEncoder

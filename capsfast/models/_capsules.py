@@ -1,4 +1,4 @@
-"""What the models do with the capsules that their layers find."""
+"""Helpers of the models for the capsules from their layers."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ def image_lengths(poses: Tensor) -> Tensor:
 
 
 def with_lengths(found: Capsules) -> Tensor:
-    """Poses ``[B, J, D, *spatial]`` that are as long as their activations, which those of many routings are not."""
+    """Poses ``[B, J, D, *spatial]`` scaled to the lengths of their activations, which many routings do not do."""
     return squash(found.poses, 2, kind="unit") * found.activations.unsqueeze(2)
 
 
 def class_of(labels: Tensor | None, found: Capsules) -> Tensor:
-    """The labels, int64 ``[B]``; where there are none, the classes of the largest activation."""
+    """The labels, int64 ``[B]``; without labels, the classes with the largest activations."""
     return found.activations.detach().argmax(1) if labels is None else labels

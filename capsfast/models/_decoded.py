@@ -1,4 +1,4 @@
-"""Class capsules and a decoder: what the networks that have both share."""
+"""The base class of networks with class capsules and a decoder."""
 
 from torch import Tensor, nn
 
@@ -19,9 +19,9 @@ class DecodedCapsules(Network):
         raise NotImplementedError(f"{self._op}: a network overrides classify")
 
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest.
+        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest capsule.
 
-        Where a routing has activations, give the most active capsules as labels, as ``forward`` does.
+        If the routing has its own activations, pass the most active capsules as labels, as ``forward`` does.
 
         Raises:
             RuntimeError: there is no decoder.
@@ -31,7 +31,7 @@ class DecodedCapsules(Network):
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """``labels [B]``: which capsules the decoder gets; without them those with the largest activations."""
+        """``labels [B]``: the capsules that are decoded; default the capsules with the largest activations."""
         found = self.classify(images)
         images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
         return CapsNetOutput(found.activations, found.poses, images_again)

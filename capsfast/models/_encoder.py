@@ -1,4 +1,4 @@
-"""Convolution, primary capsules, routing: what CapsNet and the auto-encoder share."""
+"""Convolution, primary capsules and routing, which CapsNet and the auto-encoder share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +45,7 @@ class CapsuleEncoder(Network):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        # What the capsules are called differs, and so do the messages.
+        # Messages use the names that the network has for these options.
         _arguments.integers(op, **dict(zip(names, (num_caps, caps_dim), strict=True)))
         _arguments.integers(op, conv_channels=conv_channels, primary_groups=primary_groups, primary_dim=primary_dim)
         size = self.image_shape[1:]

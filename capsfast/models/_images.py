@@ -1,4 +1,4 @@
-"""What every model is told about its images."""
+"""Checks of the images of a model."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def image_shape(op: str, in_channels: int, image_size: int | Sequence[int]) -> t
 
 def check_images(op: str, images: Tensor, shape: tuple[int, int, int]) -> None:
     if checks.is_proxy(images):
-        return  # symbolic_trace of a network: there is nothing to look at
+        return  # in a symbolic_trace of a network there is nothing to check
     _arguments.floats(op, "images", images, "[B, C, H, W]")
     if tuple(images.shape[1:]) != shape:
         C, H, W = shape

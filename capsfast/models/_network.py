@@ -1,4 +1,4 @@
-"""What all networks derive from: saved with their options, and loaded from a folder or the Hugging Face Hub."""
+"""The base class of all networks: saves them with their options, loads from a folder or the Hugging Face Hub."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ from ..files import replacing, write_text
 from ..nn._layer import Layer
 
 PRETRAINED = Path(__file__).parent / "pretrained"
-# The names that huggingface_hub.PyTorchModelHubMixin gives these files: it reads what is written here, and the reverse.
+# huggingface_hub.PyTorchModelHubMixin uses the same file names, so that either reads the other's files.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MOVED = ("device", "dtype")  # options that are not saved
 CARD = """---
@@ -52,11 +52,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _recorded(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that keeps what it was called with."""
+    """A constructor that stores its arguments."""
 
     @functools.wraps(init)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).setdefault("_made_with", (args, kwargs))  # a constructor that this one calls keeps nothing
+        vars(self).setdefault("_made_with", (args, kwargs))  # the outermost constructor counts
         init(self, *args, **kwargs)
 
     return recorded
@@ -93,14 +93,14 @@ class Network(Layer):
 
         Args:
             name: one of these names, a folder that :meth:`save_pretrained` wrote, or a repository ``"owner/name"``.
-            revision, token: branch, tag or commit of a repository, and the right to read it.
-            options: of the network, in place of those it was saved with, such as backend, device and dtype.
+            revision, token: branch, tag or commit of a repository, and an access token to read it.
+            options: options of the network that replace the saved ones, such as backend, device and dtype.
 
         Raises:
-            ValueError: no network of that name; a folder or a repository without the two files.
-            ModuleNotFoundError: safetensors is not installed, for a repository huggingface_hub.
+            ValueError: no network with this name; a folder or a repository without the two files.
+            ModuleNotFoundError: safetensors is not installed, or huggingface_hub for a repository.
             FileNotFoundError: the Hub can't be reached, or has no such repository.
-            RuntimeError: weights of another network.
+            RuntimeError: the weights are from another network.
         """
         op, text = f"{cls._op}.from_pretrained", os.fspath(name)
         load_file = _library(op, "safetensors.torch").load_file
@@ -132,19 +132,19 @@ class Network(Layer):
         except OSError as error:
             said = str(error).strip().partition("\n")[0]
             raise FileNotFoundError(
-                f"{op}: {name} is no folder, and the Hugging Face Hub does not give it: {said}"
+                f"{op}: {name} is not a folder, and the Hugging Face Hub does not have it: {said}"
             ) from error
         return Path(found)
 
     def _options(self, op: str) -> dict[str, Any]:
-        """All options of the network, but device and dtype, as JSON holds them.
+        """All options of the network except device and dtype, for JSON.
 
         Raises:
-            ValueError: the network was made with an option that JSON can't hold.
+            ValueError: JSON can't hold an option of the network.
         """
         args, kwargs = vars(self)["_made_with"]
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        bound.apply_defaults()  # a later version may have others
+        bound.apply_defaults()  # a later version may have other defaults
         taken = bound.signature.parameters
         found: dict[str, Any] = {}
         for name, value in bound.arguments.items():
@@ -165,7 +165,7 @@ class Network(Layer):
         again when it is loaded.
 
         Raises:
-            ValueError: an option that is no plain value, such as a class of one's own.
+            ValueError: an option is not a plain value, such as your own class.
             ModuleNotFoundError: safetensors is not installed.
             OSError: the folder can't be written to.
         """
@@ -179,19 +179,19 @@ class Network(Layer):
     def push_to_hub(
         self, repo: str, *, private: bool | None = None, token: str | None = None, revision: str | None = None
     ) -> str:
-        """Uploads what :meth:`save_pretrained` writes, and a README.md if the repository has none.
+        """Uploads the files of :meth:`save_pretrained`, and a README.md if the repository has none.
 
         Args:
-            repo: ``"owner/name"``; made if it is not there.
-            private: whether a repository that is made is private; None for the owner's default.
-            token: the right to write; None for that of ``hf auth login``.
+            repo: ``"owner/name"``; created if it does not exist.
+            private: whether a new repository is private; None for the owner's default.
+            token: an access token to write; None for the token of ``hf auth login``.
             revision: branch of the repository.
 
         Returns the address of the commit.
 
         Raises:
             ValueError, ModuleNotFoundError: as :meth:`save_pretrained`; huggingface_hub is not installed.
-            OSError: what the Hub refuses.
+            OSError: the Hub refuses the upload.
         """
         api = _library(f"{self._op}.push_to_hub", "huggingface_hub").HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Capsules that are learned from images alone."""
+"""Capsules learned from images without labels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class CapsAutoEncoder(CapsuleEncoder):
     :class:`capsfast.nn.ReconstructionLoss` on the third entry of its output.
 
     Args:
-        num_caps, caps_dim: number and size of the capsules the image is rebuilt from.
+        num_caps, caps_dim: number and size of the capsules that the image is decoded from.
         all others: as in CapsNet, as are shapes and errors. There are no labels.
     """
 

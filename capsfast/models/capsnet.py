@@ -22,17 +22,17 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
     (:class:`capsfast.nn.Decoder` or None).
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width). The number of primary capsules follows.
-        num_classes: J.
-        conv_channels: of the first convolution.
+        in_channels, image_size: channels and size of the images; an int or (height, width).
+        num_classes: number of classes, J.
+        conv_channels: channels of the first convolution.
         primary_groups, primary_dim: types and size of the primary capsules.
         digit_dim: size of the class capsules.
-        num_iterations: of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
+        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing.
+        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.RoutedCaps`.
         reconstruction: whether there is a decoder.
-        decoder_hidden: widths of its hidden layers.
-        kernel_size: of both convolutions; by default 9, on images below 19 pixels smaller.
-        backend, device, dtype, routing_options: all others of :class:`capsfast.DynamicRouting`, or of RoutedCaps.
+        decoder_hidden: widths of the decoder's hidden layers.
+        kernel_size: kernel of both convolutions; default 9, smaller for images below 19 pixels.
+        backend, device, dtype, routing_options: other options of :class:`capsfast.DynamicRouting` or RoutedCaps.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`.
 

@@ -1,4 +1,4 @@
-"""The convolutional network that capsules are compared with."""
+"""The convolutional baseline."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,19 +17,18 @@ from .output import CapsNetOutput
 class CNN(Network):
     """Convolutions, fully connected layers and a softmax: the baseline of Sabour, Frosst, Hinton (2017), section 5.
 
-    With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: where a
-    network of capsules gives those of the classes, it gives the probability of each class as activation, and its
-    logarithm as a capsule of one number.
+    With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: its activations
+    are the probabilities of the classes, and its class capsules have one component, the logarithm of the probability.
 
     Parts: ``convs``, ``hidden``, ``dropout``, ``classes``, ``decoder`` (None).
 
     Args:
         in_channels, image_size, num_classes: as in :class:`CapsNet`.
-        channels: of the convolutions, of stride 1, each followed by ReLU. They keep the size of the image.
-        kernel_size: odd.
-        hidden: widths of the fully connected layers before that of the classes.
-        dropout: of the last hidden layer.
-        device, dtype: of the parameters.
+        channels: channels of the convolutions. They have stride 1, keep the size of the image, and a ReLU follows each.
+        kernel_size: kernel of the convolutions, odd.
+        hidden: widths of the fully connected layers before the output layer.
+        dropout: dropout probability after the last hidden layer.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, their logarithms
     ``[B, J, 1]``, None.
@@ -39,7 +38,7 @@ class CNN(Network):
     """
 
     _op = "capsfast.models.CNN"
-    # A probability that is rounded to 0 has no gradient, its logarithm has.
+    # A probability that is rounded to 0 has no gradient, but its logarithm has one.
     poses_are_log_probabilities = True
 
     def __init__(
@@ -88,6 +87,6 @@ class CNN(Network):
         return Capsules(logits.log_softmax(1)[:, :, None], logits.softmax(1))
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """``labels`` are for networks with a decoder; here they change nothing."""
+        """``labels`` have no effect; networks with a decoder use them."""
         poses, activations = self.classify(images)
         return CapsNetOutput(activations, poses, None)

@@ -19,12 +19,12 @@ from ._images import check_images, image_shape
 
 
 class CapsCell(Layer):
-    """Halves the image of capsules by a convolution, then adds two more to a skip connection that is a layer itself.
+    """A convolution halves the image of capsules; then two convolutions are added to a skip connection with a layer.
 
     Args:
-        in_channels: of the image before, all numbers of its capsules.
-        types, dim: of the capsules after each layer.
-        skip: a layer of these capsules, or None for one more convolution.
+        in_channels: types times size of the capsules before.
+        types, dim: types and size of the capsules after each layer.
+        skip: the layer of the skip connection, or None for a convolution.
         made: options of :class:`capsfast.nn.PrimaryCaps`: every convolution is squashed.
 
     Shapes: ``[B, in_channels, H, W]`` to ``[B, types, dim, ceil(H / 2), ceil(W / 2)]``.
@@ -38,13 +38,13 @@ class CapsCell(Layer):
         self.skip = PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) if skip is None else skip
         for each in self.children():
             if isinstance(each, PrimaryCaps):
-                # Glorot's bound, but for fans that are both the root of the number of weights, as the authors have it.
+                # Glorot's bound, but both fans are the root of the number of weights, as in the authors' code.
                 bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
                 nn.init.uniform_(each.conv.weight, -bound, bound)
 
     def forward(self, maps: Tensor) -> Tensor:
         height, width = maps.shape[2:]
-        # An even size is padded at its end alone.
+        # An even size is padded only at its end.
         halved = self.down(F.pad(maps, (width % 2, 1, height % 2, 1)))
         channels = halved.flatten(1, 2)
         deep = self.second(self.first(channels).flatten(1, 2))
@@ -61,7 +61,7 @@ class DeepCaps(DecodedCapsules):
     """Cells of capsules with skip connections (Rajasegaran et al. 2019), as in the authors' code.
 
     A convolution with batch normalisation, then cells of squashed convolutions. Only the last cell's skip connection
-    routes: the 3-D routing of :class:`capsfast.nn.SlimConvCaps2d`, or another one by :class:`capsfast.nn.ConvCaps2d`.
+    routes: the 3-D routing of :class:`capsfast.nn.SlimConvCaps2d`, or any other by :class:`capsfast.nn.ConvCaps2d`.
     The class capsules take the capsules of the last two cells, the last first, in the order (y, x, type), and the
     decoder gets the capsule of the class without knowing which class that is.
 
@@ -70,17 +70,17 @@ class DeepCaps(DecodedCapsules):
 
     Args:
         in_channels, image_size, num_classes, digit_dim, num_iterations, routing, reconstruction: as in
-            :class:`CapsNet`. The routing is that of the class capsules and of the last skip connection.
-        conv_channels: of the convolution before the cells.
+            :class:`CapsNet`. The class capsules and the last skip connection use this routing.
+        conv_channels: channels of the convolution before the cells.
         types: capsule types of all cells.
-        dims: sizes of a capsule of each cell; the last two alike. By default (4, 8, 8, 8); images below 17 pixels have
-            fewer cells, at least two, so that the last holds 2 x 2 places if it can.
-        squash: of the cells; that of the class capsules is the paper's.
-        backend, gradient, eps: of all routings; the last two of dynamic ones, eps also of the convolutions.
-        routing_options: of the class capsules' layer, as in CapsNet; those of a routing other than dynamic also go to
-            the skip connection. With dynamic routing by default ``bias=True``, and a weight and a bias of the
-            deviations that they start with in the authors' code.
-        device, dtype: of the parameters.
+        dims: capsule size of each cell, equal for the last two. Default (4, 8, 8, 8); images below 17 pixels have fewer
+            cells, at least two, so that the last cell has 2 x 2 places if possible.
+        squash: squash of the cells; the class capsules use the paper's.
+        backend: backend of all routings. gradient: of all dynamic routings. eps: also of the convolutions' squash.
+        routing_options: options of the class capsules' layer, as in CapsNet; for a routing other than dynamic also of
+            the skip connection. With dynamic routing the default is ``bias=True``, and weight and bias start with the
+            deviations of the authors' code.
+        device, dtype: device and dtype of the parameters.
 
     Shapes, errors: as CapsNet.
     """

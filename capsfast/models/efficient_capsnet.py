@@ -15,9 +15,9 @@ from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
 
-# Of the depthwise convolution: as in the paper, and what the convolutions before it should leave on small images.
+# Largest kernel of the depthwise convolution, as in the paper; least size of its input for small images.
 LARGEST, LEAST = 9, 3
-# Of the normalisations, as in the authors' code; Keras calls this momentum 0.99.
+# eps and momentum of the normalisations, as in the authors' code; Keras calls this momentum 0.99.
 EPS, MOMENTUM = 1e-3, 0.01
 
 
@@ -40,7 +40,7 @@ def four_convs(
     """The convolutions, padded where less than 3 x 3 places would be left, and (H, W) of their feature maps.
 
     Raises:
-        ValueError: not four kernels and strides, or an image that they leave nothing of.
+        ValueError: not four kernels and strides, or the image is too small for them.
     """
     for name, values in (("kernel_sizes", kernel_sizes), ("strides", strides)):
         if len(_arguments.sizes(op, name, values)) != 4:
@@ -74,13 +74,13 @@ class EfficientCapsNet(DecodedCapsules):
     (:class:`capsfast.nn.Decoder` or None).
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width), at least 3. Where the convolutions would
-            leave less than 3 x 3 places, with the defaults below 15 pixels, those of stride 1 are padded, so that they
+        in_channels, image_size: channels and size of the images; an int or (height, width), at least 3. If less than
+            3 x 3 places would be left (by default for images below 15 pixels), convolutions with stride 1 are padded to
             keep the size.
-        num_classes: J.
-        conv_channels: of the first convolution; the next two have twice as many.
-        primary_groups, primary_dim: types and size of the primary capsules. The last convolution has as many channels
-            as these have numbers.
+        num_classes: number of classes, J.
+        conv_channels: channels of the first convolution; the next two have twice as many.
+        primary_groups, primary_dim: types and size of the primary capsules. The last convolution has primary_groups ·
+            primary_dim channels.
         kernel_sizes, strides: of the four convolutions.
         norm: ``"batch"``, with eps 1e-3 and momentum 0.01; or ``"instance"``, after a LeakyReLU of slope 0.3.
         digit_dim: size of the class capsules.

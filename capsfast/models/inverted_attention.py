@@ -1,4 +1,4 @@
-"""Capsule layers that are updated at once by inverted dot-product attention."""
+"""Capsule layers that are updated concurrently by inverted dot-product attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,11 @@ ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations":
 
 
 class QueriedVotes(VotesAround):
-    """Votes of which a pass without a query has this one: the poses that a routing begins with.
+    """Votes with a default query, so that a routing starts with given poses.
 
     Args:
-        votes: of B samples.
-        query: ``[B, J, D]``.
+        votes: votes of B samples.
+        query: query of passes without a query, ``[B, J, D]``.
     """
 
     def __init__(self, votes: Votes, query: Tensor) -> None:
@@ -37,7 +37,7 @@ class QueriedVotes(VotesAround):
 
 
 def updated(routing: Routing, votes: Votes, last: Tensor | None) -> Tensor:
-    """Poses ``[B, J, D]`` of a routing of one iteration that begins with the poses ``last``, None for 0."""
+    """Poses ``[B, J, D]`` after one iteration of a routing that starts with the poses ``last``, None for 0."""
     assert isinstance(routing, InvertedAttentionRouting)
     if last is not None:
         votes = QueriedVotes(votes, routing.query(last))
@@ -45,12 +45,12 @@ def updated(routing: Routing, votes: Votes, last: Tensor | None) -> Tensor:
 
 
 class ConvAttention(Layer):
-    """One update of convolutional capsules: poses of both layers to new poses of the upper one.
+    """One update of convolutional capsules: from the poses of both layers to new poses of the upper layer.
 
     Args:
-        routing: with inverted-attention routing of one iteration.
+        routing: a layer with inverted-attention routing of one iteration.
 
-    Shapes: ``[B, in_types, in_dim, H, W]``, and ``[B, out_types, out_dim, H', W']`` or None for 0, to the latter.
+    Shapes: ``[B, in_types, in_dim, H, W]``, and ``[B, out_types, out_dim, H', W']`` or None for 0, to the second.
     """
 
     def __init__(self, routing: ConvCaps2d) -> None:
@@ -68,10 +68,10 @@ class ConvAttention(Layer):
 
 
 class FullAttention(Layer):
-    """One update of fully connected capsules: poses of both layers to new poses of the upper one.
+    """One update of fully connected capsules: from the poses of both layers to new poses of the upper layer.
 
     Args:
-        routing: with inverted-attention routing of one iteration.
+        routing: a layer with inverted-attention routing of one iteration.
 
     Shapes: ``[B, I, K]`` or an image of capsules, and ``[B, J, D]`` or None for 0, to ``[B, J, D]``.
     """

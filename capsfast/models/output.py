@@ -1,4 +1,4 @@
-"""What the models return."""
+"""The result of the models."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class CapsNetOutput(NamedTuple):
-    """lengths ``[B, J]``, with a routing that has activations these; capsules ``[B, J, D]``; reconstruction
+    """lengths ``[B, J]``, or the activations of a routing that has its own; capsules ``[B, J, D]``; reconstruction
     ``[B, C, H, W]`` or None."""
 
     lengths: Tensor

@@ -16,15 +16,15 @@ from ._capsules import image_lengths, with_lengths
 from ._images import check_images, image_shape
 from ._network import Network
 
-# A pixel has the classes whose capsules are longer.
+# A pixel has the classes whose capsules are longer than this.
 PRESENT = 0.5
 FORMS = ("levels", "r3")
 Caps = tuple[int, int]  # capsule types, size of a capsule
 
 
 class SegCapsOutput(NamedTuple):
-    """lengths ``[B, J, H, W]``, with a routing that has activations these; capsules ``[B, J, D, H, W]``; reconstruction
-    ``[B, C, H, W]`` or None."""
+    """lengths ``[B, J, H, W]``, or the activations of a routing that has its own; capsules ``[B, J, D, H, W]``;
+    reconstruction ``[B, C, H, W]`` or None."""
 
     lengths: Tensor
     capsules: Tensor
@@ -32,8 +32,8 @@ class SegCapsOutput(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What each layer makes, from the image down and up again. Without ``start`` the channels are one capsule type, and
-    where ``route_up`` ends early, the class capsules follow."""
+    """The capsules that each layer makes, from the image down and up again. Without ``start`` the channels are one
+    capsule type. If ``route_up`` ends early, the class capsules follow."""
 
     start: Caps | None
     down: Sequence[Caps]
@@ -53,38 +53,38 @@ R3 = _Layout(
 
 
 class SegCaps(Network):
-    """A U of slim convolutional capsules, with a capsule of each class at every pixel (LaLonde, Bagci 2018).
+    """A U-Net of slim convolutional capsules, with a capsule for each class at every pixel (LaLonde, Bagci 2018).
 
-    On the way down each level halves the image, on the way up a transposed convolution doubles it, and the capsules of
-    the same size from the way down are put beside its own as more types. Layers that change the size are dynamic
-    routing of one iteration, as are the first capsules; the others route with ``routing``. If that has activations of
-    its own, poses get them as their lengths before the next layer. A pixel may have several classes or none: no capsule
-    stands for the background.
+    On the way down each level halves the image. On the way up a transposed convolution doubles it, and the capsules of
+    the same size from the way down are concatenated as further types. Layers that change the size, and the first
+    capsules, use dynamic routing with one iteration; the others use ``routing``. If this routing has its own
+    activations, poses are scaled to them before the next layer. A pixel may have several classes or none: no capsule
+    represents the background.
 
-    ``form="r3"`` is SegCaps-R3, the network of the authors' code: its layers have the types and sizes given there, all
-    but the first route, with a bias, and the channels of ``conv``, one capsule type, are put beside the last
-    capsules that a transposed convolution made. An image side must be a multiple of 8.
+    ``form="r3"`` is SegCaps-R3, the network of the authors' code, with its types and sizes: all layers but the first
+    route, with a bias, and the channels of ``conv``, as one capsule type, are concatenated to the capsules of the last
+    transposed convolution. Image sides must be multiples of 8.
 
     Parts: ``conv``; ``start``, ``down``, ``route_down``, ``up``, ``route_up`` and ``classes`` (slim capsules);
-    ``decoder``, three convolutions of 1 x 1 that see the capsules of a pixel's classes alone, or None.
+    ``decoder``, three 1 x 1 convolutions that see only the capsules of a pixel's classes, or None.
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width), of any parity.
+        in_channels, image_size: channels and size of the images; an int or (height, width), even or odd.
         num_classes, digit_dim: J and D.
-        form: ``"levels"``, which the next four options describe, or ``"r3"``, which leaves them no choice.
-        conv_channels: of the convolution before the capsules.
-        types: capsule types of the layers between; an int, or one for each of dims.
-        dims: their sizes, at the full image and then at each halving; as many levels as there are numbers.
-        kernel_size: of all convolutions, odd; the transposed ones of ``"r3"`` have 4.
-        num_iterations: of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.SlimConvCaps2d`.
+        form: ``"levels"``, with the next four options, or ``"r3"``, which fixes them.
+        conv_channels: channels of the convolution before the capsules.
+        types: capsule types of the inner layers; an int, or an int for each of dims.
+        dims: capsule sizes of the inner layers, for the full image and then for each level.
+        kernel_size: kernel of all convolutions, odd; transposed convolutions of ``"r3"`` have 4.
+        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing.
+        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.SlimConvCaps2d`.
         reconstruction: whether there is a decoder.
-        hidden: channels between its convolutions.
-        squash: of all dynamic routings; by default ``"exp"``, for ``"r3"`` ``"paper"``.
+        hidden: channels between the decoder's convolutions.
+        squash: squash of all dynamic routings; default ``"exp"``, for ``"r3"`` ``"paper"``.
         gradient, eps: of all dynamic routings.
-        backend: of all routings.
-        routing_options: of the layers that route with ``routing``, all others of SlimConvCaps2d.
-        device, dtype: of the parameters.
+        backend: backend of all routings.
+        routing_options: further options of SlimConvCaps2d, for the layers with ``routing``.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and, to decode by, ``classes`` bool ``[B, J, H, W]`` to
     :class:`SegCapsOutput`.
@@ -158,7 +158,7 @@ class SegCaps(Network):
         once: dict[str, Any] = {**dynamic, **made, "num_iterations": 1, "bias": authors}
 
         def slim(before: Caps, after: Caps, options: dict[str, Any], kind: Any = SlimConvCaps2d) -> SlimConvCaps2d:
-            if authors:  # He's initialisation, for which fan-in is that of the weight as it is stored
+            if authors:  # He's initialisation, with the fan-in of the weight as stored
                 fan = before[1] if kind is SlimConvCaps2d else after[0] * after[1]
                 options = {"init_std": (2 / (fan * options["kernel_size"] ** 2)) ** 0.5, **options}
             return kind(before[0], after[0], before[1], after[1], **options)  # type: ignore[no-any-return]

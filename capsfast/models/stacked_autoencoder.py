@@ -16,7 +16,7 @@ from ._network import Network
 
 
 class StackedOutput(NamedTuple):
-    """What the two autoencoders find and how well it explains image and parts."""
+    """The parts and objects that the two autoencoders find, and how well these explain the image and the parts."""
 
     parts: Parts
     objects: Objects
@@ -33,10 +33,10 @@ class StackedOutput(NamedTuple):
 class Sparsity:
     """Weights of the terms that make objects specialise (section 2.4).
 
-    Of ``num_classes`` classes each is to have a share of the objects, and each image to be explained by the objects of
-    one class: presences within an image sum to K / classes and those of an object over B images to B / classes (prior,
-    squares of the difference); the shares of the objects in the parts have little entropy within an image, and much
-    over all images (posterior). deformation: of what relations of objects and parts differ from image to image.
+    Each of ``num_classes`` classes shall get a share of the objects, and the objects of one class shall explain an
+    image. Prior: squared distances of the sum of presences in an image from K / classes, and of the sum of presences of
+    an object over B images from B / classes. Posterior: the shares of the objects in the parts get little entropy in an
+    image, and much over all images. deformation: weight of the sample-dependent parts of object-part relations.
     """
 
     prior_within: float = 2.0
@@ -49,25 +49,24 @@ class Sparsity:
 class StackedCapsuleAutoencoder(Network):
     """Images to parts to objects, and back, without labels (Kosiorek, Sabour, Teh, Hinton 2019).
 
-    Part capsules find templates with their poses in the image and are to draw it. Object capsules find the poses of the
-    parts, from which no gradient goes back into the parts, and are to explain them. Which objects are present tells
-    the class: :func:`capsfast.train.cluster_accuracy`.
+    Part capsules find templates and their poses in the image, and learn to draw the image. Object capsules learn to
+    explain the poses of the parts; no gradient flows back into the parts. The present objects tell the class:
+    :func:`capsfast.train.cluster_accuracy`.
 
-    Parts: ``conv``, ``part_caps``, ``templates``, ``encoder``, ``object_caps``, all but the first of
-    ``capsfast.nn.stacked``.
+    Parts: ``conv``, and ``part_caps``, ``templates``, ``encoder`` and ``object_caps`` from ``capsfast.nn.stacked``.
 
     Args:
-        in_channels, image_size: of the images.
-        num_classes: assumed by the sparsity terms.
+        in_channels, image_size: channels and size of the images.
+        num_classes: number of classes that the sparsity terms assume.
         num_parts, num_objects: M and K.
-        conv_channels: of four convolutions of 3 x 3, the first two of stride 2.
-        part_features: numbers of a part beside pose and presence.
-        template_size: of the templates.
-        dim, hidden: of the object capsules.
-        pixel_std: of the image likelihood.
-        noise: on the presence logits in training.
-        sparsity: weights of the terms beside the likelihoods.
-        device, dtype: of the parameters.
+        conv_channels: channels of the four 3 x 3 convolutions, of which the first two have stride 2.
+        part_features: numbers of a part besides pose and presence.
+        template_size: size of the templates in pixels.
+        dim, hidden: size of the description and width of the hidden layers of an object.
+        pixel_std: standard deviation in the image likelihood.
+        noise: uniform noise on the presence logits in training.
+        sparsity: weights of the sparsity terms.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`StackedOutput`.
 

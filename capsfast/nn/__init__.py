@@ -1,4 +1,4 @@
-"""Modules: thin shells that own parameters."""
+"""Layers and losses as modules, which hold parameters and call the functions of capsfast."""
 
 from .class_caps import ClassCaps2d
 from .conv_caps import ConvCaps2d

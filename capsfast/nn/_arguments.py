@@ -1,4 +1,4 @@
-"""Checks of what layers and models are made from, worded as in capsfast/checks.py, and how they show it."""
+"""Checks of the options of layers and models, worded as in capsfast/checks.py, and text for extra_repr."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def integers(op: str, **values: object) -> None:
 
 
 def batch_size(op: str, value: object, votes: Tensor) -> None:
-    """What some code passes besides the votes. torch.jit.trace makes sizes tensors without axes."""
+    """Checks a batch size, which some code passes with the votes. torch.jit.trace turns sizes into 0-d tensors."""
     if value is None:
         return
     whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
@@ -100,7 +100,7 @@ def window_grid(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """How many windows of a convolution fit into ``size``, along each axis."""
+    """The number of windows of a convolution that fit into ``size``, along each axis."""
     grid = tuple(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
@@ -115,7 +115,7 @@ def window_grid(
 
 
 def conv_grid(op: str, size: Sequence[int], conv: nn.Conv2d) -> tuple[int, int]:
-    """How many windows of this convolution fit into ``size`` (height, width)."""
+    """The number of windows of this convolution that fit into ``size`` (height, width)."""
     padding: Sequence[int] = conv.padding  # type: ignore[assignment]
     height, width = window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
     return height, width
@@ -127,7 +127,7 @@ def floats(op: str, name: str, value: Tensor, shape: str) -> None:
 
 
 def sized(op: str, name: str, value: Tensor, shape: str, **sizes: int) -> None:
-    """``floats``, and the axes that are named in ``sizes`` are so long."""
+    """As :func:`floats`; also checks the lengths of the axes that are named in ``sizes``."""
     floats(op, name, value, shape)
     axes = shape.strip("[]").split(", ")
     if any(size != sizes.get(axis, size) for axis, size in zip(axes, value.shape, strict=True)):
@@ -136,7 +136,7 @@ def sized(op: str, name: str, value: Tensor, shape: str, **sizes: int) -> None:
 
 
 def activation_of(op: str, activation: Tensor, poses: Tensor, shape: str) -> None:
-    """The activations of an image of capsules ``[B, types, K, *spatial]``."""
+    """Checks the activations of an image of capsules ``[B, types, K, *spatial]``."""
     floats(op, "activation", activation, shape)
     if activation.shape != (*poses.shape[:2], *poses.shape[3:]):
         raise ValueError(
@@ -145,6 +145,6 @@ def activation_of(op: str, activation: Tensor, poses: Tensor, shape: str) -> Non
 
 
 def changed(module: nn.Module, **defaults: object) -> str:
-    """For extra_repr: what of these attributes is not its default, each behind a comma."""
+    """For extra_repr: the attributes that differ from their defaults, each after a comma."""
     found = ((name, getattr(module, name)) for name, default in defaults.items() if getattr(module, name) != default)
     return "".join(f", {name}={value!r}" for name, value in found)

@@ -1,4 +1,4 @@
-"""Windows of an image, routed a block at a time."""
+"""Routes the windows of an image one block at a time."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
 from ._layer import Layer
 
-# What the routing of a block reads, unfolded poses or the votes of a convolution, takes about so many bytes.
+# The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
 BLOCK_BYTES = 8 * 2**20
-# A call may take so many times its poses beyond inputs, outputs and gradients, but at least this. What blocks save for
-# the backward is kept as far as that goes, and the others are routed again there.
+# Beyond inputs, outputs and gradients, a call may take GROWTH times the bytes of its poses, but at least LEAST_GROWTH.
+# Within this limit blocks save tensors for the backward; the backward routes the other blocks again.
 GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
-# What is in memory for one block, in units of what its routing reads.
+# Memory of one block, in units of the inputs of its routing.
 AT_ONCE = 5
 
 Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
-Made = Sequence[Any]  # tensors and None
+Made = Sequence[Any]  # the inputs of a block's routing, tensors and None
 
 
 class WindowLayer(Layer):
-    """A layer that routes the windows of an image; a block of them at a time if no window depends on another.
+    """A layer that routes the windows of an image, one block at a time if no window depends on another.
 
-    Then neither all unfolded poses nor all votes are in memory. The backward makes those of a block again.
+    Then memory never holds all unfolded poses or all votes. The backward makes them again for each block.
     """
 
     kernel_size: tuple[int, ...]
@@ -38,12 +38,12 @@ class WindowLayer(Layer):
     dilation: tuple[int, ...]
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
-        """The positions that these windows see, which may lie outside of the image."""
+        """The positions that these windows cover, which may lie outside the image."""
         start, stop = (n * self.stride[axis] - self.padding[axis] for n in (first, last - 1))
         return start, stop + self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
 
     def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
-        """What the routing of a box reads, from the positions that the windows see, with a padding of zeros.
+        """The inputs of a box's routing, from the positions that the windows cover, padded with zeros.
 
         ``inside``, bool ``[1, 1, *spatial]``, is False in the padding; None without padding.
         """
@@ -60,7 +60,7 @@ class WindowLayer(Layer):
     def _in_blocks(
         self, routing: nn.Module, poses: Tensor, activation: Tensor | None, grid: Sequence[int], numbers: int
     ) -> tuple[Tensor, ...]:
-        """The output capsules of all windows, where the routing reads so many numbers of each."""
+        """The output capsules of all windows. numbers: how many numbers the routing reads for each window."""
         named = dict(self.named_parameters())
         if getattr(routing, "independent", False) and self._divides(poses, activation, *named.values()):
             boxes = _boxes((poses.shape[0], *grid), BLOCK_BYTES // (numbers * poses.itemsize))
@@ -70,7 +70,7 @@ class WindowLayer(Layer):
         return self._whole(poses, activation, grid)
 
     def _divides(self, *tensors: Tensor | None) -> bool:
-        """False where a transform sees what the layer does, or a hook each call of a part."""
+        """False under a transform or forward-mode differentiation, or if parts of the layer have hooks."""
         if not all(value is None or checks.is_eager(value) for value in tensors) or forward_mode():
             return False
         parts = (part for part in self.modules() if part is not self)
@@ -79,7 +79,7 @@ class WindowLayer(Layer):
 
 
 def _boxes(counts: Sequence[int], places: int) -> list[Box]:
-    """Boxes of at most so many windows, or of one, that cover all; the last axis is cut last."""
+    """Boxes that cover all windows, each with at most ``places`` windows (or one); the last axis is cut last."""
     cuts = []
     for count in reversed(counts):
         parts = max(1, -(-count // max(1, min(count, places))))
@@ -97,7 +97,7 @@ def _of(image: Tensor, box: Box) -> Tensor:
 
 
 class _Cut:
-    """The part of an image that the windows of a box see, and the padding that they see around it."""
+    """The part of an image that the windows of a box cover, and the padding around it."""
 
     def __init__(self, layer: WindowLayer, size: Sequence[int], box: Box) -> None:
         part, self.padding = [box[0]], list[int]()
@@ -112,7 +112,7 @@ class _Cut:
         self.layer, self.box = layer, box
 
     def made(self, poses: Tensor, activation: Tensor | None) -> Made:
-        """What the routing of the box reads, from these parts of an image."""
+        """The inputs of the box's routing, from these parts of an image."""
         if not any(self.padding):
             return self.layer._made(poses, activation, None, self.box)
         ones = poses.new_ones((1, 1, *poses.shape[3:]), dtype=torch.bool)
@@ -138,7 +138,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 class _Job:
-    """A call of a layer: what its passes forward and backward over the blocks share."""
+    """A call of a layer: the state that forward and backward over the blocks share."""
 
     def __init__(self, layer: WindowLayer, names: Sequence[str], grid: Sequence[int], boxes: Sequence[Box]) -> None:
         self.layer, self.names, self.grid, self.boxes = layer, names, grid, boxes
@@ -175,22 +175,22 @@ class _Job:
         return tuple(whole)
 
     def _empty(self, samples: int, found: Tensor) -> Tensor:
-        """For all blocks, with the axes in memory as they are in one of them."""
+        """An empty tensor for all blocks, with the memory order of the axes in a block."""
         size = (samples, *found.shape[1 : found.dim() - len(self.grid)], *self.grid)
         order = sorted(range(found.dim()), key=found.stride, reverse=True)
         return torch.empty_permuted(size, order, dtype=found.dtype, device=found.device)
 
     def call(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
-        """With the parameters of the forward, which torch.func.functional_call may have taken away again.
+        """Calls the function with the parameters of the forward, which functional_call may have removed since then.
 
-        The cache of autocast would hand on casts that were made without a gradient.
+        Without autocast's cache, which would return casts that were made without a gradient.
         """
         named = {f"layer.{name}": value for name, value in zip(self.names, parameters, strict=True)}
         with torch.autocast(*self.autocast, cache_enabled=False):
             return torch.func.functional_call(_Caller(self.layer), named, (function, *args))
 
     def backward_of_all(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
-        """By the graph of the whole image, which can be differentiated again, and takes gradients in batches."""
+        """The gradients through the graph of the whole image, for second derivatives and batches of gradients."""
         poses, activation, *parameters = tensors
         with torch.enable_grad():
             found = self.call(parameters, self.layer._whole, poses, activation, self.grid)
@@ -230,7 +230,7 @@ class _Job:
 
 
 class _Caller(nn.Module):
-    """Calls a function while functional_call has put other parameters into the layer."""
+    """Calls a function while functional_call replaces the parameters of the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def _differentiated(value: Tensor | None) -> bool:
 def _gradients(
     outputs: Sequence[Any], inputs: Sequence[Any], upstream: Sequence[Tensor | None], **options: Any
 ) -> list[Tensor | None]:
-    """Of these inputs; None for one that has no gradient."""
+    """The gradients of these inputs; None for an input without a gradient."""
     pairs = [
         (found, one) for found, one in zip(outputs, upstream, strict=True) if found is not None and one is not None
     ]
@@ -260,7 +260,7 @@ def _gradients(
 
 
 class _Graph:
-    """The autograd graph of the routing of a block. What the routing read is not saved but made again."""
+    """The autograd graph of a block's routing. The inputs of the routing are not saved but made again."""
 
     def __init__(self, job: _Job, box: Box, made: Made, parameters: Sequence[Tensor]) -> None:
         self.made, self.nbytes = made, 0
@@ -297,7 +297,7 @@ class _Graph:
         self.edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
 
     def gradients(self, upstream: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of what the routing read, then of the parameters."""
+        """The gradients of the inputs of the routing, then of the parameters."""
         return _gradients(self.edges, [*self.leaves, *parameters], upstream)
 
 

@@ -1,4 +1,4 @@
-"""Weights of other layers in a state dict."""
+"""Recognises weights of other layers in a state dict."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from .. import checks, kinds
 
 
 def foreign_weights(op: str, state_dict: Mapping[str, Any], prefix: str, W: Tensor) -> list[str]:
-    """What to do with weights that are not ``W [I, J, D, K]``, one message for each.
+    """Messages for weights that are not ``W [I, J, D, K]``, each with the conversion.
 
-    prefix: of the layer's own entries. Where W is there and fits, others are not looked at. Where it is missing, an
-    entry counts as a weight if it has the shape of one: torch does not say whether the call is strict, and without W
-    the layer would stay as it was drawn.
+    prefix: prefix of the layer's entries. If W is there and fits, other entries are ignored. If W is missing, entries
+    with the shape of a weight count as weights: torch does not tell whether loading is strict, and without W the layer
+    would keep its initial weight.
     """
     own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
     given = {name: value for name, value in own.items() if "." not in name and isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""Histories of different lengths: as lengths, as a mask, or jagged, and how many interests they get."""
+"""Histories of different lengths, given by lengths, a mask or offsets, and their number of interests."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from .. import checks
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COUNTS = ("floor", "ceil")
-# Of the powers of two in an int64. No history is longer.
+# The largest power of two in an int64. No history is longer than 2^62.
 LARGEST_POWER = 62
 
 
@@ -15,7 +15,7 @@ def whole(op: str, name: str, value: object, shape: str) -> Tensor:
     tensor = checks.tensor(op, name, value, shape)
     if tensor.dtype not in INTEGERS:
         raise TypeError(f"{op}: {name} must hold integers, got {checks.dtype_of(tensor)}")
-    # Differences of unsigned numbers are never negative, and a limit may be no number of a short type.
+    # int64, because differences of unsigned numbers are never negative, and a short type may not hold the limit.
     return tensor.to(torch.int64)
 
 
@@ -28,7 +28,7 @@ def sized(op: str, name: str, value: object, size: int, anchor: Tensor) -> Tenso
 
 
 def within(op: str, name: str, value: Tensor, least: int, most: int, meaning: str) -> None:
-    """That numbers are in a range, where a look at them is cheap."""
+    """Checks that numbers are in a range, if reading them is cheap."""
     if checks.can_be_looked_at(value) and value.numel() and bool(((value < least) | (value > most)).any()):
         raise ValueError(
             f"{op}: {name} must be from {least} to {meaning}={most}, got {int(value.min())} to {int(value.max())}"
@@ -36,7 +36,7 @@ def within(op: str, name: str, value: Tensor, least: int, most: int, meaning: st
 
 
 def of_lengths(op: str, lengths: object, behaviours: Tensor) -> Tensor:
-    """``[B]`` to the mask ``[B, I]`` of the first so many positions."""
+    """Lengths ``[B]`` to the mask ``[B, I]``."""
     B, I = behaviours.shape[:2]
     found = sized(op, "lengths", lengths, B, behaviours)
     within(op, "lengths", found, 0, I, "I")
@@ -44,14 +44,14 @@ def of_lengths(op: str, lengths: object, behaviours: Tensor) -> Tensor:
 
 
 def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple[Tensor, Tensor]:
-    """Jagged ``values [N, K]`` with ``offsets [B + 1]`` to ``[B, I, K]``, zero behind each history, and its mask.
+    """Jagged ``values [N, K]`` with ``offsets [B + 1]`` to ``[B, I, K]``, padded with zeros, and its mask.
 
-    width: I; None for the longest history, which the host then has to know.
+    width: I; None for the longest history, which must be read from the device.
     """
     if width is None and checks.traced():
         raise ValueError(
-            f"{op}: offsets need max_length under torch.jit.trace, where the longest history of the example would be "
-            f"that of every call, got None; give the layer a max_length"
+            f"{op}: offsets need max_length under torch.jit.trace, which would fix the longest history of the example "
+            f"for every call, got None; give the layer a max_length"
         )
     N, K = values.shape
     found = whole(op, "offsets", offsets, "[B + 1]")
@@ -70,7 +70,7 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
             raise ValueError(f"{op}: histories must be at most max_length={width} long, got one of {longest}")
     B, I = lengths.shape[0], int(lengths.max()) if width is None and lengths.numel() else (width or 0)
     mask = torch.arange(I, device=found.device) < lengths[:, None]
-    # Where the rows of positions in use stand; the others read a row that does not count.
+    # The rows of all positions. Positions behind a history read any row, which is masked later.
     place = (found[:-1, None] + torch.arange(I, device=found.device)).clamp(0, max(N - 1, 0))
     if N == 0:
         return values.new_zeros(B, I, K), mask
@@ -80,7 +80,7 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
 def interests_of(lengths: Tensor, J: int, rule: str) -> Tensor:
     """``lengths [B]`` to the mask ``[B, J]`` of ``max(1, min(J, log2(length)))`` interests.
 
-    The powers of two are compared as integers: a logarithm that is a little off would change the number.
+    Powers of two are compared as integers, because a rounded logarithm could change the number.
     """
     number = torch.arange(J, device=lengths.device)
     power = number + 1 if rule == "floor" else number

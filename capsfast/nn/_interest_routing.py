@@ -1,4 +1,4 @@
-"""The routing of interest capsules: dynamic routing with what no fused op has as an option."""
+"""The routing of interest capsules: dynamic routing with options that the fused ops lack."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
 
 
 def squash(s: Tensor, power: float, kind: str, eps: float) -> Tensor:
-    # eps within the power, or the gradient at 0 of one below 1 is infinite.
+    # eps inside the power, because a power below 1 has an infinite gradient at 0.
     n = s.square().sum(-1, keepdim=True) + eps
     return (n / (RATIO[kind] + n)) ** power * n.rsqrt() * s
 
@@ -35,17 +35,17 @@ def route(
 ) -> Tensor:
     """``u [B, I, K]`` and ``weight [1 or I, 1 or J, D, K]`` to interests ``[B, J, D]`` in the dtype of u.
 
-    Under autocast that is autocast's, as of the ops, and what is done between passes is not cast.
+    Under autocast the result has autocast's dtype, as with the ops; computations between passes are not cast.
 
     Args:
-        o: the layer, for its options.
+        o: the layer, which holds the options.
     """
     if logits is not None and checks.autocast_dtype(u.device) is not None:
         logits = logits.to(wide_dtype(u.dtype))
     (u, weight), no_autocast = as_under_autocast(u, weight)
     shared = weight.shape[0] == 1 and weight.shape[1] == 1
     accumulate = o.update == "accumulate"
-    # Over the interests a masked behaviour has a softmax of its own: it is the same before and after.
+    # In a softmax over the interests each behaviour has its own softmax, so masking before and after is the same.
     masks_after = o.mask_after and o.softmax == "in"
     plain = o.squash_power == 1 and not masks_after
     fused = Options(o.num_iterations, o.softmax, o.gradient, False, o.squash, o.eps)

@@ -1,4 +1,4 @@
-"""What all layers, losses and networks derive from."""
+"""The base class of all layers, losses and networks."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from .._names import ours
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something runs at each call of the module beside its forward."""
+    """Whether the module has hooks, which run at each call besides its forward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -33,7 +33,7 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
     def node(*args: Any, **kwargs: Any) -> Any:
         return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
 
-    # There a Tracer notes in which module a node is, and may have code of its own.
+    # In call_module a Tracer records the module of a node; it may be overridden.
     return tracer.call_module(layer, node, args, kwargs)
 
 
@@ -44,7 +44,7 @@ def _without_self(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _checked(owner: type["Layer"]) -> Callable[..., None]:
-    """The constructor of a class, which looks at its arguments first."""
+    """The constructor of a class, with a check of its arguments in front."""
     init: Callable[..., None] = owner.__init__
 
     @functools.wraps(init)
@@ -61,7 +61,7 @@ def _check(
 ) -> None:
     """
     Raises:
-        TypeError: the call does not fit: what the class takes, what came, and which layer in use can be called so.
+        TypeError: the call does not fit; names the signature, the error, and layers that can be called this way.
     """
     signature = _without_self(init)
     try:
@@ -77,28 +77,28 @@ def _check(
 
 
 class Layer(nn.Module):
-    """A module that torch.fx keeps as one node where another module calls it, whatever its forward looks at.
+    """A module that torch.fx keeps as one node if another module calls it.
 
-    So it is whether or not ``is_leaf_module`` of a Tracer says so, which torch's says of torch's own modules alone: the
-    forward compares sizes, and proxies have none. Of a module that is itself traced the forward runs on proxies, as far
-    as it can.
+    This holds even if ``is_leaf_module`` of the Tracer is False, as torch's is for all modules outside torch: the
+    forward compares sizes, which proxies do not have. If the module itself is traced, its forward runs on proxies as
+    far as it can.
     """
 
-    # Layers in use among which an error of the constructor looks for one that can be called so.
+    # Layers of other code that an error of the constructor may suggest.
     _others: tuple[kinds.Form, ...] = ()
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        # What somebody's own constructor takes is theirs to say.
+        # Subclasses outside this package check their own constructors.
         if "__init__" in vars(cls) and ours(cls):
             cls.__init__ = _checked(cls)  # type: ignore[method-assign]
         call = Layer.__call__
         if getattr(cls.__call__, "__globals__", None) is call.__globals__:
-            # torch.compile counts what it compiles by code, and learns sizes by its name: each class has its own.
+            # torch.compile counts recompilations by code object and name: each class needs its own.
             code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
             cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
 
-    # Not in forward: hooks are to run when the node does.
+    # Not in forward, so that hooks run when the node runs.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pair = bool(args) and isinstance(args[0], tuple)
         if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
@@ -108,6 +108,6 @@ class Layer(nn.Module):
         return nn.Module.__call__(self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script asks for before it compiles."""
+        """Called by torch.jit.script before it compiles."""
         name = type(self).__name__
         raise TypeError(f"capsfast: torch.jit.script cannot compile {name}; use torch.export or torch.jit.trace")

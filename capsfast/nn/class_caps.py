@@ -17,26 +17,26 @@ from .weights import FullWeight
 
 
 class ClassCaps2d(RoutedCaps):
-    """Fully connected capsules over an image, whose weight is shared by all places (Hinton, Sabour, Frosst 2018,
-    section 4).
+    """Fully connected capsules over an image; all places share a weight (Hinton, Sabour, Frosst 2018, section 4).
 
-    A shared weight does not know where a capsule is, so its place is added to its vote: coordinate addition. With
-    ``pose_rows`` row and column of the place go to the first two entries of the last column of the vote, else to its
-    first two numbers. They are the centers of H and W equal parts of the unit interval, such as 1/4 and 3/4 of two.
+    A shared weight can't tell where a capsule is, so the place is added to the vote: coordinate addition. With
+    ``pose_rows``, row and column of the place are added to the first two entries of the last column of the vote,
+    otherwise to its first two components. They are the centers of H and W equal parts of the unit interval: for two
+    parts 1/4 and 3/4.
 
-    The votes are not in memory; the weight is, once for each input capsule.
+    Votes are not stored; each call stores the weight once for each input capsule.
 
-    Parameters: ``W [in_types, out_caps, out_dim, in_dim]``; with ``pose_rows`` ``[in_types, out_caps, Q, R]``. Those of
-    the routing are in its part ``routing``.
+    Parameters: ``W [in_types, out_caps, out_dim, in_dim]``; with ``pose_rows`` ``[in_types, out_caps, Q, R]``; and the
+    parameters of the routing, in ``routing``.
 
     Args:
         in_types: input capsules at each place.
-        out_caps: J.
+        out_caps: number of output capsules, J.
         in_dim, out_dim: sizes of a capsule, K and D.
-        size: of the image, an int or (height, width). The routing has ``in_types·H·W`` input capsules in the order
-            (type, y, x).
-        coordinates: whether places are added to the votes. A pair (offset, scale) is other coordinates: place n of N
-            adds ``scale (n + offset) / N``, and True is (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
+        size: size of the image, an int or (height, width). The routing has ``in_types·H·W`` input capsules in the
+            order (type, y, x).
+        coordinates: whether to add places to the votes. A pair (offset, scale) sets the coordinates: place n of N adds
+            ``scale (n + offset) / N``, and True means (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
             (1, 0.1), another version of it (1, 0.01).
         routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
 
@@ -75,7 +75,7 @@ class ClassCaps2d(RoutedCaps):
                 _arguments.finite(op, f"{name} of coordinates", number)
         for name in ("weight", "shared_weight", "positions"):
             if name in options:
-                raise TypeError(f"{op}: {name} is no option; all places share the weight of a type")
+                raise TypeError(f"{op}: {name} is not an option; all places share the weight of a type")
         super().__init__(
             in_types * height * width,
             out_caps,
@@ -96,12 +96,12 @@ class ClassCaps2d(RoutedCaps):
         self.flatten = FlattenCaps()
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
-        """The votes of poses, as an image or as a list of capsules; none is in memory."""
+        """The votes of poses, given as an image or as a list of capsules; they are not stored."""
         return super().votes(self._listed(u), mask, out_mask)
 
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        # The constant that is added to a vote is a product too: of one more column of the pose and one more row of the
-        # weight, which is (0, ..., 0, 1), or of two more numbers of a vector. So kernels know nothing of it.
+        # The added constant is written as a product, so that kernels need not know of it: one more column of the pose
+        # times one more row of the weight, which is (0, ..., 0, 1); or two more components of a vector.
         (W,) = self._parameters_held()
         return self.held.product(*(self._placed(u, W) if self.coordinates else (u, W)))
 
@@ -124,7 +124,7 @@ class ClassCaps2d(RoutedCaps):
         return super().forward(*self.listed(u, activation), mask=mask, out_mask=out_mask)
 
     def _listed(self, u: Tensor) -> Tensor:
-        """``[B, I, K]``."""
+        """The capsules as a list ``[B, I, K]``."""
         image = isinstance(u, Tensor) and u.dim() == 5
         _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
         if image and (u.shape[1], u.shape[3], u.shape[4]) == (self.in_types, *self.size):
@@ -138,7 +138,7 @@ class ClassCaps2d(RoutedCaps):
         return u
 
     def _placed(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Pose and weight with what multiplies to the coordinates."""
+        """Pose and weight, extended so that their product adds the coordinates."""
         offset, scale = (0.5, 1.0) if isinstance(self.coordinates, bool) else self.coordinates
         axes = [scale * (torch.arange(n, device=u.device, dtype=u.dtype) + offset) / n for n in self.size]
         place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1).repeat(self.in_types, 1)  # [I, 2]

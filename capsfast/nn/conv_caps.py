@@ -27,40 +27,40 @@ COMPETITION = ("window", "child")
 
 
 class ConvCaps2d(WindowLayer):
-    """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
+    """Convolutional capsules: routes the capsules of each window, with the same weight at every place.
 
-    One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
-    (type, y, x). The votes are not in memory, nor are the unfolded poses but for those of a block of windows.
+    Each window is a sample of the routing: ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
+    (type, y, x). Votes are not stored; unfolded poses are stored for a block of windows only.
 
-    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`, with another routing or ``pose_rows`` a
-    :class:`capsfast.nn.RoutedCaps`.
+    Parameters: the parameters of ``routing``, a :class:`capsfast.DynamicRouting`, or with another routing or
+    ``pose_rows`` a :class:`capsfast.nn.RoutedCaps`.
 
-    Capsules of the padding are not there: they have no coupling and no vote.
+    Padding adds no capsules: it has no coupling and no votes.
 
     Args:
         in_types, out_types: capsules at each place, before and after.
         in_dim, out_dim: sizes of a capsule, K and D.
-        kernel_size, stride, padding, dilation: of the window; an int or two of them (vertical, horizontal).
-        num_iterations: of the routing; None for its default, 3 for dynamic routing. There, one iteration is a
-            convolution of the poses, squashed.
-        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
-        competition: for which output capsules the coupling coefficients of an input capsule sum to 1. ``"window"``:
-            those of a window; an input capsule has a softmax in each window that it is in. ``"child"``: those of all
-            these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one. A
-            softmax over the input capsules, which some routings have, is that of a window either way.
-        start: with ``competition="child"``, the coupling of a pass without scores, the first of most routings.
+        kernel_size, stride, padding, dilation: of the window; an int or two ints (vertical, horizontal).
+        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing. Dynamic routing with one
+            iteration is a convolution of the poses, squashed.
+        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.RoutedCaps`.
+        competition: the output capsules over which the coupling coefficients of an input capsule sum to 1.
+            ``"window"``: within a window; an input capsule has a softmax in each of its windows. ``"child"``: one
+            softmax over all windows of the input capsule (Hinton, Sabour, Frosst 2018), which doubles the passes. A
+            softmax over the input capsules, which some routings have, is always within a window.
+        start: with ``competition="child"``, the coupling of a pass without scores, the first pass of most routings.
             ``"child"``: 1 / (J · windows of the input capsule). ``"window"``: 1 / J in every window, as in the code of
-            Hinton, Sabour, Frosst (2018) and of Ribeiro, Leontidis, Kollias (2020). Learned logits are scores.
-        weight: as for RoutedCaps. :class:`capsfast.nn.Groups` are runs of types.
-        init_std: as in RoutedCaps. With dynamic routing by default such that the weighted sum of equal
-            coupling starts about as long as the input capsules, with one iteration twice as long. In a deep stack
-            ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
-        device, dtype: of the parameters.
-        options: all others of RoutedCaps, such as shared_weight, pose_rows and those of the routing.
+            Hinton, Sabour, Frosst (2018) and of Ribeiro, Leontidis, Kollias (2020). Learned logits count as scores.
+        weight: as for RoutedCaps. :class:`capsfast.nn.Groups` split the types.
+        init_std: as in RoutedCaps. By default dynamic routing starts with weighted sums (of equal coupling) about as
+            long as the input capsules, with one iteration twice as long. In a deep stack ``squash="exp"`` keeps this
+            length, while ``"paper"``, which is quadratic for short vectors, lets capsules fade.
+        device, dtype: device and dtype of the parameters.
+        options: all other options of RoutedCaps, such as shared_weight and pose_rows, and options of the routing.
 
-    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
-    ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such
-    shapes.
+    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With a routing other than
+    ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of the
+    same form.
 
     Source: Hinton, Sabour, Frosst (2018), section 4, for the windows; Sabour, Frosst, Hinton (2017) for the routing.
 
@@ -213,7 +213,7 @@ class ConvCaps2d(WindowLayer):
         return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
 
     def _fold(self, shape: Sequence[int], gradient: Tensor) -> Tensor:
-        """The gradient of an image of this shape from that of its windows."""
+        """The gradient of an image of this shape from the gradient of its windows."""
         area, (samples, types, dim, *size) = self.kernel_size, shape
         grid = _arguments.window_grid("", size, area, self.stride, (0, 0), self.dilation)
         windows = gradient.reshape(samples, *grid, types, *area, dim)

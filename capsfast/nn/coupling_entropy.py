@@ -1,4 +1,4 @@
-"""How undecided the coupling is."""
+"""The entropy of the coupling."""
 
 import math
 
@@ -12,10 +12,10 @@ from ._layer import Layer
 
 
 class CouplingEntropy(Layer):
-    """Entropy ``-sum c log c`` of the coupling coefficients, in the mean: 0 where every softmax has chosen.
+    """Mean entropy ``-sum c log c`` of the coupling coefficients: 0 if every softmax has chosen one capsule.
 
-    Added to a loss it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).
-    Softmaxes that are empty (masked capsules) count for nothing, in the sum and in the mean.
+    As a term of a loss, it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).
+    Empty softmaxes (masked capsules) do not count, in neither sum nor mean.
 
     Args:
         softmax: ``"out"`` or ``"in"``, as in the routing that made the coupling.
@@ -39,7 +39,7 @@ class CouplingEntropy(Layer):
         _arguments.floats("capsfast.nn.CouplingEntropy", "coupling", coupling, "[B, I, J]")
         dim = 2 if self.softmax == "out" else 1
         c = coupling.float() if coupling.dtype in (torch.float16, torch.bfloat16) else coupling
-        # log 1 in the place of log 0: c log c is 0 there, and its derivative is to be finite.
+        # log 1 instead of log 0: c log c is 0 there, and its derivative must be finite.
         entropy = -(c * torch.where(c > 0, c, 1).log()).sum(dim)
         filled = (coupling.detach() > 0).any(dim)
         size = c.shape[dim]

@@ -17,20 +17,20 @@ from .routing_by_agreement import RoutingByAgreement
 def couplings(
     layer: nn.Module, u: Tensor, activation: Tensor | None = None, *, shares: bool = False, **given: Tensor
 ) -> list[Tensor]:
-    """The coupling coefficients ``[B, I, J]`` of every pass over its votes in which a layer decides them.
+    """The coupling coefficients ``[B, I, J]`` of every pass over the votes in which the layer computes them.
 
     Args:
         layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting` (with groups:
             ``[B, I, J / groups]``), or a :class:`capsfast.nn.RoutingByAgreement`.
-        u: what its forward takes first.
-        activation: of the input capsules ``[B, I]``, for RoutedCaps; where the routing asks for them and there are
-            none, the lengths of u.
-        shares: those of RoutedCaps divided by their sum over the output capsules: what an input capsule has decided,
-            without the factor of its activation.
+        u: the first argument of the layer's forward.
+        activation: activations of the input capsules ``[B, I]``, for RoutedCaps. Default: the lengths of u, if the
+            routing uses activations.
+        shares: divide the coefficients by their sum over the output capsules. This removes the activation of the input
+            capsule, which is a factor in some routings.
         given: mask and so on, as in the layer's forward.
 
     Raises:
-        TypeError: another layer.
+        TypeError: any other layer.
     """
     checks.boolean("capsfast.nn.couplings", "shares", shares)
     if not isinstance(layer, (RoutedCaps, RoutingByAgreement)):
@@ -45,9 +45,9 @@ def _shares(c: Tensor) -> Tensor:
 
 @contextmanager
 def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]]:
-    """The coupling coefficients ``[B, I, J]`` of the last pass of every forward call made inside, with their gradient.
+    """Records the coupling coefficients ``[B, I, J]`` of the last pass in every forward call inside the block.
 
-    For a term of a loss, such as :class:`capsfast.nn.CouplingEntropy`.
+    They have a gradient, so that a loss can use them, for example with :class:`capsfast.nn.CouplingEntropy`.
 
     Args:
         layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting` (with groups:
@@ -55,7 +55,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
         shares: as for :func:`couplings`.
 
     Raises:
-        TypeError: another layer.
+        TypeError: any other layer.
     """
     checks.boolean("capsfast.nn.recorded", "shares", shares)
     if not isinstance(layer, RoutedCaps):

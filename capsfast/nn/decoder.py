@@ -1,4 +1,4 @@
-"""Images from capsules."""
+"""Decoders, which make images from capsules."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,7 +17,7 @@ FIRST = 16  # feature maps that a ConvDecoder starts from
 
 
 class _MaskedDecoder(Layer):
-    """Chooses the numbers an image is made from."""
+    """Selects the capsules that an image is decoded from."""
 
     _op: str
 
@@ -68,9 +68,9 @@ class Decoder(_MaskedDecoder):
         num_caps, dim: number and size of the capsules, J and D.
         image_shape: (channels, height, width).
         hidden: widths of the hidden layers.
-        masked: all capsules but that of the label (without labels the longest) are set to 0 first.
-        class_independent: only the numbers of the capsule that is kept are decoded, whichever it is.
-        device, dtype: of the parameters.
+        masked: set all capsules to 0 first except the capsule of the label (without labels: the longest capsule).
+        class_independent: decode only the components of the kept capsule, so that the decoder does not see its class.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``capsules [B, num_caps, dim]``, ``labels`` int64 ``[B]`` to images in [0, 1] of
     ``[B, channels, height, width]``.
@@ -108,21 +108,20 @@ class Decoder(_MaskedDecoder):
 
 
 class ConvDecoder(_MaskedDecoder):
-    """A linear layer to small feature maps, which transposed convolutions double up to the size of the image.
+    """A linear layer makes small feature maps, and transposed convolutions double them to the size of the image.
 
-    With ``class_independent=True`` it is the decoder of Rajasegaran et al. (2019), from the authors' code: a ReLU
-    follows the linear layer and the last convolution, batch normalisation the first of these, and nothing stands
-    between the convolutions.
+    With ``class_independent=True`` it is the decoder of Rajasegaran et al. (2019), from the authors' code: ReLU and
+    batch normalisation after the linear layer, ReLU after the last convolution, nothing between the convolutions.
 
-    Parameters: ``start`` (linear), ``norm``, ``convs`` (of 3 x 3). Weights start as Glorot's uniform distribution,
-    biases at 0.
+    Parameters: ``start`` (linear), ``norm``, ``convs`` (3 x 3). Weights start as Glorot's uniform distribution, biases
+    at 0.
 
     Args:
-        channels: after the first convolution, which keeps the size, and after each that doubles it. By default from 64
-            halved down to 8, with as many doublings as the shorter side needs from at most 8 places.
+        channels: channels after the first convolution, which keeps the size, and after each doubling convolution.
+            Default: 64, halved down to 8, with as many doublings as the shorter side needs from at most 8 places.
         num_caps, dim, image_shape, masked, class_independent, device, dtype: as in :class:`Decoder`, as are errors.
 
-    Shapes: as for Decoder, but for the images, which are not negative.
+    Shapes: as for Decoder, but pixels are only bounded below, by 0.
     """
 
     _op = "capsfast.nn.ConvDecoder"
@@ -166,6 +165,6 @@ class ConvDecoder(_MaskedDecoder):
         features = F.relu(self.start(self._chosen(capsules, labels)))
         image: Tensor = self.norm(features.unflatten(1, (FIRST, *self.sizes[0])))
         for (height, width), conv in zip(self.sizes, self.convs, strict=True):
-            # Doubled, an image has a row and a column too many at its end, two of an odd size.
+            # A doubled image has one row and column too many at its end, two if the size is odd.
             image = conv(image)[..., :height, :width]
         return F.relu(image)

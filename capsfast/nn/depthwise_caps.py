@@ -1,4 +1,4 @@
-"""Primary capsules of a depthwise convolution."""
+"""Primary capsules by a depthwise convolution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from .primary_caps import PrimaryCaps
 
 
 class DepthwisePrimaryCaps(PrimaryCaps):
-    """One depthwise convolution whose channels are cut into capsules and squashed (Mazzia et al. 2021).
+    """Primary capsules: a depthwise convolution, whose channels become squashed capsules (Mazzia et al. 2021).
 
-    Every feature map has a filter of its own. With a kernel as large as the maps there is one place, and ``types``
-    capsules in all.
+    Every feature map has its own filter. With a kernel as large as the maps there is one place, and ``types`` capsules
+    in all.
 
     Parameters: ``conv.weight [types·dim, 1, *kernel_size]`` and ``conv.bias [types·dim]``. Channel ``t·dim + k`` is
     component k of capsule type t.
@@ -21,11 +21,11 @@ class DepthwisePrimaryCaps(PrimaryCaps):
     Args:
         types: capsules at each place, C.
         dim: size of a capsule, K.
-        kernel_size, stride: of the convolution; an int or two of them (vertical, horizontal).
-        bias: of the convolution.
+        kernel_size, stride: kernel and stride of the convolution; an int or two ints (vertical, horizontal).
+        bias: whether the convolution has a bias.
         squash, eps: see :func:`capsfast.squash`; the paper's is ``"exp"``.
-        flatten: a list of capsules, or False for an image of them, as :class:`ConvCaps2d` takes it.
-        device, dtype: of the parameters.
+        flatten: return a list of capsules; False: an image of capsules, as :class:`ConvCaps2d` takes it.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``[B, types·dim, H, W]`` to ``u [B, types·H'·W', dim]`` with the capsules in the order (type, y, x);
     without ``flatten`` to ``[B, types, dim, H', W']``.

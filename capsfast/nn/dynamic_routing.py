@@ -18,7 +18,7 @@ from .weights import Weight
 
 
 def _refuse_votes(op: str, u: object, *others: object) -> NoReturn:
-    """A layer was called with votes, or with more than one argument, as layers of votes are."""
+    """Raises the error for a call with votes, or with several arguments, as layers of votes are called."""
     got = checks.shape_of(u) if isinstance(u, Tensor) else type(u).__name__
     if others:
         got += f" and {len(others)} more"
@@ -45,11 +45,11 @@ class _OfRouting:
 class DynamicRouting(RoutedCaps):
     """Fully connected capsules with dynamic routing (Sabour, Frosst, Hinton 2017): ``u -> v``.
 
-    The layer is :class:`capsfast.nn.RoutedCaps` with ``routing="dynamic"`` that returns the poses alone.
+    The layer is :class:`capsfast.nn.RoutedCaps` with ``routing="dynamic"``, but it returns only the poses.
 
-    Parameters: those of ``weight``, by default ``W [in_caps, out_caps, out_dim, in_dim]``. On request ``logits
-    [in_caps, out_caps]`` (with groups ``[in_caps, out_caps / groups]``) and ``bias [out_caps, out_dim]``, which are
-    parameters of the part ``routing``.
+    Parameters: the parameters of ``weight``, by default ``W [in_caps, out_caps, out_dim, in_dim]``. On request, in
+    ``routing``: ``logits [in_caps, out_caps]`` (with groups ``[in_caps, out_caps / groups]``) and ``bias
+    [out_caps, out_dim]``.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
@@ -59,15 +59,15 @@ class DynamicRouting(RoutedCaps):
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
         bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
         softmax, gradient, leaky, squash, eps, squash_last, backend: see :func:`capsfast.dynamic_routing`.
-        init_std: the weight starts as a normal distribution of this deviation, cut at two deviations. The
-            default 0.1 is the authors'. Useful values are 0.01 to 0.1: ``torch.randn`` saturates
-            the squash, and the margin loss then stands still.
-        device, dtype: of the parameters.
+        init_std: the weight starts as a normal distribution with this deviation, truncated at two deviations. The
+            default 0.1 is the authors'. Useful values are 0.01 to 0.1: ``torch.randn`` saturates the squash, so that
+            the margin loss does not fall.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``u [B, in_caps, in_dim]`` to ``v [B, out_caps, out_dim]``.
 
     Raises:
-        ValueError, TypeError: sizes below 1, or options that the function rejects.
+        ValueError, TypeError: sizes below 1, or options that :func:`capsfast.dynamic_routing` rejects.
     """
 
     _op = "capsfast.DynamicRouting"
@@ -136,7 +136,7 @@ class DynamicRouting(RoutedCaps):
     ) -> Any:
         """``u [B, I, K]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J / groups]``.
 
-        ``logits``, whose last axis is as long as that of ``c``, are added to the learned ones, if any.
+        ``logits``, whose last axis is as long as the last axis of ``c``, are added to learned logits.
         """
         if isinstance(u, Tensor):
             if u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
@@ -201,7 +201,7 @@ class ClassCaps(DynamicRouting):
 def fully_connected(
     in_caps: int, out_caps: int, in_dim: int, out_dim: int, routing: RoutingChoice, **options: Any
 ) -> RoutedCaps:
-    """The layer of a routing: :class:`DynamicRouting` where it has all the options. None stands for a default."""
+    """The layer for a routing: :class:`DynamicRouting` if it has all the options. None means the default."""
     sizes = (in_caps, out_caps, in_dim, out_dim)
     options = {name: value for name, value in options.items() if value is not None}
     if routing == "dynamic" and "pose_rows" not in options and "identity" not in options:

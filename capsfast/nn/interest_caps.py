@@ -1,4 +1,4 @@
-"""Interest capsules: several vectors for what a user likes, from the items that the user has clicked."""
+"""Interest capsules: several vectors for the interests of a user, from the items that the user has clicked."""
 
 import inspect
 from typing import NamedTuple
@@ -20,9 +20,9 @@ PROJECTIONS = (None, "linear", "relu")
 
 
 class Interests(NamedTuple):
-    """vectors ``[B, J, D]``, and mask ``[B, J]``, bool: which of them the user has. The others are 0.
+    """vectors ``[B, J, D]``; mask ``[B, J]``, bool: True for the interests that the user has. The other vectors are 0.
 
-    A user without behaviours has none.
+    A user without behaviours has no interest.
     """
 
     vectors: Tensor
@@ -32,47 +32,47 @@ class Interests(NamedTuple):
 class InterestCapsules(Layer):
     """Routes the behaviours of a user to interests (MIND, Li et al. 2019; ComiRec, Cen et al. 2020).
 
-    Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for
-    its number of interests, which ``count="floor"`` gives: one matrix for all pairs, logits that start as one normal
-    draw, softmax over the interests, agreement that adds up. docs/published-routings.md writes such a routing with
-    passes.
+    Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) without
+    its number of interests, which ``count="floor"`` gives: one matrix for all pairs, logits that start as a fixed
+    normal draw, softmax over the interests, agreement that accumulates.
 
-    With one matrix for all pairs no votes are formed: each iteration multiplies J vectors by it, not I. So rounding
-    differs from code that forms votes.
+    With one matrix for all pairs no votes are formed: each iteration multiplies J vectors by the matrix, not I. So
+    rounding differs from code that forms votes.
 
     Parameters: ``W [1, 1, D, K]``, ``[1, J, D, K]`` or ``[I, J, D, K]``; ``projection``, an ``nn.Linear(D, D)``, on
     request. Buffer: ``logits [max_length, J]`` with ``initial_logits="fixed"``; it is in checkpoints, and
     DistributedDataParallel makes it the same on every rank.
 
     Args:
-        num_interests: J, the most that a user has.
+        num_interests: J, the largest number of interests of a user.
         in_dim, out_dim: sizes K of a behaviour and D of an interest.
-        num_iterations: weighted sums, at least 1.
-        max_length: I, the most behaviours of a user. Needed by ``initial_logits="fixed"`` and ``weight="position"``;
-            jagged histories are padded to it, or without it to the longest, which no trace of ``torch.jit.trace`` can.
+        num_iterations: number of weighted sums, at least 1.
+        max_length: I, the largest number of behaviours of a user. ``initial_logits="fixed"`` and ``weight="position"``
+            need it. Jagged histories are padded to it; without it to the longest, except under ``torch.jit.trace``.
         weight: ``"shared"``, one matrix for all pairs; ``"output"``, one for each interest; ``"position"``, one for
             each position and interest.
         initial_logits: ``"fixed"``, one normal draw, made with the layer; ``"random"``, a draw at each call for all
-            users; ``"random_per_user"``; ``"zero"``, with which a shared weight makes all interests of a user equal.
+            users; ``"random_per_user"``, a draw at each call for each user; ``"zero"``, with which a shared weight
+            makes all interests of a user equal.
         logits_std: deviation of the draw.
-        update: ``"accumulate"``, logits are the initial ones and all agreements; ``"overwrite"``, the last agreement.
+        update: logits: ``"accumulate"``: the initial logits plus all agreements; ``"overwrite"``: the last agreement.
         softmax: ``"out"``, over the interests; ``"in"``, over the behaviours.
-        mask_after: masked behaviours lose their coupling after the softmax, not before. Differs for ``softmax="in"``
-            only, where they then take a share that is lost.
+        mask_after: masked behaviours lose their coupling after the softmax, not before. This matters only for
+            ``softmax="in"``: their share of the softmax is then lost.
         temperature: divides the logits in the softmax.
-        squash_power: power of the length ``n / (c + n)`` that a squash gives; the kinds that have it are ``"paper"``,
-            ``"half"`` and ``"eps_outside"``. With one other than 1, ``n + eps`` stands for n.
+        squash_power: power of the length ``n / (c + n)`` after a squash ``"paper"``, ``"half"`` or ``"eps_outside"``.
+            With a power other than 1, n is replaced by ``n + eps``.
         squash, eps: see :func:`capsfast.squash`.
         gradient: ``"full"``, or ``"last"``: the agreement counts as constant.
-        count: how many interests a user with behaviours has: None, J; ``"floor"`` or ``"ceil"`` of
+        count: the number of interests of a user with behaviours: None: J; ``"floor"`` or ``"ceil"`` of
             ``max(1, min(J, log2(length)))`` (MIND).
-        projection: a linear map after the routing, ``"relu"`` with a ReLU behind it.
-        init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default ``K**-0.5``.
+        projection: ``"linear"``: a linear map after the routing; ``"relu"``: the same followed by a ReLU.
+        init_std: W starts as a normal distribution with this deviation (default ``K**-0.5``), truncated at two.
         backend: see :func:`capsfast.dynamic_routing`.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
-    Shapes: behaviours ``[B, I, K]`` to :class:`Interests`, whose vectors have the dtype of the behaviours, under
-    autocast that of autocast; sums are formed in float32 for 16 bits.
+    Shapes: behaviours ``[B, I, K]`` to :class:`Interests`, whose vectors have the dtype of the behaviours, or
+    autocast's. Sums are formed in float32 for 16-bit inputs.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit.
@@ -134,7 +134,7 @@ class InterestCapsules(Layer):
             raise ValueError(f"{op}: projection must be None, 'linear' or 'relu', got {checks.shown(projection)}")
         if squash_power != 1 and squash not in RATIO:
             raise ValueError(
-                f"{op}: squash_power is of a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
+                f"{op}: squash_power needs a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
                 f"got {checks.shown(squash)}"
             )
         for name, option, needing in (("initial_logits", initial_logits, "fixed"), ("weight", weight, "position")):
@@ -171,7 +171,7 @@ class InterestCapsules(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws W, the projection and the fixed logits anew."""
+        """Initialises W, the projection and the fixed logits again."""
         nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
         if self.logits is not None:
             nn.init.normal_(self.logits, std=self.logits_std)
@@ -189,20 +189,20 @@ class InterestCapsules(Layer):
         logits: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Interests:
-        """Interests of the users.
+        """The interests of the users.
 
-        At most one of lengths, mask and offsets is given; with none all behaviours count. A user without behaviours has
-        no interest, whatever ``count`` and interests say: vectors of 0, and False in the mask. Numbers that
-        are out of range are seen on the CPU, where a look at them is cheap, and while nothing is traced.
+        Give at most one of lengths, mask and offsets; without them all behaviours count. A user without behaviours has
+        no interest, whatever ``count`` and interests say: vectors 0, and False in the mask. Numbers out of range
+        raise an error only on the CPU and outside traces, where reading them is cheap.
 
         Args:
             behaviours: ``[B, I, K]``, with offsets ``[N, K]``.
-            lengths: ``[B]``, integers: the first so many behaviours count.
+            lengths: ``[B]``, integers: number of behaviours that count, from the first on.
             mask: bool ``[B, I]``, False for a behaviour that does not count.
-            offsets: ``[B + 1]``, integers: those of user b are the rows ``offsets[b]`` to ``offsets[b + 1] - 1``.
-            interests: ``[B]``, integers from 1 to J: how many the user has, in place of ``count``.
-            logits: ``[I, J]`` or ``[B, I, J]``, in place of the initial ones.
-            generator: of a random draw; default torch's own, which is each rank's own.
+            offsets: ``[B + 1]``, integers: user b has the rows ``offsets[b]`` to ``offsets[b + 1] - 1``.
+            interests: ``[B]``, integers from 1 to J: number of interests of each user, instead of ``count``.
+            logits: ``[I, J]`` or ``[B, I, J]``, instead of the initial logits.
+            generator: generator of a random draw; default torch's own, which differs between ranks.
 
         Raises:
             ValueError, TypeError: a shape, a value, a dtype or a device that does not fit.
@@ -230,7 +230,7 @@ class InterestCapsules(Layer):
         there = self._there(op, number, interests, behaviours) & (number > 0)[:, None]
         start = self._start(behaviours, B, I, generator) if logits is None else logits
         W = self.W[:I] if self.weight == "position" else self.W
-        # Where all interests are there, the kernels need not know.
+        # If every user has all interests, the kernels need no mask.
         whole = self.count is None and interests is None
         v = route(behaviours, W, J, start, mask, None if whole else there, self)
         if self.projection is not None:

@@ -1,4 +1,4 @@
-"""What is done with interests: attention by the item that is to be found, and scores of items."""
+"""The use of interests: attention by a target item, and scores of items."""
 
 import math
 
@@ -11,7 +11,7 @@ from .._overrides import instead
 from . import _arguments
 from ._layer import Layer
 
-# No power of a score is larger: softmax, and the derivatives of powers, stay finite in float32.
+# Powers of scores are clamped to this, so that softmax and the derivatives of powers stay finite in float32.
 LARGEST = 1e30
 
 
@@ -41,7 +41,7 @@ def _operands(op: str, interests: object, items: object, mask: Tensor | None) ->
 
 def _signed_power(scores: Tensor, power: float) -> Tensor:
     """``sign(x) |x|^power`` for a power above 1, whose derivative at 0 is 0."""
-    # Powers of 0 below 1 have no derivative, and products with it are NaN.
+    # A power below 1 has no derivative at 0, and products with it are NaN.
     none = scores.abs() < torch.finfo(scores.dtype).tiny
     safe = scores.masked_fill(none, 1.0)
     return (safe * safe.abs() ** (power - 1)).masked_fill(none, 0.0)
@@ -50,13 +50,13 @@ def _signed_power(scores: Tensor, power: float) -> Tensor:
 class LabelAwareAttention(Layer):
     """The interests of a user as one vector, weighted by a target item (MIND, Li et al. 2019, equation 9).
 
-    ``softmax_j((item . v_j)^power) v_j``. With ``power=math.inf`` the interest of the largest score is taken as it is,
-    as training of ComiRec does (Cen et al. 2020).
+    ``sum_j softmax_j((item . v_j)^power) v_j``. With ``power=math.inf`` the result is the interest with the largest
+    score, as in the training of ComiRec (Cen et al. 2020).
 
     Args:
-        power: 0, with which all interests count alike; from 1 on; or ``math.inf``.
-        signed: the power of a negative score is ``-|score|^power``. Without it that of an even number is positive, as
-            the formula has it, and a power that is no integer does not exist.
+        power: 0 (all interests count alike), at least 1, or ``math.inf``.
+        signed: the power of a negative score is ``-|score|^power``. Without it, an even power of a negative score is
+            positive, as in the formula, and ``power`` must be an integer.
 
     Shapes: interests ``[B, J, D]``, items ``[B, D]`` or ``[B, N, D]``, mask ``[B, J]`` (bool, False for an interest
     that the user does not have) to ``[B, D]`` or ``[B, N, D]``, 0 for a user who has no interest.
@@ -127,7 +127,7 @@ def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None
         mask: bool ``[B, J]``, False for an interest that the user does not have.
 
     Returns:
-        ``[B, N]``, -inf for a user who has no interest. Scores of one interest at a time are in memory, not
+        ``[B, N]``, -inf for a user who has no interest. Memory holds the scores of one interest at a time, not
         ``[B, J, N]``.
 
     Raises:

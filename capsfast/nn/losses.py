@@ -37,12 +37,12 @@ class MarginLoss(Layer):
     (Sabour, Frosst, Hinton 2017, eq. 4).
 
     Args:
-        m_plus, m_minus, lam: margins and the weight of absent classes.
-        squared: False leaves out the squares.
-        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+        m_plus, m_minus, lam: margins, and the weight of absent classes.
+        squared: False omits the squares.
+        reduction: over the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
 
     Shapes: lengths ``[B, J]`` or capsules ``[B, J, D]``, and targets: int64 ``[B]`` (one class each) or
-    ``[B, J]`` (1 or True for each class that is there). Result ``[]``, or ``[B]`` without reduction.
+    ``[B, J]`` (1 or True for each present class). Result ``[]``, or ``[B]`` without reduction.
 
     Raises:
         ValueError, TypeError: an argument or a target that does not fit.
@@ -77,12 +77,12 @@ class MarginLoss(Layer):
         return _reduced((present + absent).sum(1), self.reduction)
 
     def parts(self, lengths: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The two summands of the loss: of the classes that are there, and of those that are not."""
+        """The two summands of the loss: from present classes, and from absent classes."""
         present, absent = self._per_class(lengths, targets)
         return _reduced(present.sum(1), self.reduction), _reduced(absent.sum(1), self.reduction)
 
     def _per_class(self, lengths: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, J]`` both."""
+        """The loss of present and of absent classes, ``[B, J]`` each."""
         op = "capsfast.nn.MarginLoss"
         lengths = _lengths(op, "lengths", lengths)
         present = self._present(op, lengths, targets)
@@ -111,9 +111,9 @@ class ReconstructionLoss(Layer):
     """Squared error, summed over all numbers of an image (Sabour, Frosst, Hinton 2017, section 4.1).
 
     Args:
-        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+        reduction: over the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
 
-    Shapes: reconstruction and images ``[B, ...]`` alike. Result ``[]``, or ``[B]`` without reduction.
+    Shapes: reconstruction and images ``[B, ...]``. Result ``[]``, or ``[B]`` without reduction.
 
     Raises:
         ValueError, TypeError: unknown reduction, shapes that differ.
@@ -144,7 +144,7 @@ class ReconstructionLoss(Layer):
 
 
 class LossParts(NamedTuple):
-    """``total = margin + reconstruction_weight · reconstruction``, tensors all three."""
+    """``total = margin + reconstruction_weight · reconstruction``, all tensors."""
 
     total: Tensor
     margin: Tensor
@@ -152,15 +152,15 @@ class LossParts(NamedTuple):
 
 
 class CapsNetLoss(Layer):
-    """Margin loss and ``reconstruction_weight`` times the summed squared error (Sabour et al. 2017, section 4.1).
+    """Margin loss plus ``reconstruction_weight`` times the summed squared error (Sabour et al. 2017, section 4.1).
 
-    Nothing here waits for a device: take ``.item()`` of a part when you need the number.
+    The loss does not synchronise with the device: call ``.item()`` of a part when you need the number.
 
     Args:
-        reconstruction_weight: times the error summed over an image: 0.0005 of the paper is 0.392 times
-            the mean error of 28 x 28 numbers.
+        reconstruction_weight: factor of the error summed over an image: the paper's 0.0005 is 0.392 times the mean
+            error of 28 x 28 numbers.
         m_plus, m_minus, lam, squared: see :class:`MarginLoss`.
-        reduction: of the batch, in both parts.
+        reduction: over the batch, in both parts.
 
     Shapes: ``output`` = (lengths ``[B, J]``, capsules, reconstruction ``[B, C, H, W]`` or None), such as
     a :class:`capsfast.models.CapsNetOutput`; images ``[B, C, H, W]``; labels as in :class:`MarginLoss`.
@@ -201,13 +201,13 @@ class CapsNetLoss(Layer):
 class SpreadLoss(Layer):
     """Sum over the wrong classes of ``max(0, m - (a_target - a_j))^2`` (Hinton, Sabour, Frosst 2018, eq. 3).
 
-    The margin m grows linearly from ``start`` to ``end`` over ``steps`` calls of an optimizer, of which the caller
-    keeps count: the loss has no state, and what resumes from a checkpoint needs no more than its step.
+    The margin m grows linearly from ``start`` to ``end`` over ``steps`` optimizer steps, which the caller counts: the
+    loss has no state, so a resumed training needs only its step.
 
     Args:
         start, end: margins at step 0 and from ``steps`` on.
-        steps: length of the growth.
-        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+        steps: number of steps in which the margin grows.
+        reduction: over the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
 
     Shapes: activations ``[B, J]`` (or capsules ``[B, J, D]``, whose lengths count), targets int64 ``[B]``, step an
     int or a tensor ``[]``. Result ``[]``, or ``[B]`` without reduction.
@@ -229,7 +229,7 @@ class SpreadLoss(Layer):
         self.reduction = reduction
 
     def margin(self, step: int | Tensor) -> float | Tensor:
-        """m at a step."""
+        """The margin m at a step."""
         if isinstance(step, Tensor):
             return self.start + (self.end - self.start) * (step / self.steps).clamp(0, 1)
         return self.start + (self.end - self.start) * min(max(step / self.steps, 0.0), 1.0)

@@ -26,33 +26,33 @@ class FlattenCaps(Layer):
 
 
 class PrimaryCaps(Layer):
-    """One convolution whose channels are cut into capsules and squashed (Sabour, Frosst, Hinton 2017, section 4).
+    """Primary capsules: a convolution, whose channels become squashed capsules (Sabour et al. 2017, section 4).
 
-    Parameters: ``conv.weight [types·dim, in_channels, *kernel_size]`` and ``conv.bias [types·dim]``.
-    Channel ``t·dim + k`` is component k of capsule type t, with another ``order`` what that says.
+    Parameters: ``conv.weight [types·dim, in_channels, *kernel_size]`` and ``conv.bias [types·dim]``. ``order`` says
+    which channel is which component.
 
-    A state dict of a list of convolutions is taken too (keys ``<any name>.<n>.weight`` and ``.bias``), whose
-    entries each make one capsule type (``types`` entries of ``dim`` channels) or one pose component (``dim``
-    entries of ``types`` channels). With ``types == dim`` the two can't be told apart: use :meth:`from_list`. With
-    ``order="view"`` the channels of both are joined as they come.
+    A state dict of a list of convolutions can be loaded too (keys ``<any name>.<n>.weight`` and ``.bias``). Each entry
+    makes one capsule type (``types`` entries with ``dim`` channels) or one pose component (``dim`` entries with
+    ``types`` channels). With ``types == dim`` the two look the same: use :meth:`from_list`. With ``order="view"`` the
+    channels of the entries are concatenated in both cases.
 
     Args:
-        in_channels: of the feature maps.
+        in_channels: channels of the feature maps.
         types: capsules at each place, C.
         dim: size of a capsule, K.
-        kernel_size, stride, padding, dilation: of the convolution; an int or two of them.
-        bias: of the convolution.
-        order: which numbers of the feature maps make a capsule, so that weights of other code can be loaded.
+        kernel_size, stride, padding, dilation: of the convolution; an int or two ints.
+        bias: whether the convolution has a bias.
+        order: which numbers of the feature maps form a capsule, so that weights of other code can be loaded.
 
             * ``"type"``: channel ``t·dim + k`` is component k of type t.
             * ``"component"``: channel ``k·types + t`` is component k of type t.
-            * ``"view"``: what ``conv(x).view(B, -1, dim)`` gives, as much public code does. Numbers of a feature map
-              lie row by row behind one another, so the components of a capsule are ``dim`` neighbouring places of one
-              channel, of the next channel where it ends. Such a capsule has neither type nor place.
+            * ``"view"``: ``conv(x).view(B, -1, dim)``, as in much public code. The components of a capsule are then
+              ``dim`` neighbouring places of a channel, row by row, continued in the next channel. Such a capsule has
+              neither type nor place.
         squash, eps: see :func:`capsfast.squash`.
-        flatten: a list of capsules, or False for an image of them, as :class:`ConvCaps2d` takes it; not with
+        flatten: return a list of capsules; False: an image of capsules, as :class:`ConvCaps2d` takes it; not with
             ``order="view"``.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to ``u [B, types·H'·W', dim]`` with the capsules in the order
     (type, y, x); without ``flatten`` to ``[B, types, dim, H', W']``.
@@ -89,7 +89,7 @@ class PrimaryCaps(Layer):
         checks.boolean(op, "flatten", flatten)
         checks.choice(op, "order", order, ORDER)
         if order == "view" and not flatten:
-            raise ValueError(f"{op}: flatten=False needs capsules that have a place, those of order='view' have none")
+            raise ValueError(f"{op}: flatten=False needs capsules with a place, got order='view', which has none")
         checks.choice(op, "squash", squash, SQUASH)
         checks.positive_eps(op, eps)
         self.in_channels = in_channels
@@ -134,7 +134,7 @@ class PrimaryCaps(Layer):
 
         Args:
             state: the state dict of the ``ModuleList``.
-            each: what one convolution makes, a capsule ``"type"`` or a pose ``"component"``.
+            each: ``"type"`` if a convolution makes a capsule type, ``"component"`` if it makes a pose component.
 
         Returns:
             This module.
@@ -146,7 +146,7 @@ class PrimaryCaps(Layer):
         return self
 
     def _list_sizes(self, each: str) -> tuple[int, int]:
-        """How many convolutions make this layer, and how many channels each has."""
+        """The number of convolutions that make this layer, and the channels of each."""
         return (self.types, self.dim) if each == "type" else (self.dim, self.types)
 
     def _stacked(self, state: Mapping[str, Tensor], each: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What is read from the output capsules: their lengths, and the capsule of a class."""
+"""Reads the output capsules: their lengths, or the capsule of a class."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ._layer import Layer
 
 
 def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") -> None:
-    """int64 [B] for an anchor [B, J, ...]. The range is checked where that does not wait for a device."""
+    """Checks labels, int64 [B] for an anchor [B, J, ...]; their range only if this needs no synchronisation."""
     checks.tensor(op, name, given, "[B]")
     B, J = anchor.shape[:2]
     if given.dtype != torch.int64:
@@ -25,7 +25,7 @@ def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") 
 
 
 def one_hot(labels: Tensor, J: int, dtype: torch.dtype) -> Tensor:
-    """int64 ``[B]`` to ``[B, J]``; on a device an index out of range fails there."""
+    """int64 ``[B]`` to ``[B, J]``; on a GPU an index out of range fails in the kernel."""
     hot = torch.zeros((labels.shape[0], J), dtype=dtype, device=labels.device)
     # A tensor of this dtype: torch 2.10 compiles the number 1 into an int64 mask, TorchScript takes no bool.
     return hot.scatter(1, labels[:, None], torch.ones_like(labels[:, None], dtype=dtype))
@@ -45,9 +45,9 @@ class Length(Layer):
 
 
 class Mask(Layer):
-    """All capsules but one set to 0, ``[B, J, D]`` to ``[B, J, D]`` (Sabour, Frosst, Hinton 2017, section 4.1).
+    """Sets all capsules but one to 0, ``[B, J, D]`` to ``[B, J, D]`` (Sabour, Frosst, Hinton 2017, section 4.1).
 
-    What stays is the capsule of the label, without labels the longest.
+    It keeps the capsule of the label; without labels the longest capsule.
     """
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -62,6 +62,6 @@ class Mask(Layer):
             labels = torch.linalg.vector_norm(capsules.detach(), dim=-1).argmax(1)
         else:
             class_indices(op, labels, capsules)
-        # By a choice and not by a product: what the other capsules hold does not matter, not even NaN.
+        # torch.where, not a product, so that NaN in the other capsules has no effect.
         chosen = one_hot(labels, capsules.shape[1], torch.bool)
         return torch.where(chosen[:, :, None], capsules, 0)

@@ -16,29 +16,30 @@ from .weights import Weight
 
 
 class RoutedCaps(Layer):
-    """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
+    """Fully connected capsules with any routing: ``u, activation -> poses, activations``.
 
-    Parameters: those of ``weight``, by default ``W [in_caps, out_caps, out_dim, in_dim]``; with ``pose_rows``
-    ``[in_caps, out_caps, Q, R]``. Those of the routing are in its part ``routing``.
+    Parameters: the parameters of ``weight``, by default ``W [in_caps, out_caps, out_dim, in_dim]``, with ``pose_rows``
+    ``[in_caps, out_caps, Q, R]``; and the parameters of the routing, in ``routing``.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
         in_dim, out_dim: sizes of a capsule, K and D.
-        routing: a name of :data:`capsfast.nn.ROUTINGS`, a :class:`Routing` class, or a function of the same
-            arguments that makes one.
-        weight: how the matrices are held: :class:`FullWeight`, :class:`SharedWeight`, :class:`LowRank` or
+        routing: a name in :data:`capsfast.nn.ROUTINGS`, a :class:`Routing` class, or a function with the same
+            arguments that returns a routing.
+        weight: how to hold the matrices: :class:`FullWeight`, :class:`SharedWeight`, :class:`LowRank` or
             :class:`Groups`.
         shared_weight: short for ``weight=SharedWeight()``.
         positions: short for ``weight=FullWeight(positions)``.
-        pose_rows: capsules are matrices of so many rows, P, row by row: ``in_dim = P Q`` and ``out_dim = P R``. A vote
-            is a product of matrices ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None: capsules are vectors.
-        init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default what the
-            routing says, see :meth:`Routing.weight_std`.
-        identity: W starts as the identity plus that. Input capsules of like poses then vote alike, and the mean of
-            their votes is about as long as they are. Independent matrices of many input capsules give votes whose mean
-            is close to 0. It needs matrices that are square.
-        device, dtype: of the parameters.
-        options: of the routing, such as num_iterations and backend.
+        pose_rows: capsules are matrices with this number of rows, P, stored row by row: ``in_dim = P Q`` and
+            ``out_dim = P R``. A vote is a matrix product ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None:
+            capsules are vectors.
+        init_std: W starts as a normal distribution with this deviation, truncated at two deviations; default:
+            :meth:`Routing.weight_std`.
+        identity: add the identity to the initial W, whose matrices must be square. Input capsules with similar poses
+            then have similar votes, whose mean is about as long as the poses. With independent matrices for many input
+            capsules, the mean vote is close to 0.
+        device, dtype: device and dtype of the parameters.
+        options: options of the routing, such as num_iterations and backend.
 
     Shapes: ``u [B, in_caps, in_dim]`` and ``activation [B, in_caps]`` or None to :class:`Capsules`: poses
     ``[B, out_caps, out_dim]`` and activations ``[B, out_caps]``.
@@ -72,7 +73,7 @@ class RoutedCaps(Layer):
         **options: Any,
     ) -> None:
         super().__init__()
-        # What a layer of windows puts around the votes, whose samples then compete with each other.
+        # A layer of windows sets this to wrap the votes, so that windows compete with each other.
         self.competing: Callable[[Votes], Votes] | None = None
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
@@ -100,8 +101,8 @@ class RoutedCaps(Layer):
         self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
         if self.routing.needs_votes:
             raise ValueError(
-                f"{op}: routing must be one that takes (u, weight), got {checks.shown(self.routing)}, which needs "
-                f"votes in memory; call it with votes, or route those of a convolution"
+                f"{op}: routing must take (u, weight), got {checks.shown(self.routing)}, which needs votes in memory; "
+                f"call the routing with votes, or use it in a layer whose convolution makes the votes"
             )
         logits = getattr(self.routing, "logits", None)
         if self.held.groups > 1 and isinstance(logits, nn.Parameter):
@@ -115,11 +116,11 @@ class RoutedCaps(Layer):
 
     @property
     def uses_activation(self) -> bool:
-        """Whether the routing asks for activations of the input capsules."""
+        """Whether the routing uses activations of the input capsules."""
         return self.routing.uses_activation
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew, and sets what the routing can set."""
+        """Initialises the weight again, and the routing if it has ``reset_parameters``."""
         self._draw()
         reset = getattr(self.routing, "reset_parameters", None)
         if reset is not None:
@@ -135,7 +136,7 @@ class RoutedCaps(Layer):
         return [getattr(self, name) for name in self._names]
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
-        """The votes of ``u [B, I, K]`` as the routing takes them; none is in memory."""
+        """The votes of ``u [B, I, K]`` for the routing; they are not stored."""
         op = self._op
         _arguments.floats(op, "u", u, "[B, I, K]")
         if u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
@@ -143,7 +144,7 @@ class RoutedCaps(Layer):
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
         votes = self._made(u, mask, out_mask)
-        votes.u = u  # what a routing sees of the input capsules
+        votes.u = u  # the input capsules, for routings that use them
         return votes if self.competing is None else self.competing(votes)
 
     def _made(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
@@ -161,25 +162,25 @@ class RoutedCaps(Layer):
         return GroupedVotes(parts, mask, out_mask)
 
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """What a pass takes, without groups."""
+        """The arguments of a pass, without groups."""
         return self.held.product(u, *self._parameters_held())
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Input capsules and their activations as lists ``[B, I, K]`` and ``[B, I]``, whatever forward takes."""
+        """The arguments of forward as lists: input capsules ``[B, I, K]`` and activations ``[B, I]``."""
         return u, activation
 
     def activated(
         self, u: Tensor, activation: Tensor | None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Listed, and where the routing asks for activations and there are none, these are the lengths of ``u``."""
+        """As :meth:`listed`. Missing activations become the lengths of ``u`` if the routing uses activations."""
         u, activation = self.listed(u, activation)
         if activation is None and self.uses_activation:
-            # A capsule that is masked may hold anything; its length is not to have a gradient.
+            # A masked capsule may hold anything, so its length must not have a gradient.
             activation = lengths(u if mask is None else u.masked_fill(~mask[..., None], 0.0))
         return u, activation
 
     def capsules(self, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
-        """A call of the layer with the activations that the routing asks for, see :meth:`activated`."""
+        """Calls the layer with activations if the routing uses them, see :meth:`activated`."""
         u, activation = self.activated(u, activation, given.get("mask"))
         return self(u, activation, **given)  # type: ignore[no-any-return]
 
@@ -192,7 +193,7 @@ class RoutedCaps(Layer):
         out_mask: Tensor | None = None,
         **given: Any,
     ) -> RecordedVotes:
-        """The votes after the routing went over them in single passes, with the coupling of each."""
+        """Runs the routing in single passes and returns the votes with the coupling of each pass."""
         u, activation = self.activated(u, activation, mask)
         votes = RecordedVotes(self.votes(u, mask, out_mask))
         self.routing(votes, activation, **given)
@@ -207,7 +208,7 @@ class RoutedCaps(Layer):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        for name in ("logits", "bias"):  # parameters of the routing that older checkpoints have beside W
+        for name in ("logits", "bias"):  # older checkpoints have these parameters of the routing beside W
             if prefix + name in state_dict and getattr(self.routing, name, None) is not None:
                 state_dict[f"{prefix}routing.{name}"] = state_dict.pop(prefix + name)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
@@ -219,7 +220,7 @@ class RoutedCaps(Layer):
 
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
-    """(P, Q, R) of pose matrices ``[P, Q]`` that become votes ``[P, R]``."""
+    """(P, Q, R) for pose matrices ``[P, Q]`` and votes ``[P, R]``."""
     _arguments.integer(op, "pose_rows", pose_rows)
     for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
         if size % pose_rows:

@@ -1,4 +1,4 @@
-"""Routing of votes that exist, as a module."""
+"""Routing of given votes, as a module."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from .routing.votes import RecordedVotes, votes_of
 class RoutingByAgreement(Agreement, Layer):
     """Routing by agreement over given votes (Sabour, Frosst, Hinton 2017, procedure 1): ``votes -> v``.
 
-    It has no parameters and no sizes; :class:`AgreementRouting` is the same with them.
+    It has no parameters and no sizes; :class:`AgreementRouting` has both.
 
     Args:
-        num_iterations: weighted sums formed, at least 1.
+        num_iterations: number of weighted sums, at least 1.
         softmax, gradient, leaky, squash, eps, squash_last, backend: see :func:`capsfast.dynamic_routing`.
 
     Shapes: ``votes [B, I, J, D]`` to ``v [B, J, D]``.
@@ -62,7 +62,7 @@ class RoutingByAgreement(Agreement, Layer):
     ) -> Any:
         """``votes [B, I, J, D]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J]``.
 
-        ``batch_size`` is what some code passes besides; if given, it must be B.
+        ``batch_size`` exists because some code passes it; if given, it must be B.
         """
         _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
         _arguments.batch_size(self._op, batch_size, votes)
@@ -78,7 +78,7 @@ class RoutingByAgreement(Agreement, Layer):
         )
 
     def capsules(self, votes: Tensor, **given: Any) -> Capsules:
-        """A call of the layer, with the lengths of its result."""
+        """Calls the layer and returns its result with the lengths."""
         v = self(votes, **given)
         return Capsules(v, lengths(v))
 
@@ -91,7 +91,7 @@ class RoutingByAgreement(Agreement, Layer):
         out_mask: Tensor | None = None,
         **given: Any,
     ) -> RecordedVotes:
-        """The votes after single passes over them, with the coupling of each; activations do not matter."""
+        """Routes in single passes and returns the votes with the coupling of each pass. Ignores activations."""
         made = votes_of(self._op, votes, mask=mask, out_mask=out_mask, backend=self.backend)
         found = RecordedVotes(made)
         found.agree(**self.options(), **given)

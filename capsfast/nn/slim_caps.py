@@ -1,4 +1,4 @@
-"""Slim convolutional capsules: a convolution makes the votes, and types are routed to types at every position."""
+"""Slim convolutional capsules: a convolution makes votes, which are routed from types to types at every position."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,36 +26,36 @@ EVERYWHERE = "everywhere"
 
 
 class SlimConvCaps2d(WindowLayer):
-    """Capsules whose votes are a convolution, routed from type to type at every position.
+    """Convolutional capsules whose votes come from a convolution, routed from type to type at every position.
 
-    One kernel makes the votes of all input types. A vote is one for the whole window, so an input type has one
-    coupling coefficient for each output type and position, where :class:`ConvCaps2d` has one for each capsule of the
-    window. Votes are in memory for a block of positions at a time, as the convolution leaves them.
+    One kernel makes the votes of all input types. An input type has one vote for its whole window, so it has one
+    coupling coefficient for each output type and position. (:class:`ConvCaps2d` has one for each capsule in a window.)
+    Votes are stored for one block of positions at a time.
 
     Parameters: ``conv.weight [out_types·out_dim, in_dim, kh, kw]``, whose channel ``j·out_dim + d`` makes component d
-    of the votes for type j, and those of the routing.
+    of the votes for type j; and the parameters of the routing.
 
     Args:
         in_types, out_types: capsule types before and after, I and J.
         in_dim, out_dim: sizes of a capsule, K and D.
-        kernel_size, stride, padding, dilation: of the convolution; an int or one for each axis.
-        num_iterations: of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`; but none
-            that looks at the input capsules beside their votes, as ``"self"`` does.
-        shared: False for a kernel of each input type, ``conv.weight [I·out_types·out_dim, in_dim, kh, kw]``.
-        conv_bias: a bias of the convolution, added to every vote; ``conv.bias``.
-        init_std: the kernel starts as a normal distribution of this deviation, cut at two deviations. With dynamic
-            routing by default such that the weighted sum of equal coupling starts about as long as the input capsules,
-            with one iteration twice as long; with another such that a vote is as long as these.
-        device, dtype: of the parameters.
-        options: of the routing. Of dynamic routing: learned_logits, bias (``[J, D]``, added to the weighted sum),
-            softmax, gradient, leaky, squash, eps and backend as for :func:`capsfast.route_votes`.
+        kernel_size, stride, padding, dilation: of the convolution; an int, or an int for each axis.
+        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing.
+        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.RoutedCaps`, except routings that need the
+            input capsules, such as ``"self"``.
+        shared: False: a kernel for each input type, ``conv.weight [I·out_types·out_dim, in_dim, kh, kw]``.
+        conv_bias: add a bias to the convolution, ``conv.bias``, and so to every vote.
+        init_std: the kernel starts as a normal distribution with this deviation, truncated at two deviations. By
+            default, dynamic routing starts with weighted sums (of equal coupling) about as long as the input capsules,
+            with one iteration twice as long; other routings start with votes as long as the input capsules.
+        device, dtype: device and dtype of the parameters.
+        options: options of the routing. Dynamic routing has learned_logits, bias (``[J, D]``, added to the weighted
+            sum), softmax, gradient, leaky, squash, eps and backend, as in :func:`capsfast.route_votes`.
             ``softmax="everywhere"`` is the 3-D routing of DeepCaps: the softmax is over the output types of all
             positions, and the squash shrinks an output type as one vector of all its components at all positions.
 
-    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than the
-    dynamic, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such shapes;
-    the activation of a vote is the mean of those in its window.
+    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With a routing other than
+    ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of the
+    same form; the activation of a vote is the mean activation in its window.
 
     Source: LaLonde, Bagci (2018); Rajasegaran et al. (2019), for ``softmax="everywhere"``;
     Nguyen, Hua, Le (2021) for three axes.
@@ -118,8 +118,8 @@ class SlimConvCaps2d(WindowLayer):
         self.routing = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options)
         if getattr(self.routing, "needs_inputs", False):
             raise ValueError(
-                f"{op}: routing must make do with votes, which are all that a convolution leaves, "
-                f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
+                f"{op}: routing must need only votes, because a convolution makes them, "
+                f"got {routing_name(routing)}, which needs the input capsules too; use ConvCaps2d for it"
             )
         std = self.routing.weight_std(round(in_dim * reached))
         if self.uses_poses_alone:
@@ -139,23 +139,23 @@ class SlimConvCaps2d(WindowLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the kernel anew; its bias to 0."""
+        """Initialises the kernel again, and its bias to 0."""
         nn.init.trunc_normal_(self.conv.weight, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
         if self.conv.bias is not None:
             nn.init.zeros_(self.conv.bias)
 
     def grid(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The positions after the layer, for so many before it."""
+        """The size of the output for an input of ``size``."""
         return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
-        """``[B, in_types, in_dim, *spatial]`` to ``votes [B, I, J, D, *spatial']``, which the convolution made.
+        """``[B, in_types, in_dim, *spatial]`` to the convolution's ``votes [B, I, J, D, *spatial']``.
 
-        ``size``: of the output, where the layer leaves a choice.
+        ``size``: size of the output, if the layer has a choice.
         """
         grid = self._grid_of(poses, size)
         chosen = {} if size is None else {"output_size": grid}
-        # Types are samples, or groups of channels.
+        # In the convolution, types are samples (shared kernel) or groups of channels.
         return self._votes_in(self.conv(self._channels(poses), **chosen), poses.shape[0])
 
     def _grid_of(self, poses: Tensor, size: Sequence[int] | None) -> tuple[int, ...]:
@@ -173,20 +173,20 @@ class SlimConvCaps2d(WindowLayer):
         return maps.reshape(samples, I, J, D, *axes)
 
     def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
-        raise TypeError(f"{self._op}: the size of the output follows from that of the input, got size={tuple(size)}")
+        raise TypeError(f"{self._op}: the size of the output follows from the input, got size={tuple(size)}")
 
     def _reached(self) -> float:
-        """Positions whose capsules meet in a vote."""
+        """The number of positions whose capsules contribute to a vote."""
         return float(math.prod(self.kernel_size))
 
     def _window(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> dict[str, Any]:
-        """Arguments of the convolution that makes a grid ``after`` of one ``before``."""
+        """Arguments of the convolution from a grid ``before`` to a grid ``after``."""
         return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
 
     def activation_at(self, poses: Tensor, activation: Tensor, votes: Tensor) -> Tensor:
-        """``[B, in_types, *spatial]`` to ``[B, in_types, *spatial']``: the mean over the positions that a vote is of.
+        """``[B, in_types, *spatial]`` to ``[B, in_types, *spatial']``: the mean activation in the window of a vote.
 
-        Positions of the padding do not count. Where a vote is of none, the activation is 0.
+        Padding does not count. If a window holds only padding, the activation is 0.
         """
         _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
         inside = torch.ones_like(activation[:1, 0].unsqueeze(1))
@@ -210,7 +210,7 @@ class SlimConvCaps2d(WindowLayer):
             if self.uses_poses_alone:
                 raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
             _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
-        # A softmax over all positions makes them depend on each other. A convolution of another class may, too.
+        # With a softmax over all positions, positions depend on each other; perhaps also with a subclassed convolution.
         own: Any = self._convolution
         whole = return_coupling or self.everywhere or type(self.conv).forward is not own.forward
         if whole:
@@ -231,7 +231,7 @@ class SlimConvCaps2d(WindowLayer):
         return votes, self._cropped(self._means(activation, there, **window), box)
 
     def _cropped(self, value: Tensor, box: Box) -> Tensor:
-        """The windows of the box alone."""
+        """Only the windows of the box."""
         return value
 
     def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ class SlimConvCaps2d(WindowLayer):
         """The output capsules, then their coupling or None."""
         own: Any = self.routing
         if self.uses_poses_alone and not self.everywhere:
-            # Positions stay where they are; as samples they would be copied.
+            # Positions stay the last axes; turning them into samples would copy the votes.
             given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
             out = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
             return out if return_coupling else (out, None)
@@ -287,7 +287,7 @@ class SlimConvCaps2d(WindowLayer):
 class SlimConvCaps3d(SlimConvCaps2d):
     """:class:`SlimConvCaps2d` with three axes of positions: ``[B, in_types, in_dim, Z, H, W]``.
 
-    ``conv.weight [out_types·out_dim, in_dim, kz, kh, kw]``; an argument of the window is an int or three of them.
+    ``conv.weight [out_types·out_dim, in_dim, kz, kh, kw]``; kernel_size, stride and so on are an int or three ints.
     """
 
     _op = "capsfast.nn.SlimConvCaps3d"
@@ -297,14 +297,14 @@ class SlimConvCaps3d(SlimConvCaps2d):
 
 
 class SlimConvTransposeCaps2d(SlimConvCaps2d):
-    """:class:`SlimConvCaps2d` whose votes are a transposed convolution, which enlarges the image by its stride.
+    """:class:`SlimConvCaps2d` with a transposed convolution, which enlarges the image by its stride.
 
     Parameters: ``conv.weight [in_dim, out_types·out_dim, kh, kw]`` (without ``shared``
-    ``[I·in_dim, out_types·out_dim, kh, kw]``), and those of the routing.
+    ``[I·in_dim, out_types·out_dim, kh, kw]``), and the parameters of the routing.
 
     Args:
-        kernel_size, stride, padding, output_padding, dilation: as for :class:`torch.nn.ConvTranspose2d`; an int or one
-            for each axis. The default doubles the size.
+        kernel_size, stride, padding, output_padding, dilation: as for :class:`torch.nn.ConvTranspose2d`; an int, or an
+            int for each axis. The default doubles the size.
         all others: as for SlimConvCaps2d, as are shapes, source and errors. A position that no capsule reaches has
             votes 0 (or conv_bias) and activation 0.
     """
@@ -363,7 +363,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         step, reach = self.stride[axis], self.dilation[axis] * (self.kernel_size[axis] - 1)
-        # One position more where a gap between the votes of two positions may follow.
+        # One position more, because a gap between the votes of two positions may follow.
         return (first + self.padding[axis] - reach) // step, (last - 1 + self.padding[axis]) // step + 2
 
     def _cropped(self, value: Tensor, box: Box) -> Tensor:
@@ -373,7 +373,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         return value
 
     def _reached(self) -> float:
-        """In the mean."""
+        """The mean number of positions whose capsules contribute to a vote."""
         return math.prod(max(1.0, size / step) for size, step in zip(self.kernel_size, self.stride, strict=True))
 
     def _window(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         size: Sequence[int] | None = None,
         return_coupling: bool = False,
     ) -> Any:
-        """``size``: of the output, in place of output_padding; less than a stride above what it is without one."""
+        """``size``: size of the output, instead of output_padding; at most stride - 1 above the size without it."""
         return self._forward(poses, activation, size, return_coupling)
 
 

@@ -1,4 +1,4 @@
-"""The ways to hold the transformation matrices of a layer."""
+"""The ways in which a layer holds its transformation matrices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ FACTORS = ("WA", "UV")
 
 
 def types_of(op: str, in_caps: int, positions: int | None) -> int:
-    """How many types the input capsules have: rows of a weight.
+    """The number of types of the input capsules, which is the number of rows of a weight.
 
     Raises:
         ValueError: the positions do not divide the input capsules.
@@ -30,10 +30,10 @@ def types_of(op: str, in_caps: int, positions: int | None) -> int:
 
 
 def at_positions(weight: Tensor, positions: int | None) -> Tensor:
-    """``[types, ...]`` to a row for each position of each type; a single row serves all as it is."""
+    """``[types, ...]`` to a row for each position of each type; a single row is returned as it is."""
     if positions is None or positions == 1 or weight.shape[0] == 1:
         return weight
-    # Rows of stride 0 within types have no one stride over all: this copies.
+    # This copies: rows that repeat within types have no common stride.
     return weight.unsqueeze(1).expand(-1, positions, *weight.shape[1:]).flatten(0, 1)
 
 
@@ -43,21 +43,21 @@ def _check_positions(weight: Any) -> None:
 
 
 class Weight:
-    """How a layer holds its matrices: which parameters it has, and what a pass takes.
+    """How a layer holds its matrices: its parameters, and the input capsules and weight of a pass.
 
-    A weight of your own has ``axes`` and overrides shapes, start and product. It holds no tensor: the parameters are
-    the layer's.
+    Your own weight defines ``axes`` and overrides shapes, start and product. It holds no tensor: the layer holds the
+    parameters.
     """
 
-    # Parameters by name, with the axis along which those of groups lie behind one another; None where groups share.
+    # Parameters by name, with the axis along which groups are concatenated; None if the groups share the parameter.
     axes: dict[str, int | None]
-    # How many runs of input capsules vote for a run of output capsules each.
+    # The number of groups: each group of input capsules votes only for its group of output capsules.
     groups: int = 1
-    # Whether a pass takes the input capsules as they are.
+    # Whether a pass takes the input capsules unchanged.
     keeps_u: ClassVar[bool] = True
 
     def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
-        """The parameters for matrices of this shape, ``(D, K)`` or, of pose matrices, ``(Q, R)``.
+        """Shapes of the parameters for matrices of shape ``(D, K)``, or ``(Q, R)`` for pose matrices.
 
         Raises:
             ValueError: sizes that do not fit.
@@ -65,15 +65,15 @@ class Weight:
         raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override shapes")
 
     def start(self, std: float, *parameters: Tensor) -> None:
-        """Draws the parameters anew, so that the matrices have this deviation."""
+        """Initialises the parameters so that the matrices have this deviation."""
         raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override start")
 
     def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """What :func:`capsfast.routing_pass` takes: input capsules and a weight ``[I or 1, J, D, K]``."""
+        """The arguments of :func:`capsfast.routing_pass`: input capsules and a weight ``[I or 1, J, D, K]``."""
         raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override product")
 
     def products(self, u: Tensor, *parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for each group."""
+        """The arguments of a pass for each group."""
         yield self.product(u, *parameters)
 
 
@@ -82,10 +82,10 @@ class FullWeight(Weight):
     """A matrix for each pair of capsules, ``W [in_caps, out_caps, out_dim, in_dim]``.
 
     Args:
-        positions: so many input capsules behind one another are of one type, and share their matrices: the order
-            (type, row, column) of :class:`PrimaryCaps`. It divides the ``in_caps`` of W. Each call repeats W to
-            ``in_caps`` rows and its gradient in backward; a single type is not repeated. None: all input capsules
-            share, see :class:`SharedWeight`.
+        positions: every run of ``positions`` input capsules is one type and shares its matrices: the order (type, row,
+            column) of :class:`PrimaryCaps`. W then has ``in_caps / positions`` rows. Each call repeats W to ``in_caps``
+            rows, and in backward its gradient; a single type is not repeated. None: all input capsules share, see
+            :class:`SharedWeight`.
     """
 
     positions: int | None = 1
@@ -118,16 +118,15 @@ class SharedWeight(FullWeight):
 
 @dataclass(frozen=True)
 class LowRank(Weight):
-    """Matrices of rank R, as products of a factor of the input capsule and one of the output capsule.
+    """Matrices of rank R, products of a factor of the input capsule and a factor of the output capsule.
 
     Args:
         rank: R.
-        factors: ``"WA"``: the factor of the input capsule reads it, ``W_ij = W_j A_i`` with ``A [in_caps, R, in_dim]``
-            and ``W [1, out_caps, out_dim, R]``. ``u`` is transformed by A, then routed with a shared weight.
-            ``"UV"``: the factor of the input capsule makes the vote, ``W_ij = U_i V_j^T`` with
-            ``U [in_caps, out_dim, R]`` and ``V [out_caps, in_dim, R]``. No pass can be written with these factors
-            alone, so each call forms the full weight and, in backward, its gradient; the parameters stay small.
-        positions: as for :class:`FullWeight`: divides the ``in_caps`` of A and U. Nothing is repeated with ``"WA"``.
+        factors: ``"WA"``: ``W_ij = W_j A_i`` with ``A [in_caps, R, in_dim]`` and ``W [1, out_caps, out_dim, R]``. A
+            transforms ``u``, which is then routed with a shared weight. ``"UV"``: ``W_ij = U_i V_j^T`` with
+            ``U [in_caps, out_dim, R]`` and ``V [out_caps, in_dim, R]``. A pass can't use these factors, so each call
+            forms the full weight and, in backward, its gradient; only the parameters are small.
+        positions: as for :class:`FullWeight`, for A and U. With ``"WA"`` nothing is repeated.
     """
 
     rank: int
@@ -177,14 +176,14 @@ class LowRank(Weight):
 
 @dataclass(frozen=True)
 class Groups(Weight):
-    """Input and output capsules cut into as many runs, and each run of inputs votes for its run of outputs alone.
+    """Splits input and output capsules into groups: each group of inputs votes only for its group of outputs.
 
-    The parameters are those of ``weight`` for a group, behind one another: ``W [in_caps, out_caps / groups, ...]``; of
-    a shared weight ``W [1, out_caps, ...]``.
+    The parameters of ``weight`` for all groups are concatenated: ``W [in_caps, out_caps / groups, ...]``, or for a
+    shared weight ``W [1, out_caps, ...]``.
 
     Args:
-        groups: how many; divides the numbers of capsules and of types.
-        weight: of each group.
+        groups: number of groups; it must divide the numbers of capsules and of types.
+        weight: the weight of each group.
     """
 
     groups: int
@@ -224,10 +223,10 @@ class Groups(Weight):
 
 
 def chosen(op: str, weight: Weight | None, shared_weight: bool, positions: int) -> Weight:
-    """The weight that these arguments of a layer stand for.
+    """The weight that a layer's arguments describe.
 
     Raises:
-        TypeError, ValueError: no weight, or more than one of the arguments.
+        TypeError, ValueError: not a weight, or several of the arguments.
     """
     checks.boolean(op, "shared_weight", shared_weight)
     _arguments.integer(op, "positions", positions)
@@ -244,5 +243,5 @@ def chosen(op: str, weight: Weight | None, shared_weight: bool, positions: int) 
 
 
 def text(weight: Weight) -> str:
-    """For extra_repr, behind a comma; nothing for a matrix of each pair."""
+    """Text for extra_repr, with a comma in front; empty for the default FullWeight()."""
     return "" if weight == FullWeight() else f", weight={weight!r}"

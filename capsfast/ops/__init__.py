@@ -1,1 +1,1 @@
-"""The ops: contracts, fakes, autograd, and what computes a call."""
+"""The ops: their contracts, fakes and autograd, and the choice of what computes a call."""

@@ -1,8 +1,8 @@
-"""What the ops take and return, read from schemas.inc: the one text that the extension reads too.
+"""The arguments and results of the ops, read from schemas.inc. The extension reads the same file.
 
-A schema lists the tensors first: u and weight, what goes with the capsules, the masks. Then come the options, and last
-bools ``return_...`` that ask for results. The schema of the backward lists the gradients of the results, the tensors,
-the results that are saved, the options, and which of the gradients that it returns are ``needed``.
+A schema lists the tensors first: u and weight, the parameters of the capsules, the masks. Then come the options, and
+last the bools ``return_...`` that request results. The schema of the backward lists the gradients of the results, the
+tensors, the saved results, the options, and ``needed``, which says which gradients to return.
 """
 
 import re
@@ -12,7 +12,7 @@ from ..native import SCHEMAS
 
 
 def _listed(text: str) -> dict[str, str]:
-    """``Tensor u, Tensor? weight`` as types by name."""
+    """The types by name in a list such as ``Tensor u, Tensor? weight``."""
     return {name: kind for kind, name in (argument.split() for argument in text.split(", "))}
 
 
@@ -27,15 +27,15 @@ def _parsed(name: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 @dataclass
 class Contract:
-    """An op ``capsfast::name`` and its backward, by the names of what they take and return.
+    """The names of the arguments and results of an op ``capsfast::name`` and its backward.
 
     Attributes:
-        arguments, backward: what the op takes, and what its backward takes.
-        tensors: how many of the arguments are tensors or None; they come first.
-        requests: how many bools ``return_...`` end the arguments.
-        outputs: the results, of which the first ``differentiable`` have gradients.
-        saved: the last results, for the backward.
-        needed: what may need a gradient, the first of the tensors.
+        arguments, backward: arguments of the op and of its backward.
+        tensors: number of arguments that are tensors or None; they come first.
+        requests: number of bools ``return_...``, the last arguments.
+        outputs: the results; the first ``differentiable`` have gradients.
+        saved: the last results, which the backward needs.
+        needed: the first tensors, which may need a gradient.
     """
 
     name: str

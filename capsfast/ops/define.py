@@ -1,7 +1,7 @@
-"""Defines the ops: schema, fake, autograd, autocast, vmap, sharding, and which kernels a call goes to.
+"""Defines the ops: schema, fake, autograd, autocast, vmap, sharding, and the kernels of a call.
 
-There is an op for each set of kernels, with the same contract: ``capsfast::<op>`` for those of the extension,
-``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
+Each set of kernels has its own op, with the same contract: ``capsfast::<op>`` for the extension's kernels,
+``capsfast::triton_<op>`` for the Triton kernels. So a traced program keeps the kernels it was traced with.
 """
 
 import functools
@@ -33,21 +33,21 @@ Outputs = tuple[Tensor, ...]
 
 
 class Op:
-    """An op of routing, and what computes it.
+    """An op of routing with its kernels.
 
-    kernels: a function for each backend, of the arguments of the schema. cpp and cuda are one op, which has a kernel
-    for each device.
+    kernels: for each backend, a function that takes the arguments of the schema. cpp and cuda are one op, which has a
+    kernel for each device.
 
     Args:
-        name: in schemas.inc.
-        public: the function that errors name; the second, if there is one, where no weight is given.
+        name: the op's name in schemas.inc.
+        public: the public function that errors name; an optional second name is for calls without a weight.
         fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
-        cast: how many of the first arguments autocast casts.
-        definition: what the reference computes: a :class:`capsfast.arguments.Call` to results, as far as the public
-            function has them.
-        narrow: which of these have the dtype of u; sums of 16-bit inputs are float32.
-        sharded: whether DTensors have rules.
-        backends: which sets of kernels there are.
+        cast: autocast casts so many arguments, from the first on.
+        definition: the reference: takes a :class:`capsfast.arguments.Call` and returns the results that the public
+            function returns.
+        narrow: indices of the results with the dtype of u; the others, sums, are float32 for 16-bit inputs.
+        sharded: whether the op has sharding rules for DTensors.
+        backends: the sets of kernels that the op has.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Op:
         return found
 
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
-        """The same from the definition."""
+        """The results of the op from its definition."""
         assert self.definition is not None
         found = in_wide_dtype(self.definition, call, self.narrow)
         asked = dict(zip(self.contract.arguments[-len(requests) :], requests, strict=True))
@@ -92,11 +92,11 @@ class Op:
         )
 
     def define(self, prefix: str) -> Function:
-        """Registers the op and its backward; a function that calls it as the caller needs it."""
+        """Registers the op and its backward, and returns a function that calls the op (see :func:`_called`)."""
         contract, name = self.contract, prefix + self.contract.name
         for schema in native.SCHEMAS:
             defined = schema.split("(")[0]
-            # The extension defines its own, for processes without Python.
+            # The extension defines its own ops, because processes without Python need them.
             if defined in (contract.name, f"{contract.name}_backward") and not hasattr(_ops, prefix + defined):
                 _library.define(prefix + schema)
         op, op_backward = overload(name), overload(f"{name}_backward")
@@ -135,7 +135,7 @@ class Op:
 
 
 def check_fake(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int, int], S: Sequence[int]) -> None:
-    """For fakes: the arguments beside the first, by name, against (B, I, J, D) and S, the positions."""
+    """For fakes: checks the shapes of arguments against (B, I, J, D) and the sizes S of the positions."""
     symbols = dict(zip("BIJD", sizes, strict=True))
     for name, value in given.items():
         if value is None:
@@ -148,7 +148,7 @@ def check_fake(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int, i
 
 
 def fake_sizes(u: Tensor, weight: Tensor | None, J: int | None) -> tuple[tuple[int, int, int, int], Sequence[int]]:
-    """(B, I, J, D) and the positions, after a look whether u and weight fit."""
+    """(B, I, J, D) and the sizes of the positions; checks that u and weight fit."""
     if weight is None:
         torch._check(u.dim() in (4, 5), lambda: "votes must be [B, I, J or 1, D] or [B, I, J, D, S]")
         B, I, given, D = u.shape[:4]
@@ -186,12 +186,12 @@ def _bind_triton(name: str) -> None:
 
 
 def _named(public: tuple[str, ...], inputs: Sequence[Any], first: int = 0) -> str:
-    """The public function that a call is of. first: where the tensors stand among its arguments, the weight second."""
+    """The public function of a call. first: index of u among the inputs; the weight follows u."""
     return public[-1 if inputs[first + 1] is None else 0]
 
 
 def _saving(contract: Contract, public: tuple[str, ...]) -> Function:
-    """setup_context of an op: keeps its tensors, the outputs that the backward gets, and the options."""
+    """setup_context of an op: saves its tensors, the outputs that the backward needs, and the options."""
     tensors, last = contract.tensors, len(contract.arguments) - contract.requests
     saved, constant = len(contract.outputs) - len(contract.saved), contract.differentiable
 
@@ -210,7 +210,7 @@ def _backward_by(contract: Contract, op: Function) -> Function:
     others = (None,) * (len(contract.arguments) - may_need)
 
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        # What was not asked for is an empty vector, and so is its gradient where torch makes zeros of nothing.
+        # A result that was not requested is an empty vector. torch may pass zeros of this shape as its gradient.
         received = [g if g is None or g.dim() > 1 else None for g in given[:differentiable]]
         needed = list(ctx.needs_input_grad[:may_need])
         gradients = op(*received, *ctx.saved_tensors, *ctx.options, needed)
@@ -222,14 +222,14 @@ def _backward_by(contract: Contract, op: Function) -> Function:
 def _called(
     op: OpOverload, public: tuple[str, ...], save: Function, backward: Function, count: int, first: int
 ) -> Function:
-    """A function that calls an op in the way that suits its caller.
+    """A function that calls an op directly or through an autograd.Function.
 
     Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
-    torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
+    torch.library, and in eager mode their autograd takes most of the host time of a call. In these two cases save and
     backward run in an autograd.Function instead.
 
-    public: see :class:`Op`. count: how many of the first arguments autocast casts. first: which argument is surely a
-    tensor, as the gradients before it may be None.
+    public: see :class:`Op`. count: autocast casts so many arguments, from the first on. first: index of the first
+    argument that is always a tensor; the gradients before it may be None.
     """
 
     class Transformed(torch.autograd.Function):
@@ -277,13 +277,13 @@ def _called(
                 for value in inputs:
                     if isinstance(value, Tensor) and value.requires_grad:
                         differentiated = True
-            # Under forward-mode differentiation the Function raises an error. The op would silently drop the tangent.
+            # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.
             if differentiated or forward_mode():
                 return Eager.apply(*inputs)
             with below_autograd():
                 return op(*inputs)
         except (RuntimeError, MemoryError) as error:
-            # What torch makes of a std::bad_alloc: one or the other, by release.
+            # torch turns a std::bad_alloc into a RuntimeError or a MemoryError, depending on its release.
             if not str(error).startswith("std::bad_alloc"):
                 raise
             raise MemoryError(
@@ -302,7 +302,7 @@ def _under_autocast(op: OpOverload, device: str, count: int) -> Function:
     return kernel
 
 
-# What helps in a layer whose call nobody wrote.
+# The remedy for users whose call capsfast.accelerate wrote.
 ACCELERATED = ", or report.undo() of a model that capsfast.accelerate changed"
 
 
@@ -321,7 +321,7 @@ def _no_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
 
 
 def _vmap(op: Function) -> Function:
-    """A vmap rule that makes one call per element. It is only a convenience: the kernels batch over B themselves."""
+    """A vmap rule that makes one call per element. It is not fast: the axis B is the way to batch calls."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Outputs, tuple[int, ...]]:
         calls = [

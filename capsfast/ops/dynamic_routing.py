@@ -1,20 +1,20 @@
 """The op behind :func:`capsfast.dynamic_routing` and :func:`capsfast.route_votes`.
 
 ``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``. v and the last
-coupling c (empty without return_coupling) have the dtype of u. s and norm are what the backward needs, in the dtype
-that sums are formed in. s is every iteration's weighted sum, without the bias. norm, empty unless softmax is "in", is
-the normaliser over the input capsules: a number m that the largest logit exceeds by 8 at most, and
+coupling c (empty without return_coupling) have the dtype of u. s and norm are for the backward, in the dtype that sums
+are formed in. s holds the weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the
+normaliser over the input capsules: a number m, which the largest logit exceeds by at most 8, and
 ``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
 
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
-the numbers of the P votes one after the other.
+the P votes one after the other.
 
-Without a weight u are votes ``[B, I, J or 1, D]`` for J output capsules; there may be one entry for all of them, and so
-has du. Votes ``[B, I, J, D, S]`` have S positions. Then all that has an axis B ends in an axis S, and s and norm are
-empty: they would be r / I of votes that have few input capsules. The backward computes them again, a part of the
-positions at a time.
+Without a weight, u are votes ``[B, I, J or 1, D]``; with size 1 all J output capsules share them, and du has size 1
+too. Votes ``[B, I, J, D, S]`` have S positions. Then every tensor with an axis B ends in an axis S, and s and norm are
+empty, because with few input capsules they would take as much memory as the votes (r / I of it). The backward computes
+them again, for a part of the positions at a time.
 
-tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
+tf32: float32 products may be rounded to TF32; no effect on the CPU.
 
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
@@ -42,7 +42,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
     if call.weight is not None and call.weight.shape[1] != call.J:
         v, c = with_votes(run, OP.narrow, call, return_coupling, backend)
         return v, c
-    # On the CPU the op of votes is quicker than such passes wherever factored_routing is not.
+    # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
     if saves_votes(call, backend) == "triton":
         v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, OP.narrow)
         return v, c
@@ -51,7 +51,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
 
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
-    """The same from passes without votes."""
+    """``(v, c)`` by passes that form no votes."""
     given, asked = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
 
     def moments(

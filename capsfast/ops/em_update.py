@@ -1,13 +1,13 @@
-"""The op of what EM routing does between two passes: the M-step (Hinton, Sabour, Frosst 2018, procedure 1).
+"""The op of the EM update between two passes: the M-step (Hinton, Sabour, Frosst 2018, procedure 1).
 
-``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u,
-both [J], and ``last``, the poses before; beta_u is a sum over the components, and last None without momentum. It
-returns ``(poses [B, J, D], precision [B, J, D], score [B, J])``: precision and score, as ``prior``, are for the next
-pass. In the final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.cpp has the
-formulas. The definition is some thirty operations of torch; a compiler fuses them.
+``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`); beta_a and beta_u,
+both [J], beta_u a sum over the components; and ``last``, the previous poses, None without momentum. It returns
+``(poses [B, J, D], precision [B, J, D], score [B, J])``. The next pass takes precision, and score as ``prior``. In the
+final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.cpp has the formulas. The
+definition consists of some thirty torch operations, which torch.compile fuses.
 
-``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if it is not
-needed. It evaluates the step again.
+``capsfast::em_update_backward`` evaluates the step again and returns the gradients of the seven float tensors, empty
+if not needed.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def call(
     options: EMOptions,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``(poses, precision, score)`` from the op where that can run, else from the definition.
+    """``(poses, precision, score)`` from the op if it can run, else from the definition.
 
     precision is None in the final iteration.
     """
@@ -49,10 +49,10 @@ def call(
 
 
 def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str | None) -> str:
-    """Whose kernels: "cpp" or "triton", or "reference" where these cannot run. No program has the op.
+    """The kernels for a call: "cpp", "triton", or "reference" if neither can run. Compiled programs never hold the op.
 
-    Not an error where a backend was demanded: that is of the passes. moments: mass, first, second and center, whatever
-    a user's own votes make of them.
+    A forced backend that cannot run here raises no error, because it concerns the passes. moments: mass, first, second
+    and center; a user's own votes decide their dtypes and shapes.
     """
     mass, first, *_ = moments
     if not checks.is_eager(first) or forward_mode():

@@ -1,13 +1,13 @@
-"""The op of dynamic routing with weights that all input capsules share, which forms no votes. It runs on the CPU.
+"""The op of dynamic routing with weights that all input capsules share. It forms no votes and runs on the CPU only.
 
 A weighted sum of votes ``W_j u_i`` is ``s_j = W_j z_j`` with ``z_j = sum_i c_ij u_i``, and the agreement of a vote with
 ``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = W_j^T v_j``. An iteration multiplies J vectors of a sample by a
-matrix and by its transpose; votes multiply I J.
+matrix and by its transpose; forming votes multiplies I J vectors.
 
 ``capsfast::factored_routing`` returns ``(v [B, J, D], c [B, I, J], z [B, r, J, K])``: v and the last coupling c (empty
 without return_coupling) in the dtype of u, and z of every iteration for the backward, in the dtype that sums are formed
-in. The weight is ``[1, J or 1, D, K]``. accumulate: the logits of an iteration are the given ones and all agreements so
-far; else the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+in. The weight is ``[1, J or 1, D, K]``. accumulate: the logits of an iteration are the given logits plus all agreements
+so far; otherwise the last agreement alone. scale: a factor of the agreement, an inverse temperature.
 
 ``capsfast::factored_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
@@ -28,9 +28,9 @@ LARGE_MATRIX, FEW_ROWS = 2**16, 16
 
 
 def serves(call: Call, backend: str | None) -> bool:
-    """Whether the op serves a call, and is quicker than the ops of votes.
+    """Whether the op serves a call and is faster than the ops that form votes.
 
-    A program that is exported or traced never has the op: it runs on the CPU alone, and the program may run elsewhere.
+    Exported and traced programs never hold the op: it runs on the CPU only, and the program may run elsewhere.
     """
     u, weight = call.u, call.weight
     if weight is None or weight.shape[0] != 1 or call.P != 1 or weight.shape[3] != u.shape[2]:
@@ -50,10 +50,10 @@ def _pays(call: Call) -> bool:
     # Multiply-adds of a sample: sums over the input capsules and products with a matrix, against votes.
     sums = (2 * r - 1) * J
     if call.weight.shape[1] != J:
-        # The votes are made once, and are [B, I, D].
+        # Votes are formed once, as [B, I, D].
         if not 0 < sums * K * (D + I) <= I * D * (K + sums):
             return False
-        # Every product reads the matrix again: one that is no longer in the cache wants more rows than a few.
+        # Every product reads the matrix again. A matrix too large for the cache pays only with enough rows.
         return not D * K > LARGE_MATRIX or B * J >= FEW_ROWS  # type: ignore[no-any-return]
     return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
 
@@ -61,7 +61,7 @@ def _pays(call: Call) -> bool:
 def run(
     call: Call, return_coupling: bool = False, accumulate: bool = True, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """v ``[B, J, D]`` and c ``[B, I, J]``, empty if it is not wanted. Only where :func:`serves` says so."""
+    """v ``[B, J, D]`` and c ``[B, I, J]``, c empty if it is not wanted. Call it only if :func:`serves` is true."""
     kernel = OP.kernels["cpp"]
     v, c, _ = kernel(
         call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, scale, return_coupling

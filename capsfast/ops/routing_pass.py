@@ -1,13 +1,13 @@
 """The op behind :func:`capsfast.routing_pass` and :func:`capsfast.votes_pass`.
 
 ``capsfast::routing_pass`` returns ``(mass [B, J], first [B, J, D], second [B, J, D], weights [B, I, J], lse, norm)``.
-second, weights and lse (``[B, I]`` for normalize "out", ``[B, J]`` for "in") are empty if they are not asked for.
-weights has the dtype of u, all others that in which sums are formed. norm is for the backward, empty unless normalize
-is "in": the normaliser over the input capsules ``[2, B, J]``, a number m that the largest logit exceeds by 8 at most
-and ``1 / sum_i exp(logit - m)``.
+second, weights and lse (``[B, I]`` for normalize "out", ``[B, J]`` for "in") are empty if they are not requested.
+weights has the dtype of u; the others have the dtype that sums are formed in. norm is for the backward, empty unless
+normalize is "in": the normaliser over the input capsules ``[2, B, J]``, a number m, which the largest logit exceeds by
+at most 8, and ``1 / sum_i exp(logit - m)``.
 
-u, weight and votes come as in dynamic_routing.py, and tf32 is the same. With positions the norm, which the backward
-alone reads, has B S for B instead of an axis S.
+u, weight, votes and tf32 are as in dynamic_routing.py. With positions, norm has B S in place of B instead of a last
+axis S; only the backward reads it.
 
 ``capsfast::routing_pass_backward`` returns the gradients that are needed, and empty tensors for the others. It
 recomputes votes, logits and coupling.

@@ -1,7 +1,7 @@
-"""How the ops split over a device mesh: sharding rules for DTensor, made from the contracts.
+"""Sharding rules for DTensor, made from the contracts: how the ops split over a device mesh.
 
-An op splits along an axis (B, J, I, or S of positions) as its tensors do that have the axis. Of a result without it,
-every rank then has its part of a sum. Nothing here imports torch.distributed.tensor before a DTensor is met.
+If an op is split along an axis (B, J, I, or S of positions), all its tensors with that axis are split along it, and
+results without the axis are partial sums. torch.distributed.tensor is not imported before the first DTensor comes.
 """
 
 import sys
@@ -12,7 +12,7 @@ from .._torch import OpOverload, constant_while_tracing, register_sharding_rule
 from ..axes import AXES
 from .contract import Contract
 
-# Of the tensors whose axes do not depend on the call.
+# The axes of the tensors whose axes do not depend on the call.
 _AXES = {
     **AXES,
     **dict.fromkeys(("v", "first", "second"), "BJD"),
@@ -25,13 +25,13 @@ _pending: list[tuple[Contract, OpOverload, OpOverload]] = []
 
 
 def announce(contract: Contract, op: OpOverload, backward: OpOverload) -> None:
-    """The op and its backward get rules when they are wanted."""
+    """Queues the op and its backward: they get their rules at the first use of DTensor."""
     _pending.append((contract, op, backward))
 
 
 @constant_while_tracing
 def register_if_imported() -> bool:
-    """Registers the rules if there can be a DTensor."""
+    """Registers the rules if torch.distributed.tensor is imported, so that a DTensor can come."""
     if _pending and "torch.distributed.tensor" in sys.modules:
         register()
     return not _pending
@@ -53,7 +53,7 @@ def register() -> None:
 class _Call(NamedTuple):
     """The arguments of an op."""
 
-    tensors: dict[str, Any]  # those that are given, as specs with a shape
+    tensors: dict[str, Any]  # the given tensors, as specs with a shape
     options: dict[str, Any]
 
     @property
@@ -66,15 +66,15 @@ class _Call(NamedTuple):
 
     @property
     def splits(self) -> str:
-        """The axes that it can be split along."""
+        """The axes along which the call can be split."""
         splits = "B"
-        # J is a number among the options where votes are given: each rank would be told the whole.
+        # With given votes, J is a number among the options: each rank would get the whole J.
         if self.normalize != "out" and "weight" in self.tensors:
             splits += "J"
-        # What follows a sum over the input capsules needs it whole: dynamic routing, and a softmax over them.
+        # Dynamic routing and a softmax over the input capsules need the complete sum over the input capsules.
         if self.is_pass and self.normalize != "in":
             splits += "I"
-        # The norm of a pass has one axis for B and S.
+        # The norm of a pass has one axis for both B and S.
         if self.positions and not (self.is_pass and self.normalize == "in"):
             splits += "S"
         return splits
@@ -122,7 +122,7 @@ def _as_input(name: str, call: _Call, axis: str) -> Any:
 
 
 def _as_sum(name: str, call: _Call, axis: str) -> Any:
-    """A result, or the gradient of an argument: without the axis a sum over it."""
+    """The placement of a result or of the gradient of an argument: a partial sum if the tensor lacks the axis."""
     from torch.distributed.tensor import Partial
 
     return Partial() if axis and axis not in call.axes(name) else _as_input(name, call, axis)
@@ -131,7 +131,7 @@ def _as_sum(name: str, call: _Call, axis: str) -> Any:
 def _forward_rule(contract: Contract, call: _Call, axis: str) -> tuple[list[Any], dict[str, Any]]:
     from torch.distributed.tensor import Replicate
 
-    # What was not asked for is empty.
+    # Results that were not requested are empty.
     empty = {name for name in contract.outputs if not call.options.get(f"with_{name}", True)}
     empty |= {name for name in contract.outputs if not call.options.get(f"return_{name.removesuffix('_out')}", True)}
     if call.normalize != "in" or (call.positions and not call.is_pass):

@@ -1,7 +1,7 @@
-"""Calls whose weight output or input capsules share, as calls of the ops without it.
+"""Turns calls with a weight that output or input capsules share into calls of the ops without the weight.
 
-Where output capsules share it, the votes are one product of matrices. Where input capsules do, there need be no votes:
-``(W_j u_i) . q_j = u_i . (W_j^T q_j)`` and ``sum_i c_ij W_j u_i = W_j sum_i c_ij u_i``, so that a pass goes over u.
+If output capsules share the weight, the votes are one product of matrices. If input capsules share it, a pass needs no
+votes and runs over u: ``(W_j u_i) . q_j = u_i . (W_j^T q_j)`` and ``sum_i c_ij W_j u_i = W_j sum_i c_ij u_i``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from ..arguments import Call
 from ..backend import choose
 from ..precision import in_wide_dtype
 
-# The fewest multiply-adds to save for which more steps pay, by backend; others do not serve votes that output capsules
-# share. That of Triton is a guess, not measured.
+# Saving fewer multiply-adds than this does not pay for the additional steps, by backend. The other backends do not
+# serve votes that output capsules share. The number for Triton is a guess, not measured.
 WORTH_IT = {"cpp": 2**20, "triton": 2**30}
 
 
 def with_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
-    """``run(call, *rest)`` over the votes, which then are in memory: 1 / J of those with a weight of each."""
+    """``run(call, *rest)`` over stored votes: they take 1 / J of the votes with a weight for each output capsule."""
 
     def routed(wide: Call) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = run(replace(wide, u=votes(wide), weight=None, P=1), *rest)
@@ -36,9 +36,9 @@ def votes(call: Call) -> Tensor:
     u, weight, P, D, mask = call.u, call.weight, call.P, call.D, call.parameters.mask
     assert weight is not None
     if mask is not None:
-        # What a masked capsule holds must not reach the gradient of the weight.
+        # The values of a masked capsule must not reach the gradient of the weight.
         u = u.masked_fill(~mask[:, :, None], 0.0)
-    # Nothing is inferred from a number of elements: of an empty batch that is 0.
+    # No reshape infers a size (-1): it would fail for an empty batch.
     if weight.shape[0] == 1:
         x = torch.nn.functional.linear(u if P == 1 else u.unflatten(2, (P, weight.shape[3])), weight[0, 0])
         return x.flatten(2).unsqueeze(2)
@@ -49,7 +49,7 @@ def votes(call: Call) -> Tensor:
 
 
 def saves_votes(call: Call, backend: str | None) -> str | None:
-    """The backend of a call whose passes :func:`without_votes` makes quicker; None where it does not."""
+    """The backend of a call whose passes :func:`without_votes` makes faster; None if it would not."""
     u, weight, given = call.u, call.weight, call.parameters
     if weight is None or weight.shape[0] != 1 or call.P != 1:
         return None
@@ -66,7 +66,7 @@ def saves_votes(call: Call, backend: str | None) -> str | None:
 
 
 def without_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
-    """The pass ``run(call, *rest)`` over the input capsules, which are votes that all output capsules share."""
+    """The pass ``run(call, *rest)`` with u as votes that all output capsules share."""
 
     def routed(wide: Call) -> tuple[Tensor, ...]:
         u, weight, given = wide.u, wide.weight, wide.parameters

@@ -1,1 +1,1 @@
-"""The definitions, as einsum on any device and dtype, differentiable as often as wanted."""
+"""The definitions of the ops as einsum, for any device and dtype, differentiable any number of times."""

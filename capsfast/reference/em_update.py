@@ -1,4 +1,4 @@
-"""The definition of what EM routing does between two passes: the M-step, after its sums over the votes."""
+"""The definition of the EM update between two passes: the M-step, after its sums over the votes."""
 
 import math
 
@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from ..options import EMOptions
 
-# Less is no mass to speak of.
+# A smaller mass counts as none.
 LEAST_MASS = 1e-12
 
 
 def inverse(mass: Tensor) -> Tensor:
-    """1 / mass, and 0 without a gradient where there is no mass to speak of."""
+    """1 / mass; 0 without a gradient where the mass is at most LEAST_MASS."""
     there = mass > LEAST_MASS
     return torch.where(there, torch.where(there, mass, 1.0).reciprocal(), 0.0)
 
@@ -31,12 +31,12 @@ def em_update(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py.
 
-    precision is None in the final iteration. beta_u: [J], a sum over the components. last: the poses before, None
+    precision is None in the final iteration. beta_u: [J], a sum over the components. last: the previous poses, None
     without momentum.
     """
     o, D = options, first.shape[2]
     per_mass = inverse(mass)[..., None]
-    # In float32, second / mass - shift^2 does not cancel about a center near to the mean.
+    # With a center near the mean, second / mass - shift^2 does not cancel in float32.
     shift = first * per_mass
     poses, variance = center + shift, second * per_mass - shift.square()
     if last is not None:
@@ -67,6 +67,6 @@ def _activation(logit: Tensor, out_mask: Tensor | None, nonlinearity: str, log: 
     if nonlinearity == "sigmoid":
         return F.logsigmoid(logit) if log else logit.sigmoid()
     if out_mask is not None:
-        # Not -inf, of which a row with no capsule left would become nan.
+        # Not -inf: a row whose capsules are all masked would become NaN.
         logit = logit.masked_fill(~out_mask, torch.finfo(logit.dtype).min)
     return logit.log_softmax(1) if log else logit.softmax(1)

@@ -12,8 +12,8 @@ from .votes import votes
 def routing_pass(call: Call) -> tuple[Tensor, ...]:
     """mass ``[B, J]``, first and second ``[B, J, D]``, weights ``[B, I, J]`` and lse.
 
-    lse is that of the softmax, ``[B, I]`` for "out" and ``[B, J]`` for "in"; without a softmax, and second where it is
-    not asked for, an empty vector.
+    lse is the log-sum-exp of the softmax, ``[B, I]`` for "out" and ``[B, J]`` for "in". It is an empty vector without
+    a softmax, and so is second if it is not requested.
     """
     if call.weight is None and call.u.dim() == 5:
         B, S = call.u.shape[0], call.u.shape[4]
@@ -47,7 +47,7 @@ def routing_pass(call: Call) -> tuple[Tensor, ...]:
 
 
 def _without_masked(given: PassParameters) -> PassParameters:
-    """Zeros for masked capsules: what they hold must not reach a gradient either."""
+    """Zeros for masked capsules: their values must not reach a gradient either."""
 
     def cleared(value: Tensor | None, mask: Tensor | None) -> Tensor | None:
         if value is None or mask is None:

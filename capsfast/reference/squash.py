@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _norm(n: Tensor) -> Tensor:
-    """``sqrt(n)`` whose derivative at 0 is 0 instead of infinite."""
+    """``sqrt(n)`` with derivative 0 at 0 instead of infinity."""
     positive = n > 0
     return torch.where(positive, torch.sqrt(torch.where(positive, n, 1.0)), 0.0)
 
@@ -29,7 +29,7 @@ RADIAL: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> Tensor:
-    # float16 and bfloat16 can hold neither eps nor |s|^2: the factor is computed in float32.
+    # float16 and bfloat16 can't hold eps and |s|^2, so the factor is computed in float32.
     wide = s.float() if s.dtype in (torch.float16, torch.bfloat16) else s
     n = (wide * wide).sum(dim, keepdim=True)
     return (RADIAL[kind](n, eps) * wide).to(s.dtype)

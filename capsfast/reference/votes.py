@@ -7,7 +7,7 @@ from ..arguments import Call
 
 
 def product(u: Tensor, weight: Tensor) -> Tensor:
-    """``u [B, I, P K]``, ``weight [I or 1, J, R, K]`` to the votes ``[B, I, J, P R]``; P is 1 but for pose matrices."""
+    """The votes ``[B, I, J, P R]`` of ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``. P > 1: pose matrices."""
     K = weight.shape[3]
     if u.shape[2] != K:
         weight = weight.expand(u.shape[1], *weight.shape[1:])
@@ -20,7 +20,7 @@ def product(u: Tensor, weight: Tensor) -> Tensor:
 def votes(call: Call) -> Tensor:
     """``[B, I, J or 1, D]``, 0 for masked input capsules.
 
-    What these hold (NaN, say) must reach no gradient, not dW's either, and what their weight holds no sum.
+    Their values, such as NaN, must not reach any gradient, including dW; values of their weight must not reach a sum.
     """
     u, mask = _without(call.u, call.parameters.mask), call.parameters.mask
     return u if call.weight is None else _without(product(u, call.weight), mask)

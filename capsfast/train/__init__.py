@@ -1,4 +1,4 @@
-"""Training and inspection of capsule networks, on Lightning: the extra ``train``."""
+"""Training and inspection of capsule networks with Lightning. Needs the extra ``train``."""
 
 from importlib.util import find_spec
 

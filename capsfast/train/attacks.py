@@ -1,4 +1,4 @@
-"""Perturbed images that raise a loss, within ``eps`` of the given ones in every pixel."""
+"""Attacks: images that raise a loss, within ``eps`` of the given images in every pixel."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
     """One step along the gradient's sign, the fast gradient sign method (Goodfellow, Shlens, Szegedy 2015, section 4).
 
     Args:
-        loss: the sum over images of a loss; other images must not change the gradient of one.
+        loss: a loss summed over images; the gradient of an image must not depend on the other images.
         images: ``[B, C, H, W]`` in [0, 1].
         eps: largest change of a pixel, at least 0.
 
@@ -48,9 +48,9 @@ def pgd(
 
     Args:
         loss, images, eps: see :func:`fgsm`.
-        steps: gradients taken, at least 1.
+        steps: number of steps, at least 1.
         step_size: change of a pixel in a step; default ``2.5 eps / steps``.
-        generator: on the CPU, draws the start within ``eps`` of the images; without one they are the start.
+        generator: a CPU generator that draws the start within ``eps`` of the images; default: start at the images.
 
     Returns:
         ``[B, C, H, W]`` in [0, 1], without gradient.

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole, and read back into the network and the data it was trained on."""
+"""Checkpoints: writes complete files, and reads them back into the network and its data."""
 
 import io
 import pickle
@@ -13,7 +13,7 @@ from ..files import replacing
 from .images import ImageData
 from .learner import Learner
 
-# Options of a Learner that are gone, with the values that changed nothing.
+# Removed options of a Learner, with the values that had no effect.
 REMOVED = {
     "adversarial": None,
     "adversarial_eps": 0.1,
@@ -26,11 +26,11 @@ REMOVED = {
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Lightning's writer, except that the file before stays until the new one is complete.
+    """Lightning's writer, except that the old file stays until the new file is complete.
 
-    Lightning's own draft lies in the folder for temporary files, from where another disk is reached by copying alone.
+    Lightning writes its draft into the folder for temporary files, which may be on another disk, so that it must copy.
 
-    newest: the last file written, and the step that it holds. on_written: hears of every file.
+    newest: the last file written, and its step. on_written: called with every file.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class WholeCheckpoints(TorchCheckpointIO):
 def read_checkpoint(path: Path | str) -> dict[str, Any]:
     """The content of a checkpoint of this package, tensors on the CPU.
 
-    No code in the file is run. What opens the network and the data imports the class paths that it holds.
+    No code in the file is run. Opening the network and the data later imports the class paths in the checkpoint.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or one of something else.
+        ValueError: not a checkpoint, or not a checkpoint of this package.
     """
     op, path = f"capsfast.train.read_checkpoint: {path}", Path(path)
     if path.is_dir():
@@ -64,11 +64,11 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
         raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder after every epoch")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    # What torch raises for bytes that are no checkpoint depends on the bytes.
+    # If the file is not a checkpoint, the type of torch's error depends on the bytes.
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
         if isinstance(error, PermissionError):
             raise
-        # Not torch's own text, which advises to run the code in the file.
+        # Without torch's text, which recommends running the code in the file.
         remedy = "it is damaged or something else; take another one, such as best.ckpt beside it"
         raise ValueError(f"{op} can't be read as a checkpoint: {remedy}") from None
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
@@ -82,7 +82,7 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
 
 
 def open_learner(content: dict[str, Any]) -> Learner:
-    """The trained network of :func:`read_checkpoint`, in evaluation mode."""
+    """The trained network in the content from :func:`read_checkpoint`, in evaluation mode."""
     learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
     learner.load_state_dict(content["state_dict"])
     return learner.eval()
@@ -91,15 +91,15 @@ def open_learner(content: dict[str, Any]) -> Learner:
 def open_checkpoint(
     path: Path | str, *, data: str | None = None, data_dir: str | None = None
 ) -> tuple[Learner, ImageData]:
-    """The trained network, in evaluation mode, and its data, read.
+    """The trained network, in evaluation mode, and its data, opened.
 
     Args:
         path: a file that ``capsfast train`` wrote.
-        data, data_dir: other data than it was trained on; sizes and classes must fit.
+        data, data_dir: data to use instead of the training's; sizes and classes must fit.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; data
-            that does not fit the network.
+        FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; also if the data
+            does not fit the network.
     """
     content = read_checkpoint(path)
     learner = open_learner(content)

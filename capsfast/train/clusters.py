@@ -1,4 +1,4 @@
-"""How well clusters that were found without labels agree with the classes."""
+"""Measures how well clusters that were found without labels agree with the classes."""
 
 import torch
 from torch import Tensor
@@ -7,22 +7,22 @@ from .._install import in_the_checkout
 
 
 def cluster_accuracy(train: Tensor, test: Tensor, labels: Tensor, num_classes: int, seed: int = 0) -> float:
-    """Accuracy of k-means clusters under the best naming of them (LIN-MATCH of Kosiorek et al. 2019, section 3).
+    """Accuracy of k-means clusters under their best assignment to classes (LIN-MATCH, Kosiorek et al. 2019, section 3).
 
-    Clusters are found among ``train`` without labels. Each gets a class, no two the same, such that most of ``test``
-    are right; that naming alone sees labels.
+    k-means finds the clusters in ``train`` without labels. Then each cluster is assigned its own class, so that as many
+    of ``test`` as possible are right; only this assignment uses labels.
 
     Args:
-        train, test: what images are described by, ``[N, K]`` and ``[n, K]``, such as the presences of object capsules.
-        labels: of the test images, int64 ``[n]``.
+        train, test: features of the images, ``[N, K]`` and ``[n, K]``, such as the presences of object capsules.
+        labels: labels of the test images, int64 ``[n]``.
         num_classes: number of clusters and of classes.
-        seed: of k-means, which starts ten times.
+        seed: seed of k-means, which starts ten times.
 
     Returns:
-        The share of test images whose cluster has the name of their class.
+        The share of test images whose cluster is assigned to their class.
 
     Raises:
-        ModuleNotFoundError: without scikit-learn.
+        ModuleNotFoundError: scikit-learn is not installed.
         ValueError: fewer training images than clusters.
     """
     try:
@@ -30,7 +30,7 @@ def cluster_accuracy(train: Tensor, test: Tensor, labels: Tensor, num_classes: i
         from sklearn.cluster import KMeans
     except ImportError:
         raise ModuleNotFoundError(
-            f"capsfast.train.cluster_accuracy: clusters are found by scikit-learn; {in_the_checkout('train')}"
+            f"capsfast.train.cluster_accuracy: needs scikit-learn; {in_the_checkout('train')}"
         ) from None
     if len(train) < num_classes:
         op = "capsfast.train.cluster_accuracy"

@@ -1,4 +1,4 @@
-"""Accuracy, confusion, and accuracy on images that an attack has changed."""
+"""Accuracy and confusion matrix, also on attacked images."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from ..data import Batch
 from ..data.sets import DrawnSet
 from .learner import Learner, right_predictions
 
-# A loss as a function of images, and the images, to those that are shown instead.
+# Takes a loss as a function of images, and images; returns the attacked images.
 Attack = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class Evaluation(NamedTuple):
-    """images: how many were looked at. right: those with the right class, or with both right classes.
-    confusion: ``[J, J]`` counts by true (row) and predicted class (column); None where classes overlap."""
+    """images: number of images. right: number of images whose class, or both classes, are right.
+    confusion: ``[J, J]`` counts by true (row) and predicted class (column); None for overlapping images."""
 
     images: int
     right: int
@@ -29,7 +29,7 @@ class Evaluation(NamedTuple):
 
 
 def batches(dataset: DrawnSet, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-    """The images in order, the first ``limit`` of them."""
+    """Batches of the first ``limit`` images, in order."""
     count = len(dataset) if limit is None else min(limit, len(dataset))
     for rows in torch.arange(count).split(batch_size):
         yield dataset.batch(rows)
@@ -47,13 +47,13 @@ def evaluate(
     """Accuracy of a network.
 
     Args:
-        learner: the network; runs where it is, in evaluation mode.
-        dataset: the images; overlapping ones count as right when both classes are.
-        attack: from a loss and images to the images that are shown instead, such as
-            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is that of the classes.
-        limit: look at the first so many images only.
-        batch_size: images at a time.
-        on_step: hears how many images were just done.
+        learner: the network; it runs on its device, in evaluation mode.
+        dataset: the images; overlapping images are right if both classes are right.
+        attack: takes a loss and images and returns attacked images, such as
+            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is the loss of the classes.
+        limit: use only the first ``limit`` images.
+        batch_size: images in a batch.
+        on_step: called after each batch with its number of images.
 
     Raises:
         ValueError: the network has no classes.

@@ -10,46 +10,46 @@ from ..data import BatchOrder, ResumableLoader, Sets, open_sets
 from ..data.catalogue import CHOICES, absolute
 from ..data.sets import DrawnSet
 
-# What a loader is made of; all other options are those of open_sets.
+# Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
 
 
 class ImageData(pl.LightningDataModule):
-    """Batches of labelled images, shared out among the processes.
+    """Batches of labelled images, distributed over the processes.
 
-    Order and augmentation follow from seed, epoch and step: a resumed run sees what an uninterrupted one
-    would, and n processes with a batch of B see the batches of one process with a batch of n·B.
+    Seed, epoch and step decide order and augmentation: a resumed run gets the same batches as an uninterrupted run,
+    and n processes with a batch size of B get the batches of one process with a batch size of n·B.
 
     Args:
-        data: digits, mnist, fashion-mnist, kmnist, cifar10, svhn or smallnorb; multi:NAME (two images over each other)
-            or affine:NAME (images moved on a larger canvas, warped ones to test on) of one of these; a folder with a
+        data: digits, mnist, fashion-mnist, kmnist, cifar10, svhn or smallnorb; multi:NAME (two images overlap) or
+            affine:NAME (images placed on a larger canvas, warped for tests) with one of these names; a folder with a
             sub-folder of pictures for each class, or with four IDX files; an .npz file; or the path of a data set in
             Python such as my_module.MyImages.
-        data_dir: Where the files of a named data set are. Default: $CAPSFAST_DATA/NAME, then ~/.cache/capsfast/NAME.
-        download: Let torchvision download the files that are missing, into data_dir or ~/.cache/capsfast/NAME.
-        batch_size: Images in a step of one process.
-        image_size: Resize all images to a square of so many pixels first.
-        shift: Move training images by up to so many pixels. Default: 2 on 28 pixels and in proportion on others, none
-            beside crop and for multi: and affine:.
-        rotation: Rotate training images by up to so many degrees.
+        data_dir: Folder with the files of a named data set. Default: $CAPSFAST_DATA/NAME, then ~/.cache/capsfast/NAME.
+        download: Let torchvision download missing files into data_dir or ~/.cache/capsfast/NAME.
+        batch_size: Images per step in one process.
+        image_size: Resize all images to a square with this many pixels per side first.
+        shift: Move training images by up to this many pixels. Default: 2 for 28 pixels and in proportion for other
+            sizes; none with crop, multi: or affine:.
+        rotation: Rotate training images by up to this many degrees.
         scale: Scale training images by up to this fraction, larger or smaller.
-        crop: Crop a square of so many pixels, from anywhere to train on, from the middle to test on.
-        crop_padding: Add so many black pixels on every side before the crop.
+        crop: Crop a square of this many pixels: anywhere for training, in the centre for tests.
+        crop_padding: Add this many black pixels on every side before the crop.
         flip: Mirror half of the training images, left to right.
-        brightness: Add up to this number to all pixels of a training image, or take it from them.
+        brightness: Add a number from -brightness to brightness to all pixels of a training image.
         contrast: Multiply the distance of pixels from their channel's mean by a factor from 1 - contrast to
             1 + contrast.
-        cutout: Give a square of so many pixels in training images the mean colour.
-        transform: Path of a class or function of one's own, applied last to training images, float tensors [C, H, W];
-            or a dict with class_path and init_args. What it draws must come from torch's generator.
+        cutout: Fill a square of this many pixels per side in training images with the mean colour.
+        transform: Path of your own class or function, applied last to training images, float tensors [C, H, W]; or a
+            dict with class_path and init_args. It must draw random numbers from torch's generator.
         seed: Seed of order and augmentation.
-        workers: Processes that make batches. 0 makes them between the steps.
-        train: From Python, in place of data: a data set of (image, label) to train on.
-        test: From Python, beside train: a data set to test on.
+        workers: Number of processes that prepare batches. 0 prepares them in the training process.
+        train: From Python, in place of data: a data set of (image, label) for training.
+        test: From Python, with train: a data set for tests.
 
     Raises:
-        ValueError: no data, or data beside train and test. At ``setup``, also what
-            :func:`capsfast.data.open_sets` raises.
+        ValueError: no data, or data together with train and test. ``setup`` raises the errors of
+            :func:`capsfast.data.open_sets`.
     """
 
     sets: Sets
@@ -89,7 +89,7 @@ class ImageData(pl.LightningDataModule):
         self.save_hyperparameters(logger=False, ignore=["train", "test"])
         self.options: dict[str, Any] = dict(self.hparams)
         self._given = train, test
-        # What a checkpoint keeps must lead there from another working directory too, and download nothing.
+        # A checkpoint must find the data from any working directory, and download nothing.
         self.hparams["data"] = None if data is None else absolute(data)
         self.hparams["data_dir"] = None if data_dir is None else str(Path(data_dir).expanduser().absolute())
         self.hparams["download"] = False

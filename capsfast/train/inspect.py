@@ -1,4 +1,4 @@
-"""What a trained network has learnt: reconstructions, the meaning of capsule dimensions, how its routing decides."""
+"""Inspection of a trained network: predictions, reconstructions, capsule dimensions, coupling of its routing."""
 
 from math import log
 from typing import NamedTuple
@@ -24,8 +24,8 @@ def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
 
 
 class Predictions(NamedTuple):
-    """``images [n, C, H, W]``, ``labels`` as in :class:`capsfast.data.Batch`, ``activations [n, J]`` and whether the
-    longest are those of the labels, ``right [n]``."""
+    """``images [n, C, H, W]``, ``labels`` as in :class:`capsfast.data.Batch`, ``activations [n, J]`` and ``right [n]``:
+    whether the labels have the largest activations."""
 
     images: Tensor
     labels: Tensor
@@ -35,10 +35,10 @@ class Predictions(NamedTuple):
 
 @torch.no_grad()
 def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool = False) -> Predictions:
-    """Activations of the class capsules for the first ``count`` images; ``wrong``: the first that are taken wrongly.
+    """Activations of the class capsules for the first ``count`` images, or with ``wrong`` misclassified images.
 
     Raises:
-        ValueError: the network has no classes, or no image is taken wrongly.
+        ValueError: the network has no classes, or no image is misclassified.
     """
     op = "capsfast.train.predictions"
     if not learner.has_classes:
@@ -54,13 +54,13 @@ def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool 
             break
     found = Predictions(*(torch.cat(each)[:count] for each in zip(*kept, strict=True)))
     if not len(found.right):
-        raise ValueError(f"{op}: no image is taken wrongly")
+        raise ValueError(f"{op}: no image is misclassified")
     return found
 
 
 @torch.no_grad()
 def reconstructions(learner: Learner, batch: Batch) -> Tensor:
-    """What the decoder makes of the capsule of each label, or that of an auto-encoder of all its capsules.
+    """Reconstructions from the capsule of each label; an auto-encoder reconstructs from all its capsules.
 
     Returns:
         ``[B, C, H, W]``, or ``[B, 2, C, H, W]`` for overlapping images and a network with classes.
@@ -83,13 +83,13 @@ def reconstructions(learner: Learner, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[float, ...] = DELTAS) -> Tensor:
-    """Reconstructions with one number of the class capsule changed (Sabour, Frosst, Hinton 2017, figure 4).
+    """Reconstructions with one dimension of the class capsule changed (Sabour, Frosst, Hinton 2017, figure 4).
 
     Args:
         learner: a network with a decoder.
         image: ``[C, H, W]`` in [0, 1].
         label: the capsule that is varied.
-        deltas: what is added, n values.
+        deltas: n values to add.
 
     Returns:
         ``[D, n, C, H, W]``, a row for each dimension of the capsule.
@@ -110,9 +110,9 @@ def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[flo
 
 
 class RoutingStatistics(NamedTuple):
-    """lengths: ``[J, J]``, of capsule (column) on images of a class (row), the mean. entropy: ``[r, J]``, of an
-    input capsule's coupling in each iteration on images of a class, the mean; 1 is no preference at all.
-    NaN where no image has the class."""
+    """lengths: ``[J, J]``, mean length of each capsule (column) on images of each class (row). entropy: ``[r, J]``,
+    mean entropy of an input capsule's coupling in each iteration on images of each class; 1 is equal coupling.
+    NaN for classes without images."""
 
     lengths: Tensor
     entropy: Tensor
@@ -125,7 +125,7 @@ def routing_statistics(
     """Capsule lengths and coupling entropy by class, over the first ``limit`` images.
 
     Raises:
-        ValueError: the network has no classes, or its last routing can't be looked at.
+        ValueError: the network has no classes or no ``encode()``.
     """
     op = "capsfast.train.routing_statistics"
     if not learner.has_classes or not hasattr(learner.model, "encode"):

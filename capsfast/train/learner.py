@@ -26,14 +26,14 @@ DECAY_STEPS = 2000
 
 
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
-    """Whether the longest of ``lengths [B, J]`` are those of ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
+    """Whether the largest ``lengths [B, J]`` belong to ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
     wanted = labels.view(len(labels), -1)
     found = lengths.topk(wanted.shape[1], dim=1).indices
     return (found.sort(1).values == wanted.sort(1).values).all(1)
 
 
 class _OfItsModel(pl.LightningModule):
-    """Makes the object of the class that its model asks for."""
+    """Makes an object of the Learner class that the model needs."""
 
     _classes: ClassVar[dict[str, type["Learner"]]] = {}
 
@@ -43,54 +43,54 @@ class _OfItsModel(pl.LightningModule):
             _OfItsModel._classes[model] = cls  # type: ignore[assignment]
 
     def __new__(cls, model: str = "capsnet", *_: Any, **__: Any) -> "_OfItsModel":
-        # Copies and unpickled learners, which name no model, have their class already.
+        # Copies and unpickled learners come without a model name; cls is already right.
         return super().__new__(cls._classes.get(model, cls) if cls is Learner else cls)
 
 
 class Learner(_OfItsModel):
-    """A capsule network in training: margin loss and reconstruction by Adam (Sabour, Frosst, Hinton 2017, section 4).
+    """Trains a capsule network: margin loss and reconstruction by Adam (Sabour, Frosst, Hinton 2017, section 4).
 
-    Overlapping images have two labels: the margin loss wants both capsules, and each is decoded into the
-    image of its own object (section 6 there). An auto-encoder has the reconstruction alone.
+    Overlapping images have two labels: the margin loss counts both classes, and the decoder reconstructs each object
+    from its own capsule (section 6 there). An auto-encoder has only the reconstruction loss.
 
-    Every step seeds torch anew from seed, step and rank, so that a resumed run draws what an uninterrupted one would.
-    The class of the object follows from the model: segcaps makes a :class:`SegmentationLearner`, stacked a
+    Every step seeds torch from seed, step and rank, so that a resumed run draws the same numbers as an uninterrupted
+    run. The model decides the class of the object: segcaps makes a :class:`SegmentationLearner`, stacked a
     :class:`StackedLearner`.
 
     Args:
         model: capsnet, deepcaps, efficientcapsnet, invertedattention, matrixcapsnet, segcaps, autoencoder, stacked or
-            cnn, or the class path of a network of your own, whose forward gives class capsules or activations.
-        in_channels: of the images.
-        image_size: of the images, which are square.
-        num_classes: of the images.
-        class_names: of the images; default: numbers.
-        options: of the model, by its own names, such as conv_channels or routing. A routing of your own is given by
-            class path, such as my_module.MyRouting.
+            cnn, or the class path of your own network, whose forward returns class capsules or activations.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels.
+        num_classes: number of classes.
+        class_names: names of the classes; default: numbers.
+        options: options of the model by their names, such as conv_channels or routing. Your own routing is given by
+            its class path, such as my_module.MyRouting.
         lr: learning rate after the warm-up.
-        weight_decay: AdamW takes the place of Adam: every parameter also shrinks by this times the learning rate in a
-            step (Loshchilov, Hutter 2019).
+        weight_decay: trains with AdamW instead of Adam: each step also shrinks every parameter by the factor
+            1 - weight_decay * learning rate (Loshchilov, Hutter 2019).
         schedule: how the learning rate falls: exponential or cosine.
-        warmup_steps: steps over which the learning rate grows, linearly.
-        decay_rate: the exponential schedule multiplies the learning rate by this every decay_steps, smoothly.
-        decay_steps: see decay_rate; a cosine falls to 0 over so many steps. Default: 2000, for a cosine all steps of
-            the training that begins.
-        clip: largest norm of all gradients together; default: none.
-        loss: of the classes: margin, mse, spread, cross-entropy, or a class path, see
+        warmup_steps: number of steps in which the learning rate grows linearly.
+        decay_rate: the exponential schedule multiplies the learning rate by decay_rate every decay_steps, smoothly.
+        decay_steps: see decay_rate; a cosine falls to 0 over this many steps. Default: 2000; for a cosine, all steps
+            of the training.
+        clip: largest norm of all gradients together; default: no clipping.
+        loss: loss of the classes: margin, mse, spread, cross-entropy, or a class path, see
             :class:`capsfast.train.objective.ClassLoss`. Default: margin, for cnn cross-entropy. A network without
-            classes has a loss of its own.
-        spread_steps: over which the margin of the spread loss grows.
-        reconstruction_weight: times the summed squared error of an image.
-        normalize: what the network sees: image (mean 0, deviation 1 for each image), set (the same for the channels of
-            the images to train on), or from Python the two lists of means and deviations. Default: images in [0, 1].
-            Losses, attacks and reconstructions are of the images.
-        seed: of the first weights, and of what a model draws while it trains.
+            classes has its own loss.
+        spread_steps: number of steps in which the margin of the spread loss grows.
+        reconstruction_weight: factor of the squared error of an image, summed over its pixels.
+        normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image), set (the
+            same for each channel of the training images), or from Python two lists, means and deviations. Default:
+            not at all. Losses, attacks and reconstructions use the images in [0, 1].
+        seed: seed of the initial weights and of random numbers in training.
 
     Raises:
-        ValueError, TypeError: no such model, an option it does not take, numbers out of range, or what the network
-            does not have.
+        ValueError, TypeError: unknown model, an option that the model does not take, numbers out of range, or an
+            option for a part that the network does not have.
     """
 
-    # What the best checkpoint is the best by.
+    # The metric that selects the best checkpoint.
     monitor = ("test_accuracy", "max")
 
     def __init__(
@@ -155,7 +155,7 @@ class Learner(_OfItsModel):
             self.monitor = ("test_reconstruction", "min")
         if loss is not None and not self.has_classes:
             got = checks.shown(loss)
-            raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {got}")
+            raise ValueError(f"{op}: loss compares classes, and {model} has none; leave it out, got {got}")
         if self.has_classes:
             self.accuracy = MeanMetric()
 
@@ -165,11 +165,11 @@ class Learner(_OfItsModel):
 
     @property
     def weighs_reconstruction(self) -> bool:
-        """Whether a reconstruction is one part of the loss beside another, which reconstruction_weight is for."""
+        """Whether the loss is a weighted sum with a reconstruction error, so that reconstruction_weight matters."""
         return self.has_decoder and self.has_classes | (self.hparams["model"] == "segcaps")
 
     def check_decoder(self, name: str) -> None:
-        """Raises ValueError in the name of a function that needs class capsules with a decoder."""
+        """Raises ValueError, naming a function, unless the network has class capsules with a decoder."""
         if not (self.has_classes and self.has_decoder):
             why = "was trained without reconstruction" if self.has_classes else "has no classes"
             raise ValueError(f"capsfast.train.{name}: class capsules with a decoder are needed; this network {why}")
@@ -179,7 +179,7 @@ class Learner(_OfItsModel):
         return images if self.normalize is None else self.normalize(images)
 
     def output(self, images: Tensor, labels: Tensor | None = None) -> Any:
-        """What the network makes of images in [0, 1]: :class:`capsfast.models.CapsNetOutput`."""
+        """The output of the network for images in [0, 1]: :class:`capsfast.models.CapsNetOutput`."""
         return self.model(self.normalized(images), *(() if labels is None else (labels,)))
 
     def classify(self, images: Tensor) -> Capsules:
@@ -187,14 +187,14 @@ class Learner(_OfItsModel):
         return self.model.classify(self.normalized(images))  # type: ignore[no-any-return]
 
     def encode(self, images: Tensor) -> Tensor:
-        """The capsules that are routed to the classes, of images in [0, 1]."""
+        """The input capsules of the class routing, from images in [0, 1]."""
         return self.model.encode(self.normalized(images))  # type: ignore[no-any-return]
 
     def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
         """The loss and its parts by their names in the log, means over the batch, and the network's output.
 
-        The parts are ``loss``, that of the classes (``margin``, ``mse``, ``spread`` or ``cross_entropy``),
-        ``margin_present`` and ``margin_absent``, whose sum is ``margin``, and ``reconstruction``.
+        The names are ``loss``; the loss of the classes (``margin``, ``mse``, ``spread`` or ``cross_entropy``);
+        ``margin_present`` and ``margin_absent``, whose sum is ``margin``; and ``reconstruction``.
         """
         images, labels, parts = batch
         if not self.has_classes:
@@ -215,14 +215,14 @@ class Learner(_OfItsModel):
         return found, output
 
     def _error(self, reconstruction: Tensor, batch: Batch, n: int) -> Tensor:
-        """Against the image, of overlapping ones against that of the n-th object."""
+        """The error against the image; for overlapping images against the image of the n-th object."""
         wanted = batch.images if batch.parts is None else batch.parts[:, n]
         return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
 
     def absent_error(self, batch: Batch, output: Any) -> Tensor:
-        """The reconstruction error of the longest capsule whose class is not there, mean over the batch.
+        """The reconstruction error from the longest capsule of an absent class, mean over the batch.
 
-        Against the same images as ``reconstruction``: how much worse a capsule explains them that has no reason to.
+        The same images as for ``reconstruction``; a capsule of an absent class should reconstruct them worse.
         """
         there = multi_hot(batch.labels, output.lengths.shape[1]).bool()
         longest = output.lengths.masked_fill(there, -torch.inf).argmax(1)
@@ -231,9 +231,9 @@ class Learner(_OfItsModel):
         return torch.stack([self._error(image, batch, n) for n in range(objects)]).sum()
 
     def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """The loss of the classes as a function of images, summed over them: what an attack raises.
+        """The loss of the classes as a function of images, summed over images: the loss that an attack raises.
 
-        The spread loss has its last margin.
+        The spread loss uses its final margin.
         """
 
         def loss(images: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class Learner(_OfItsModel):
         return poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
 
     def setup(self, stage: str) -> None:
-        """``normalize="set"`` takes mean and deviation from the images that training begins with."""
+        """``normalize="set"`` takes mean and deviation from the training images when training begins."""
         if self.normalize is not None and not self.normalize.known:
             images = getattr(self.trainer, "datamodule", None)
             if not isinstance(images, ImageData):
@@ -256,7 +256,7 @@ class Learner(_OfItsModel):
             self.normalize.set(*channel_statistics(images.sets.train))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # A cosine that was planned for the whole of a training keeps that length.
+        # A cosine over the whole training keeps the length that was planned at first.
         planned = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].get("decay_steps")
         if planned and not self.decay.steps:
             self.decay.steps = self.hparams["decay_steps"] = planned
@@ -273,15 +273,15 @@ class Learner(_OfItsModel):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         found, output = self.measured(batch)
         results = {f"test_{name}": value for name, value in self.results(batch, found, output).items()}
-        # Lightning forms the means of all images of all processes.
+        # Lightning averages over all images of all processes.
         self.log_dict(results, prog_bar=True, sync_dist=True, batch_size=len(batch.labels))
 
     test_step = validation_step
 
     def results(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor | Metric]:
-        """What a test gives, by name: means over a batch, and metrics that know the batches before.
+        """The results of a test by name: means over a batch, and metrics that accumulate over batches.
 
-        found, output: of :meth:`measured`.
+        found, output: from :meth:`measured`.
         """
         results: dict[str, Tensor | Metric] = {name: value for name, value in found.items() if name != "loss"}
         if self.has_classes:
@@ -290,7 +290,7 @@ class Learner(_OfItsModel):
                 results["reconstruction_absent"] = self.absent_error(batch, output)
             self.chance = 1 / J if objects == 1 else 2 / (J * (J - 1))
             self.accuracy.update(right_predictions(output.lengths, batch.labels))
-            # Of the capsules of the classes that are there: near 0, the squash passes no gradient on.
+            # The length of the capsules of present classes: near 0 the squash has no gradient.
             length = output.lengths.gather(1, batch.labels.view(len(batch.labels), -1)).mean()
             results |= {"accuracy": self.accuracy, "length": length}
         return results
@@ -299,7 +299,7 @@ class Learner(_OfItsModel):
         self.tested_at = self.global_step
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        # Here and not in the trainer: it is kept in the checkpoint.
+        # Here and not in the trainer, so that the checkpoint holds the option.
         if self.clip is not None:
             self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
 
@@ -308,7 +308,7 @@ class Learner(_OfItsModel):
             planned = self.trainer.estimated_stepping_batches
             if not 0 < planned < float("inf"):
                 raise ValueError("capsfast.train.Learner: a cosine over training without end needs decay_steps")
-            # Kept, so that a resumed run with another end goes on with this one.
+            # Stored, so that a resumed run with a different end keeps this schedule.
             self.decay.steps = self.hparams["decay_steps"] = int(planned)
         # AdamW without weight decay is Adam.
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)

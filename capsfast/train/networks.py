@@ -1,4 +1,4 @@
-"""The models by the names of the command line, or by class path."""
+"""The models by their names on the command line, or by class path."""
 
 import inspect
 from collections.abc import Mapping
@@ -34,18 +34,18 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "efficientcapsnet": EfficientCapsNet,
     "invertedattention": InvertedAttentionCapsNet,
 }
-# Those that do not say one class, or two, of an image.
+# Models that do not classify images.
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")
-# Where it is not the margin loss.
+# Models whose default loss is not the margin loss.
 OWN_LOSS = {"cnn": "cross-entropy"}
 
 
 class OwnNetwork(nn.Module):
-    """A user's network as the trainer takes it: images ``[B, C, H, W]`` to :class:`capsfast.models.CapsNetOutput`.
+    """Adapts a user's network: images ``[B, C, H, W]`` to :class:`capsfast.models.CapsNetOutput`.
 
     Args:
-        network: its forward takes images alone and gives class capsules ``[B, J, D]``, whose lengths say the class, or
-            activations ``[B, J]``.
+        network: its forward takes images only and returns class capsules ``[B, J, D]``, whose lengths are the
+            activations, or activations ``[B, J]``.
     """
 
     decoder = None
@@ -61,24 +61,24 @@ class OwnNetwork(nn.Module):
     def classify(self, images: Tensor) -> Capsules:
         """
         Raises:
-            TypeError: the network gives something else.
+            TypeError: the network returns something else.
         """
         found = self.network(images)
         if not isinstance(found, Tensor) or found.dim() not in (2, 3) or len(found) != len(images):
             got = checks.shape_of(found) if isinstance(found, Tensor) else type(found).__name__
             raise TypeError(
                 f"capsfast.train.Learner: model {type(self.network).__name__} must give class capsules [B, J, D] or "
-                f"activations [B, J], got {got}; a network with classify(images) may give what it likes"
+                f"activations [B, J], got {got}; a network with classify(images) may return anything"
             )
         return Capsules(found, found.norm(dim=2)) if found.dim() == 3 else Capsules(found[:, :, None], found)
 
 
 def network_class(op: str, name: str) -> type[nn.Module]:
-    """The class of a name, or of a class path.
+    """The network class with a name or class path.
 
     Raises:
-        ValueError: no model of that name, no such class.
-        TypeError: something else than a network.
+        ValueError: no model with that name, or no such class.
+        TypeError: not an nn.Module class.
     """
     if "." not in name:
         checks.choice(op, "model", name, NETWORKS)
@@ -90,10 +90,10 @@ def network_class(op: str, name: str) -> type[nn.Module]:
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a checkpoint holds them: a routing class by its path.
+    """Options for a checkpoint: a routing class is replaced by its path.
 
     Raises:
-        ValueError: another process could not import it.
+        ValueError: another process could not import the class.
     """
     routing = options.get("routing")
     if routing is None or isinstance(routing, str):
@@ -106,7 +106,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     """A model with the sizes ``in_channels``, ``image_size`` and ``num_classes`` of a data set.
 
     Raises:
-        ValueError, TypeError: no model of that name, an option that it does not have, or one that it rejects.
+        ValueError, TypeError: no model with that name, an option that it does not have, or a value that it rejects.
     """
     op = "capsfast.train.build"
     make, options = network_class(op, name), dict(options)
@@ -116,7 +116,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     try:
         network = make(**{size: value for size, value in sizes.items() if size in taken}, **options)
     except TypeError as error:
-        # A network hands on to its layers what is none of its own options.
+        # A network passes unknown options on to its layers, so the error may come from a layer.
         if options.keys() <= taken.keys():
             raise
         given = (*sizes, "device", "dtype", "options")

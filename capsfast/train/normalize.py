@@ -1,4 +1,4 @@
-"""What a network sees of images in [0, 1]."""
+"""Normalises images before the network."""
 
 from collections.abc import Sequence
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from .. import checks
 from ..nn._layer import Layer
 
-# Of a variance; images of one shade have 0, whose root has no derivative.
+# Added to a variance: it is 0 for an image of one shade, and the root has no derivative at 0.
 EPS = 1e-8
 
 
 class Normalize(Layer):
-    """Images of mean 0 and deviation 1.
+    """Normalises images to mean 0 and deviation 1.
 
     Args:
-        given: ``"image"`` takes mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
-            section 4). Two lists are the mean and the deviation of each channel; ``"set"`` waits for those of a
-            training set, see :func:`capsfast.data.channel_statistics`. A channel of deviation 0 is not divided.
+        given: ``"image"`` uses mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
+            section 4). Two lists are the mean and the deviation of each channel. ``"set"`` waits for :meth:`set`, with
+            numbers from :func:`capsfast.data.channel_statistics`. A channel with deviation 0 is not divided.
         in_channels: C.
 
     Shapes: ``[B, C, H, W]``.
 
     Raises:
-        ValueError: another word, or lists that do not fit.
+        ValueError: any other word, or lists that do not fit.
     """
 
     mean: Tensor
@@ -49,11 +49,11 @@ class Normalize(Layer):
 
     @property
     def known(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether mean and deviation are known."""
         return self.each or not self.mean.isnan().any()
 
     def set(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        """A number for each channel."""
+        """Sets mean and deviation, a number for each channel."""
         divisor = [value if value > 0 else 1.0 for value in deviation]
         for buffer, values in ((self.mean, mean), (self.deviation, divisor)):
             buffer.copy_(torch.tensor(values)[:, None, None])

@@ -1,4 +1,4 @@
-"""The losses on the activations of the class capsules, by the names of the command line."""
+"""The losses on the activations of the class capsules, by their names on the command line."""
 
 import inspect
 from typing import Any
@@ -12,12 +12,12 @@ from ..nn import MarginLoss, SpreadLoss
 from ..nn._layer import Layer
 
 LOSSES = ("margin", "mse", "spread", "cross-entropy")
-# Added to activations before their logarithm. Its inverse squared, which Adam keeps, must be a float32.
+# Added to activations before the logarithm. Adam stores squared gradients, so 1 / LOG_EPS squared must fit in float32.
 LOG_EPS = 1e-12
 
 
 def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """``labels [B]`` or ``[B, n]`` to float32 ``[B, J]``, 1 for each class that is there."""
+    """``labels [B]`` or ``[B, n]`` to float32 ``[B, J]``, 1 for each present class."""
     there = torch.zeros(len(labels), num_classes, device=labels.device)
     return there.scatter_(1, labels.view(len(labels), -1), 1.0)
 
@@ -26,21 +26,20 @@ class ClassLoss(Layer):
     """A loss on activations ``[B, J]``, a number for each sample.
 
     * ``margin``: :class:`capsfast.nn.MarginLoss`.
-    * ``mse``: the squared distance of the activations from 1 for classes that are there and 0 for others, summed.
-    * ``spread``: :class:`capsfast.nn.SpreadLoss`, whose margin grows by the step; images of one class each.
-    * ``cross-entropy``: of each activation's share in their sum, which for activations that sum to 1, such as those of
-      a softmax, is the negative log likelihood. Two classes have half of the probability each. 1e-12 is added to every
-      activation, so that the gradient is at most 1e12 and not 0 where one is tiny. An activation that its own function
-      has rounded to 0, as a sigmoid or a squash of very small numbers does, may still get no gradient through that
-      function; where ``logs`` are given, they are taken and there is no such limit.
+    * ``mse``: the squared distance of the activations from 1 for present classes and 0 for absent classes, summed.
+    * ``spread``: :class:`capsfast.nn.SpreadLoss`, whose margin grows with the steps; one class per image.
+    * ``cross-entropy``: activations are divided by their sum and taken as probabilities. Two present classes have
+      probability one half each. 1e-12 is added to every activation, so that the gradient is at most 1e12 and a tiny
+      activation still gets one. If a sigmoid or squash rounded an activation to 0, the gradient may still vanish in
+      that function. If ``logs`` are given, they are used instead, without this limit.
 
     Args:
-        name: one of these, or the path of a class or function of your own: it (or what the class makes, without
-            arguments) takes activations ``[B, J]`` and labels ``[B]`` and gives a number for each sample, ``[B]``.
-        spread_steps: over which the spread loss's margin grows.
+        name: one of these names, or the path of your own function or class (called without arguments). The function or
+            instance takes activations ``[B, J]`` and labels ``[B]`` and returns a number for each sample, ``[B]``.
+        spread_steps: the margin of the spread loss grows over so many steps.
 
     Raises:
-        ValueError: no loss of that name, two classes for the spread loss, or one number for all samples.
+        ValueError: unknown name, two classes for the spread loss, or a loss that returns one number for all samples.
     """
 
     def __init__(self, name: str, spread_steps: int = 10_000) -> None:
@@ -62,7 +61,7 @@ class ClassLoss(Layer):
         return self.name.rpartition(".")[2].replace("-", "_")
 
     def forward(self, activations: Tensor, labels: Tensor, step: int, logs: Tensor | None = None) -> Tensor:
-        """``labels [B]`` or ``[B, n]``; step: optimizer steps done; logs: of activations that sum to 1, ``[B, J]``."""
+        """``labels [B]`` or ``[B, n]``; step: optimizer steps so far; logs: log probabilities ``[B, J]``."""
         if self.own is not None:
             own: Tensor = self.own(activations, labels)
             if own.shape != activations.shape[:1]:
@@ -89,7 +88,7 @@ class ClassLoss(Layer):
         return -(present * logs.float()).sum(1) / present.sum(1)
 
     def parts(self, activations: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Of the margin loss what classes that are there and classes that are not contribute; else nothing."""
+        """The contributions of present and absent classes to the margin loss; empty for any other loss."""
         if self.name != "margin":
             return {}
         present, absent = self.margin.parts(activations, self.targets(activations, labels))

@@ -1,4 +1,4 @@
-"""What a trained network makes of pictures in files."""
+"""Predictions of a trained network for pictures in files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ __all__ = ["activations", "open_pretrained", "predicted_images", "read_picture"]
 
 
 def open_pretrained(model: str, name: str) -> Learner:
-    """A network of ``from_pretrained`` as the functions here take it, in evaluation mode.
+    """A network from ``from_pretrained`` as a :class:`Learner`, in evaluation mode.
 
     Args:
         model: as for :class:`Learner`.
-        name: as for ``from_pretrained`` of its class: a network that comes with the package, a folder, a repository.
+        name: as for ``from_pretrained`` of the model: a network that comes with the package, a folder, a repository.
 
     Raises:
-        ValueError: a network that has no ``from_pretrained``, or whose images are not square; and what
-            ``from_pretrained`` raises, with ModuleNotFoundError, FileNotFoundError and RuntimeError.
+        ValueError: a network that has no ``from_pretrained``, or whose images are not square.
+        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as ``from_pretrained``.
     """
     op = "capsfast.train.open_pretrained"
     made = network_class(op, model)
@@ -45,10 +45,10 @@ def open_pretrained(model: str, name: str) -> Learner:
 
 
 def read_picture(path: Path | str, learner: Learner) -> Tensor:
-    """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: made square by resizing, grey or in colour.
+    """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: resized to a square, in grey or colour.
 
     Raises:
-        ValueError: no picture, or a network for images of 2 channels.
+        ValueError: the file is not a picture, or the network does not take images of 1 or 3 channels.
     """
     channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]
     if channels not in (1, 3):
@@ -64,7 +64,7 @@ def activations(learner: Learner, images: Tensor) -> Tensor:
     """The activations of the classes, ``[B, J]``, on the CPU.
 
     Raises:
-        ValueError: a network without classes.
+        ValueError: the network has no classes.
     """
     if not learner.has_classes:
         raise ValueError(
@@ -75,7 +75,7 @@ def activations(learner: Learner, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predicted_images(learner: Learner, images: Tensor) -> Tensor | None:
-    """What the capsule of the predicted class is decoded into, ``[B, C, H, W]``; None without a decoder."""
+    """Reconstructions from the capsule of the predicted class, ``[B, C, H, W]``; None without a decoder."""
     if not learner.has_decoder:
         return None
     poses, found = learner.eval().classify(images.to(learner.device))

@@ -1,4 +1,4 @@
-"""How far training is: a bar on a terminal, lines where there is none."""
+"""The progress of training: a bar on a terminal, otherwise lines."""
 
 import math
 import time
@@ -17,23 +17,23 @@ LINE_SECONDS = 15.0
 LINE_STEPS = 10
 LOG_EVERY = 10  # steps
 OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
-# What the log has beside the parts of the loss.
+# Metrics in the log that progress does not show.
 DETAILS = ("margin_present", "margin_absent", "reconstruction_absent", "length")
-# Steps after which a training that has ended, or goes on, should do better than guessing.
+# After this many steps a finished training, or a running training, should be better than guessing.
 SOME_STEPS, MANY_STEPS = 50, 500
 # Length of class capsules below which they have nearly no gradient.
 FADED = 1e-2
 
 
 class Throughput(Callback):
-    """Logs ``images_per_s`` of all processes, a moving average over about ten steps."""
+    """Logs ``images_per_s`` over all processes, a moving average of about ten steps."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._rate: float | None = None
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        self._last = None  # validation lies between
+        self._last = None  # the time since the last step includes a validation
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         now = time.perf_counter()
@@ -45,9 +45,9 @@ class Throughput(Callback):
 
 
 class Guessing(Callback):
-    """Warns once of a network whose loss is not finite, or that only guesses, and says why where it can.
+    """Warns once if the loss is not finite or the network only guesses, with the reason if it is known.
 
-    Guessing counts at the end of a training of some steps, and within a long one.
+    Guessing is checked at the end of training after SOME_STEPS, and at every test after MANY_STEPS.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class Guessing(Callback):
 
 
 def shown_results(names: Iterable[str]) -> list[str]:
-    """What of a test fits into a line."""
+    """The results of a test that fit into a line."""
     return [name for name in names if name.startswith("test_") and name.removeprefix("test_") not in DETAILS]
 
 
 class Bar(RichProgressBar):
-    """Lightning's, with what fits in a line beside it."""
+    """Lightning's bar with selected metrics."""
 
     SHOWN: ClassVar = {
         "loss": "loss",
@@ -112,10 +112,10 @@ class Bar(RichProgressBar):
 
 
 class Lines(ProgressBar):
-    """A line for the first step, then at most every so many steps and seconds; one for each test and checkpoint.
+    """Prints a line for the first step, then for steps at intervals, and for each test and checkpoint.
 
     Args:
-        steps, seconds: at least so much lies between two lines of steps.
+        steps, seconds: least number of steps, and least time, between two lines for steps.
     """
 
     SHOWN: ClassVar = ("loss", *OF_CLASSES, "reconstruction")
@@ -134,7 +134,7 @@ class Lines(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self.enabled:
-            # A pipe or file would hold it back until there are kilobytes of it.
+            # Without flush, a pipe or file would get the lines only after kilobytes.
             print(*args, **kwargs, flush=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -170,12 +170,12 @@ class Lines(ProgressBar):
             self._say(trainer, ", ".join(shown))
 
     def wrote(self, path: Path) -> None:
-        """Hears of a checkpoint."""
+        """Prints a line for a checkpoint."""
         self._say(self.trainer, f"wrote {path}")
 
     def _say(self, trainer: pl.Trainer, text: str) -> None:
         total, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
-        # The epochs begun: Lightning's current_epoch stands at the next one before the last test.
+        # Count started epochs: Lightning increases current_epoch before the last test.
         step, epoch = str(trainer.global_step), max(1, trainer.fit_loop.epoch_progress.current.ready)
         if math.isfinite(total):
             step += f"/{int(total)}"
@@ -184,6 +184,6 @@ class Lines(ProgressBar):
 
 
 def bar_or_lines() -> Bar | Lines:
-    """What fits the standard output: the bar needs a terminal (or a notebook) that redraws it."""
+    """A bar if standard output is a terminal or a notebook, otherwise lines."""
     console = Console()
     return Bar() if console.is_interactive or console.is_jupyter else Lines()

@@ -1,4 +1,4 @@
-"""The Lightning trainer as ``capsfast train`` sets it up."""
+"""The Lightning trainer of ``capsfast train``."""
 
 import logging
 import shutil
@@ -21,34 +21,34 @@ from .learner import Learner
 from .progress import LOG_EVERY, Guessing, Lines, Throughput, bar_or_lines
 from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
-# What the trainer of this package does otherwise than Lightning's.
+# Trainer options whose defaults differ from Lightning's.
 DEFAULTS: dict[str, Any] = {
     "devices": 1,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "log_every_n_steps": LOG_EVERY,
-    # BatchOrder shares the batches out.
+    # BatchOrder distributes the batches.
     "use_distributed_sampler": False,
 }
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Lightning's hints from the terminal that do not apply, and its reports of what it did not find."""
+    """Silences Lightning's hints that do not apply here."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # Batches are made from memory in less time than a worker needs to hand them over.
+            # Making a batch from memory takes less time than its transfer from a worker.
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
-            # A resumed run may write beside the files of the one before, or elsewhere, and as often as it likes.
+            # A resumed run may write beside the files of the earlier run, elsewhere, or at other intervals.
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             warnings.filterwarnings("ignore", "The dirpath has changed from")
             warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided")
             warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
-            # The words of a command reach LightningCLI with the names of its own options.
+            # Command passes the words to LightningCLI as args on purpose.
             warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
             yield
     finally:
@@ -67,15 +67,15 @@ def make_trainer(
     """A Lightning trainer that writes ``last.ckpt`` after every epoch and a CSV log, into ``out``.
 
     Args:
-        out: folder of checkpoints and logs. Every run, a resumed one too, has a log ``logs/version_N`` of its own.
+        out: folder of checkpoints and logs. Every run, also a resumed run, has its own log ``logs/version_N``.
         epochs: passes over the data.
-        best: the metric of a test that decides about ``best.ckpt`` and ``"max"`` or ``"min"``, such as
-            ``learner.monitor``; None writes none.
-        checkpoint_every: also writes ``step.ckpt`` after so many steps.
-        progress: a progress bar, or without a terminal a line from time to time.
-        options: go to :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
+        best: metric of a test that selects ``best.ckpt``, and ``"max"`` or ``"min"``, such as ``learner.monitor``;
+            None: no ``best.ckpt``.
+        checkpoint_every: write ``step.ckpt`` every so many steps, in addition.
+        progress: show a progress bar; without a terminal, print a line from time to time.
+        options: options of :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
     """
-    # No monitor: the newest one is kept, under one name.
+    # Without a monitor ModelCheckpoint keeps only the newest file.
     common: dict[str, Any] = {"dirpath": out, "enable_version_counter": False}
     callbacks: list[Callback] = [
         Throughput(),
@@ -108,22 +108,22 @@ def make_trainer(
 
 
 def _several(given: Any) -> list[Any]:
-    """What Lightning takes alone, in a list, or not at all."""
+    """A list of what Lightning takes as a list, a single object, or None."""
     return given if isinstance(given, list) else [] if given in (None, True) else [given]
 
 
 def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path | None = None) -> None:
-    """Trains, from the start or from a checkpoint, without the warnings of Lightning that do not apply.
+    """Trains, from the start or from a checkpoint, without Lightning's warnings that do not apply.
 
-    The end is tested, wherever it lies. A resumed run goes on bit for bit as an uninterrupted one if processes,
-    threads, batch size and device are the same.
+    The network is always tested after the last step. A resumed run continues bit for bit like an uninterrupted run if
+    processes, threads, batch size and device are the same.
 
-    Ctrl-C and SIGTERM end it after the step, with ``last.ckpt`` written: :class:`capsfast.train.stopping.Stop`.
+    Ctrl-C and SIGTERM end it after the current step, with ``last.ckpt``: see :class:`capsfast.train.stopping.Stop`.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`capsfast.train.open_checkpoint`.
-        Interrupted: by a signal, with what there is to go on from.
-        OSError: a checkpoint or a log can't be written; the checkpoint before it is still there.
+        Interrupted: a signal ended training; it names the checkpoint to resume from.
+        OSError: a checkpoint or a log can't be written; the previous checkpoint is still there.
     """
     # Lightning would run the code that a pickle holds.
     resumed = None if resume is None else (resume, int(read_checkpoint(resume)["global_step"]))
@@ -140,11 +140,11 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
 
 
 def _keep_if_best(trainer: pl.Trainer) -> None:
-    """Lightning chooses ``best.ckpt`` within fit alone. After the last test ``last.ckpt`` may be the better one."""
+    """Lightning selects ``best.ckpt`` only within fit. After the last test ``last.ckpt`` may be better."""
     for each in trainer.checkpoint_callbacks:
         if not isinstance(each, ModelCheckpoint) or each.monitor is None or each.dirpath is None:
             continue
-        # All processes answer this together; the first one writes.
+        # All processes decide this together; the first process writes.
         better = each.check_monitor_top_k(trainer, trainer.callback_metrics.get(each.monitor))
         last = Path(each.dirpath) / "last.ckpt"
         if better and trainer.is_global_zero and last.exists():
@@ -153,7 +153,7 @@ def _keep_if_best(trainer: pl.Trainer) -> None:
 
 
 def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:
-    # A trainer that make_trainer did not make has none.
+    # A trainer that make_trainer did not make has no Stop.
     heard = [each.signal for each in trainer.callbacks if isinstance(each, Stop)]  # type: ignore[attr-defined]
     number = signal.SIGTERM if isinstance(error, SIGTERMException) else next(filter(None, heard), signal.SIGINT)
     writer = trainer.strategy.checkpoint_io

@@ -1,4 +1,4 @@
-"""The factor on the learning rate, a function of the step alone."""
+"""The factor on the learning rate as a function of the step."""
 
 from math import cos, pi
 
@@ -6,8 +6,8 @@ from math import cos, pi
 class Schedule:
     """Linear warm-up, times ``rate ** (step / steps)``.
 
-    Without a rate, times half a cosine from 1 to 0 over ``steps`` (Loshchilov, Hutter 2017, eq. 5, without restarts),
-    then 0. steps: 0 until they are known.
+    Without a rate, the warm-up is multiplied by half a cosine that falls from 1 to 0 over ``steps`` and then stays 0
+    (Loshchilov, Hutter 2017, eq. 5, without restarts). steps: 0 means not yet known.
     """
 
     def __init__(self, warmup_steps: int, steps: int, rate: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Classes of pixels: what is trained on, and how it is measured."""
+"""Segmentation: the classes of pixels, their loss and their metrics."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from ..models.segcaps import PRESENT
 from ..nn import MarginLoss
 from .learner import Learner
 
-# Of an object's own image: where it is at least that bright, the pixel is of its class.
+# A pixel has the class of an object if the object's own image is at least this bright there.
 BRIGHT = 0.5
-# The factor of absent classes in the margin loss, 0.5 for whole images: of ten classes an image has one, a pixel fewer.
+# The factor of absent classes in the margin loss. Whole images have 0.5; a pixel often has no class at all.
 ABSENT = 0.25
 
 
 def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
-    """The classes of every pixel, bool ``[B, J, H, W]``: those of the objects that are at least half white there.
+    """The classes of every pixel, bool ``[B, J, H, W]``: the classes of all objects that are at least half white there.
 
-    A pixel where two objects overlap has both classes, one of the background none. Of overlapping images the objects
-    are the parts before they were laid over each other, of others the image itself.
+    A pixel where two objects overlap has both classes; a background pixel has none. For overlapping images the objects
+    are the separate parts, otherwise the image itself.
     """
     objects = batch.images[:, None] if batch.parts is None else batch.parts  # [B, n, C, H, W]
     labels = batch.labels.view(len(batch.labels), -1)  # [B, n]
@@ -34,22 +34,22 @@ def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
 
 
 class Overlap(MultilabelJaccardIndex):
-    """Intersection over union of pixels by class, over all images together: the mean of the classes that occur."""
+    """Intersection over union of pixels, over all images together: the mean over the classes that occur."""
 
     def compute(self) -> Tensor:
-        there = self.confmat.flatten(1)[:, 1:].sum(1) > 0  # all pixels but those that neither image has
+        there = self.confmat.flatten(1)[:, 1:].sum(1) > 0  # without pixels that neither label nor prediction has
         return super().compute()[there].mean()
 
 
 class SegmentationLearner(Learner, model="segcaps"):
-    """:class:`Learner` of a network that gives every pixel its classes.
+    """:class:`Learner` for a network that gives every pixel its classes.
 
-    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all, with absent classes times 0.25;
-    and the squared error of the image where it has a class, as LaLonde and Bagci (2018) do, with the classes given to
-    the decoder.
+    The loss is the margin loss of Sabour et al. (2017, eq. 4), averaged over pixels, with factor 0.25 for absent
+    classes; plus the squared error of the image on pixels that have a class, as in LaLonde and Bagci (2018), with the
+    true classes given to the decoder.
 
-    A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
-    exactly the right classes. Arguments as for Learner, but for loss, which it does not take.
+    A test logs ``test_iou``, over all images together, and ``test_pixels``, the share of pixels with exactly the right
+    classes. Arguments as for Learner, except ``loss``.
     """
 
     pixel_loss = MarginLoss(lam=ABSENT)
@@ -80,10 +80,10 @@ class SegmentationLearner(Learner, model="segcaps"):
 
 @torch.no_grad()
 def segmented(learner: SegmentationLearner, batch: Batch) -> dict[str, Tensor]:
-    """What the network makes of images: rows of pictures for :func:`capsfast.plot.images`.
+    """The network's results for images, as rows of pictures for :func:`capsfast.plot.images`.
 
     Returns:
-        ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` by the predicted classes, all on
+        ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` from the predicted classes, all on
         the CPU.
     """
     from ..plot import class_colours

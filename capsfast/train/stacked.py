@@ -13,10 +13,10 @@ from .learner import Learner
 
 
 class StackedLearner(Learner, model="stacked"):
-    """:class:`Learner` of a :class:`capsfast.models.StackedCapsuleAutoencoder`, which sees no labels.
+    """:class:`Learner` for a :class:`capsfast.models.StackedCapsuleAutoencoder`, which sees no labels.
 
-    The loss is that of the network, the sum of its terms. A test gives each term, and the squared error of the images
-    as ``test_reconstruction``. Arguments as for Learner; those for classes raise or have no meaning here.
+    The loss is the sum of the network's loss terms. A test logs each term, and the squared error of the images as
+    ``test_reconstruction``. Arguments as for Learner; options about classes raise an error or have no effect.
     """
 
     def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
@@ -27,17 +27,17 @@ class StackedLearner(Learner, model="stacked"):
 
 
 def clustered(learner: StackedLearner, sets: Sets, *, limit: int) -> tuple[float, int, int]:
-    """Accuracy on the test images of clusters that were found among the first ``limit`` training images.
+    """Accuracy on the test images of clusters found in the first ``limit`` training images.
 
     Returns:
-        The accuracy, and how many images the clusters were found among and tested on.
+        The accuracy, the number of images used to find the clusters, and the number of test images.
 
     Raises:
-        ValueError: overlapping images, or what :func:`capsfast.train.cluster_accuracy` rejects.
+        ValueError: overlapping images, or any error of :func:`capsfast.train.cluster_accuracy`.
     """
     if not isinstance(sets.test, ImageSet):
         raise ValueError("capsfast.train.clustered: images of one class each are needed, these overlap")
-    # As the test images are: what training does to images at random would blur the clusters.
+    # With the test images' transform: random augmentation would blur the clusters.
     still = ImageSet(sets.train.source, sets.test.transform)
     found, _ = object_presences(learner, still, limit=limit)
     presences, labels = object_presences(learner, sets.test)
@@ -50,7 +50,7 @@ def object_presences(
 ) -> tuple[Tensor, Tensor]:
     """Presences of the object capsules ``[N, K]`` and labels ``[N]``, over the first ``limit`` images.
 
-    :func:`capsfast.train.cluster_accuracy` says how well the former tell the latter.
+    :func:`capsfast.train.cluster_accuracy` measures how well presences tell the classes apart.
     """
     learner.eval()
     presences, labels = [], []

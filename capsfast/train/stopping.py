@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end training between two steps, with a checkpoint, instead of inside of one."""
+"""Ctrl-C and SIGTERM end training after a complete step, with a checkpoint."""
 
 import signal
 import threading
@@ -14,14 +14,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_ONCE_AFTER = 1.0  # seconds; launchers pass on a signal that the terminal has sent to all processes already
+AT_ONCE_AFTER = 1.0  # seconds; launchers may repeat a signal that the terminal already sent to all processes
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was ended by a signal.
+    """A signal ended training.
 
-    signal: its number. step: steps done. checkpoint: where to go on, None if none was written or read.
-    checkpoint_step: the steps that it holds.
+    signal: number of the signal. step: steps done. checkpoint: the checkpoint to resume from, None if there is none.
+    checkpoint_step: the step of that checkpoint.
     """
 
     def __init__(self, signal: int, step: int, checkpoint: Path | None = None, checkpoint_step: int = 0) -> None:
@@ -33,15 +33,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(Exception):  # noqa: N818
-    """Leaves Lightning's loops; :func:`capsfast.train.fit` makes :class:`Interrupted` of it.
+    """Leaves Lightning's loops; :func:`capsfast.train.fit` turns it into :class:`Interrupted`.
 
-    A KeyboardInterrupt would not do: Lightning ends the whole process at one.
+    Not a KeyboardInterrupt, because Lightning ends the whole process at one.
     """
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Afterwards the signals do again what they did before: Lightning leaves handlers, and Ctrl-C ignored."""
+    """Restores the signal handlers afterwards: Lightning leaves its own handlers, and ignores Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,19 +50,19 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None: set by something else than Python, which can't give it back.
+            # None: the handler was not set by Python, which can't restore it.
             if handler is not None:
                 signal.signal(number, handler)
 
 
 class Stop(Callback):
-    """Hears the signals while training, and ends it with a checkpoint.
+    """Ends training at a signal, with a checkpoint.
 
-    A step is finished first: only then weights, optimizer and order of the images fit together, and a resumed run goes
-    on bit for bit. A test is broken off, unless several processes share it. A second Ctrl-C ends at once.
+    The current step is finished first: then weights, optimizer and order of the images are consistent, and a resumed
+    run continues bit for bit. A test is aborted unless several processes share it. A second Ctrl-C ends at once.
 
     Args:
-        checkpoint: written before the end.
+        checkpoint: file of the checkpoint.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -74,11 +74,11 @@ class Stop(Callback):
     def on_train_start(self, *_: Any) -> None:
         self.signal, self._saved = None, False
         if threading.current_thread() is not threading.main_thread():
-            return  # Python allows handlers there only
+            return  # Python allows signal handlers only in the main thread
         for number in SIGNALS:
             # A process in the background of a script is started with SIGINT ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hear)  # Lightning's teardown puts back what was there before
+                signal.signal(number, self._hear)  # Lightning's teardown restores the previous handler
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -90,12 +90,12 @@ class Stop(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         heard = self.signal is not None
         if trainer.world_size > 1:
-            # Writing is a matter of all of them, after the same step.
+            # All processes must write the checkpoint together, after the same step.
             heard = trainer.strategy.reduce_boolean_decision(heard, all=False)
         if heard:
             self._save(trainer)
 
-    # The loop writes the step's metrics between its end and these.
+    # Lightning logs the step's metrics after on_train_batch_end and before the next two hooks.
     def on_train_batch_start(self, *_: Any) -> None:
         if self._saved:
             raise Stopped
@@ -105,7 +105,7 @@ class Stop(Callback):
             raise Stopped
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # Several processes may have unequal numbers of batches here, and nothing to agree by.
+        # Several processes may have different numbers of batches here, so they can't agree on a batch to stop at.
         if self.signal is not None and trainer.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer)
             raise Stopped

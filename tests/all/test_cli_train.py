@@ -146,7 +146,7 @@ def test_autoencoder(tmp_path: Path) -> None:
         (["--normalize", "mean"], 'normalize must be "image", "set", or mean and deviation'),
         (["--crop", "9"], "crop must be from 1 to 8, the padded size, got 9"),
         (["--loss", "spread", "--data", "multi:digits"], "loss spread needs one class an image"),
-        (["--loss", "mse", "--model", "autoencoder"], "loss is that of classes, of which autoencoder has none"),
+        (["--loss", "mse", "--model", "autoencoder"], "loss compares classes, and autoencoder has none"),
         (["--schedule", "cosine", "--decay-rate", "0.9"], "--decay-rate needs --schedule=exponential"),
         (["--spread-steps", "10000"], "--spread-steps needs --model.loss=spread"),
         (["--reconstruction-weight", "1", "--no-reconstruction"], "--reconstruction-weight has no use here"),

@@ -273,8 +273,8 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
         ({"loss": "hinge"}, "loss must be one of 'margin', 'mse', 'spread', 'cross-entropy', got 'hinge'"),
         ({"normalize": "each"}, 'normalize must be "image", "set", or mean and deviation of each of 1 channels'),
         ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
-        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss is that of classes, of which autoencoder has"),
-        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss is that of classes, of which segcaps has none"),
+        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss compares classes, and autoencoder has"),
+        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss compares classes, and segcaps has none"),
     ],
 )
 def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:

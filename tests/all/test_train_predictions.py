@@ -47,5 +47,5 @@ def test_predictions_need_classes_and_mistakes(folder: Path) -> None:
     learner = learner_for(images)
     test = images.sets.test
     test.labels.copy_(learner.eval().classify(test.batch(torch.arange(len(test))).images).activations.argmax(1))
-    with pytest.raises(ValueError, match="no image is taken wrongly"):
+    with pytest.raises(ValueError, match="no image is misclassified"):
         train.predictions(learner, images.sets.test, 3, wrong=True)

@@ -1,4 +1,4 @@
-"""Dynamic routing as one of the routings."""
+"""Dynamic routing as a routing class."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ DEFAULTS = Options()
 
 
 class Agreement(Layer):
-    """Holds the options of dynamic routing under their own names."""
+    """Holds the options of dynamic routing as attributes."""
 
     num_iterations: int
     softmax: str
@@ -31,7 +31,7 @@ class Agreement(Layer):
         vars(self).update(options._asdict())
 
     def options(self) -> dict[str, Any]:
-        """As keywords of :func:`capsfast.dynamic_routing`."""
+        """The options as keywords of :func:`capsfast.dynamic_routing`."""
         return {name: getattr(self, name) for name in Options._fields}
 
     def extra_repr(self) -> str:
@@ -42,9 +42,9 @@ class Agreement(Layer):
 class AgreementRouting(Agreement, IterativeRouting):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1).
 
-    Where votes are made or given it is the fused op :func:`capsfast.dynamic_routing` or :func:`capsfast.route_votes`;
-    across windows it is passes. The activation of an output capsule is its length. :class:`capsfast.DynamicRouting` is
-    the layer with this routing that returns the poses alone.
+    It runs the fused op :func:`capsfast.dynamic_routing` or :func:`capsfast.route_votes`; if windows compete, passes.
+    The activation of an output capsule is its length. :class:`capsfast.DynamicRouting` is the layer with this routing;
+    it returns only the poses.
 
     Parameters, on request: ``logits [in_caps, out_caps]`` and ``bias [out_caps, out_dim]``.
 
@@ -95,10 +95,10 @@ class AgreementRouting(Agreement, IterativeRouting):
             nn.init.constant_(self.bias, 0.1)
 
     def weight_std(self, summed: int) -> float:
-        return 0.1  # of the authors' code
+        return 0.1  # as in the authors' code
 
     def route(self, votes: Votes, activation: Tensor | None, logits: Tensor | None = None) -> Capsules:
-        """``logits [I, J]`` or ``[B, I, J]`` are added to the learned ones."""
+        """``logits [I, J]`` or ``[B, I, J]`` are added to the learned logits."""
         v = votes.agree(**self.options(), logits=self.prior(logits), bias=self.bias)
         return Capsules(v, lengths(v))
 
@@ -129,8 +129,8 @@ def starting_std(num_iterations: int | None, share: float, summed: float) -> flo
     further iterations lengthen it.
 
     Args:
-        num_iterations: of the routing.
-        share: the number that equal coupling divides by.
-        summed: products that are added up in all components of an output capsule.
+        num_iterations: iterations of the routing.
+        share: equal coupling is 1 / share.
+        summed: number of products that are summed in all components of an output capsule together.
     """
     return float((2 if num_iterations == 1 else 1) * share / summed**0.5)

@@ -1,4 +1,4 @@
-"""Routings by attention in one go: a learned query, or the votes themselves as queries."""
+"""Routings by attention without iterations: with a learned query, or with the votes as queries."""
 
 import math
 from typing import Any
@@ -20,8 +20,8 @@ class AttentionRouting(Routing):
     paper, ``v_j = A_j s_j + bias_j``. As there, the softmax is over the input capsules, there is one pass, and the
     activation of an output capsule is ``|v_j| / sqrt(D)``.
 
-    Unlike there, the logit of a vote depends on this vote alone, with one query for each output capsule. The authors'
-    code makes it from the votes of all input capsules, by ``I I D`` weights for each output capsule: no pass can.
+    Unlike there, the logit of a vote depends only on this vote, with one query for each output capsule. The authors'
+    code computes it from the votes of all input capsules, with ``I I D`` weights for each output capsule.
 
     Parameters: ``query [out_caps, out_dim]``, starting at 0; ``A [out_caps, out_dim, out_dim]``, starting as
     Glorot's uniform distribution; ``bias [out_caps, out_dim]``, starting at 0.
@@ -53,8 +53,8 @@ class SelfAttentionRouting(Routing):
     """Self-attention routing of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, equations 5 to 7).
 
     ``c_ij = softmax_j(sum_k vote_ij . vote_kj / sqrt(D))`` and ``v_j = squash(sum_i (c_ij + bias_ij) vote_ij)``. The
-    sum over k is taken first, so that the scores of pairs of input capsules are never formed: three passes, whose work
-    grows with I and not with its square. The activation of an output capsule is its length.
+    sum over k is formed first, so scores between input capsules are never formed: three passes, whose work grows with
+    I and not with I squared. The activation of an output capsule is its length.
 
     Parameters: ``bias [in_caps, out_caps]``, the log prior of the paper, starting at 0.
 
@@ -84,7 +84,7 @@ class SelfAttentionRouting(Routing):
         self.bias = nn.Parameter(torch.zeros(in_caps, out_caps, **self._made))
 
     def weight_std(self, summed: int) -> float:
-        # He's, as the authors' code has it: there a weight [J, I, K, D] counts I J K inputs.
+        # He's initialisation as in the authors' code, where a weight [J, I, K, D] counts I J K inputs.
         return float((2 / (self.in_caps * self.out_caps * summed)) ** 0.5)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:

@@ -1,4 +1,4 @@
-"""The interface of all routings: from votes and activations to poses and activations."""
+"""The interface of all routings, which turn votes and activations into poses and activations."""
 
 from typing import Any, NamedTuple
 
@@ -19,32 +19,32 @@ class Capsules(NamedTuple):
 
 
 def lengths(poses: Tensor) -> Tensor:
-    """``[..., D]`` to ``[...]``: the activations of capsules that say by their length how present they are."""
+    """``[..., D]`` to ``[...]``: lengths as activations."""
     return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
 
 
 class Routing(Layer):
-    """Routes votes to output capsules. It holds what parameters the routing itself has, but not the weight.
+    """Routes votes to output capsules. It holds the routing's own parameters, but not the weight.
 
-    A routing of your own overrides :meth:`route`; docs/passes.md adds one. Its class goes wherever a name does:
-    ``RoutedCaps(..., routing=Mine)``, ``CapsNet(routing=Mine)``, ``ConvCaps2d(..., routing=Mine)``.
+    Your own routing overrides :meth:`route`; docs/passes.md adds one. Layers and networks take its class instead of a
+    name: ``RoutedCaps(..., routing=Mine)``, ``CapsNet(routing=Mine)``, ``ConvCaps2d(..., routing=Mine)``.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
-        in_dim, out_dim: sizes of a capsule, K and D; of a pose matrix, the number of all its entries.
-        backend: of all passes, see :func:`capsfast.routing_pass`.
-        device, dtype: of the parameters.
+        in_dim, out_dim: sizes of a capsule, K and D; for a pose matrix, the number of its entries.
+        backend: backend of all passes, see :func:`capsfast.routing_pass`.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit.
     """
 
-    # Whether activations of the input capsules matter. Where they do not, the lengths of the poses say all.
+    # Whether the routing uses activations of the input capsules.
     uses_activation = False
-    # Whether it goes over votes in memory alone, and not over those that a pass makes.
+    # Whether the routing needs votes in memory, and can't use votes that a pass makes.
     needs_votes = False
-    # Whether a sample is routed by itself, and each time alike: no statistics of the batch, nothing random.
-    # Convolutional layers then route a part of their windows at a time.
+    # Whether samples are routed independently and deterministically: no batch statistics, no random numbers.
+    # Convolutional layers then route one block of windows at a time.
     independent = False
 
     def __init__(
@@ -70,22 +70,22 @@ class Routing(Layer):
         self._made: dict[str, Any] = {"device": device, "dtype": dtype}
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules | tuple[Tensor, Tensor]:
-        """What a routing is: passes over the votes, ``votes.moments(...)``, and torch between them.
+        """Routes the votes: passes over them, ``votes.moments(...)``, and torch operations in between.
 
         Args:
-            votes: of B samples, I input and J output capsules; every position of an image is a sample.
-            activation: of the input capsules, ``[B, I]``, or None for 1.
+            votes: votes of B samples, I input and J output capsules; every position of an image is a sample.
+            activation: activations of the input capsules, ``[B, I]``, or None for 1.
 
         Returns:
-            A pair of tensors, poses ``[B, J, D]`` and activations ``[B, J]``, with the sizes of the votes. Where the
-            length of a pose says how present its capsule is, return ``poses, poses.norm(dim=2)``.
+            A pair of tensors, poses ``[B, J, D]`` and activations ``[B, J]``, with the sizes of the votes. If lengths
+            are the activations, return ``poses, poses.norm(dim=2)``.
         """
         raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
     def weight_std(self, summed: int) -> float:
-        """The deviation that the weight of a layer starts with, whose votes are sums of ``summed`` products.
+        """The initial deviation of a layer's weight. Each component of a vote is a sum of ``summed`` products.
 
-        By default a vote is as long as its input capsule, in the mean.
+        By default the mean vote is as long as its input capsule.
         """
         return float(summed**-0.5)
 
@@ -106,11 +106,11 @@ class Routing(Layer):
             activation: of the input capsules, ``[B, I]`` (and ``*spatial``), not negative; None for 1.
             mask, out_mask: bool ``[B, I]`` and ``[B, J]``; False takes a capsule out. A masked output capsule has
                 pose and activation 0.
-            given: what :meth:`route` takes besides.
+            given: further arguments of :meth:`route`.
 
         Returns:
-            Poses ``[B, J, D]`` and activations ``[B, J]``, both with ``*spatial`` if the votes have them, in the
-            dtype of the votes, or that of autocast.
+            Poses ``[B, J, D]`` and activations ``[B, J]``, both with ``*spatial`` if the votes have it, in the
+            dtype of the votes, or autocast's.
 
         Raises:
             ValueError, TypeError: a size, a dtype or a device that does not fit.
@@ -118,8 +118,8 @@ class Routing(Layer):
         found = votes_of(self.op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
         if (self.in_caps, self.out_caps, self.out_dim) != (found.I, found.J, found.D):
             raise ValueError(
-                f"{self.op}: votes must be those of in_caps={self.in_caps} for out_caps={self.out_caps} of "
-                f"out_dim={self.out_dim}, got I={found.I}, J={found.J}, D={found.D}"
+                f"{self.op}: votes must have I=in_caps={self.in_caps}, J=out_caps={self.out_caps} and "
+                f"D=out_dim={self.out_dim}, got I={found.I}, J={found.J}, D={found.D}"
             )
         if activation is not None:
             if not isinstance(activation, Tensor):
@@ -136,10 +136,10 @@ class Routing(Layer):
         return Capsules(*map(found.restore, own))
 
     def _routed(self, result: Any, votes: Votes) -> tuple[Tensor, Tensor]:
-        """The result of route, which may be of a user's own.
+        """The checked result of route, which may be a user's.
 
         Raises:
-            TypeError, ValueError: no pair of tensors, a shape that does not fit.
+            TypeError, ValueError: not a pair of tensors, or a shape does not fit.
         """
         poses, activations = (votes.B, votes.J, votes.D), (votes.B, votes.J)
         pair = isinstance(result, (tuple, list)) and len(result) == 2
@@ -168,10 +168,10 @@ def _said(result: object) -> str:
 
 
 class IterativeRouting(Routing):
-    """A :class:`Routing` that goes over the votes more than once.
+    """A :class:`Routing` with several iterations.
 
     Args:
-        num_iterations: as the routing counts them, at least 1.
+        num_iterations: number of iterations, at least 1.
         all others: as for Routing.
     """
 

@@ -37,8 +37,8 @@ class EMRouting(IterativeRouting):
         num_iterations: M-steps, at least 1.
         inverse_temperature: None for ``final (1 - 0.95^(t+1))`` in iteration t = 0, 1, ... (the authors' code); a
             number for all iterations; or a number for each of them.
-        final: what that schedule goes to. The authors' code has 0.01 for costs twice as large: 0.02 with ``"sum"``, and a
-            quarter of it for class capsules.
+        final: what that schedule goes to. The authors' code has 0.01 for costs twice as large: 0.02 with ``"sum"``,
+            and a quarter of it for class capsules.
         floor: added to the variance; 5e-4 in the authors' code.
         momentum: share of the mean of the iteration before in the mean, which starts at 0. The authors' code has
             0.1, the paper 0. The variance is about this mean.
@@ -49,7 +49,7 @@ class EMRouting(IterativeRouting):
             whatever the size of the layer (Gritzman 2019); ``"mean"``: 1 / mean of mass_j, whatever the activations
             are; or a number.
         nonlinearity: ``"sigmoid"``, or ``"softmax"`` over the output capsules.
-        isotropic: one variance for all components, the mean of theirs.
+        isotropic: one variance for all components, the mean of the components' variances.
         leaky: the softmax over the output capsules has one more entry of logit 0 (the authors' code).
         all others: as for :class:`Routing`.
 

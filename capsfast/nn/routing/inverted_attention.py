@@ -15,9 +15,9 @@ from .votes import Votes
 class InvertedAttentionRouting(IterativeRouting):
     """Inverted dot-product attention (Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1).
 
-    ``pose_j = LayerNorm(sum_i softmax_j(vote_ij . pose_j) vote_ij)``, beginning with poses of 0. Nothing is
-    accumulated. After the LayerNorm all poses are about equally long. How present a capsule is says the paper's
-    classifier, a linear map of the pose that all output capsules share: the activation is its sigmoid.
+    ``pose_j = LayerNorm(sum_i softmax_j(vote_ij . pose_j) vote_ij)``, starting with poses 0. Nothing accumulates. After
+    the LayerNorm all poses are about equally long. The activation is the sigmoid of the paper's classifier, a linear
+    map of the pose that all output capsules share.
 
     :class:`capsfast.models.InvertedAttentionCapsNet` updates several layers at once.
 
@@ -26,10 +26,9 @@ class InvertedAttentionRouting(IterativeRouting):
 
     Args:
         out_dim: D, at least 2: a LayerNorm of one number is a constant.
-        num_iterations: poses formed, one pass each. The first has equal coupling.
-        scaled: agreement divided by ``sqrt(out_dim)``, as in the authors' code; the paper's equation 2 does not.
-        learned_readout: False leaves the classifier out, and activations are 1: for a layer whose activations nobody
-            reads.
+        num_iterations: number of passes, each of which forms new poses. The first has equal coupling.
+        scaled: divide the agreement by ``sqrt(out_dim)``, as in the authors' code but not in the paper's equation 2.
+        learned_readout: False omits the classifier, and activations are 1: for a layer whose activations are not used.
         all others: as for :class:`Routing`.
     """
 
@@ -65,15 +64,15 @@ class InvertedAttentionRouting(IterativeRouting):
             self.offset = nn.Parameter(torch.zeros((), **self._made))
 
     def weight_std(self, summed: int) -> float:
-        # Of the authors' code: the first sum, of equal coupling, does not grow with the number of input capsules.
+        # As in the authors' code: with equal coupling the first sum does not grow with the number of input capsules.
         return float((self.out_caps / (self.in_caps * summed)) ** 0.5)
 
     def query(self, pose: Tensor) -> Tensor:
-        """Poses ``[B, J, D]`` as what votes are scored by."""
+        """The query of a pass for poses ``[B, J, D]``."""
         return pose / math.sqrt(self.out_dim) if self.scaled else pose
 
     def update(self, votes: Votes, pose: Tensor | None) -> Tensor:
-        """The next poses ``[B, J, D]`` from the last, which are None for 0. One pass."""
+        """The next poses ``[B, J, D]`` from the last poses (None for 0), by one pass."""
         s = votes.moments(query=None if pose is None else self.query(pose)).first
         return F.layer_norm(s, (self.out_dim,), self.gain.to(s.dtype), self.shift.to(s.dtype))
 

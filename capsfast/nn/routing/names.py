@@ -28,19 +28,19 @@ ROUTINGS: dict[str, type[Routing]] = {
     "variational": VariationalRouting,
 }
 
-# A name, a Routing class, or what makes one from the same arguments.
+# A name, a Routing class, or a function that makes a routing from the same arguments.
 RoutingChoice = str | Callable[..., Routing]
-OF_ONES_OWN = "; docs/passes.md adds a routing of one's own"
-# What a layer adds to the options: where and in which dtype its own parameters are.
+OF_ONES_OWN = "; docs/passes.md shows how to write your own routing"
+# A layer adds these options, for the routing's own parameters.
 MADE = ("device", "dtype")
 
 
 def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
-    """The class of a name; a class or a function as it is.
+    """The routing class with this name; a class or a function is returned as it is.
 
     Raises:
-        ValueError: no routing of that name.
-        TypeError: neither name nor Routing class nor function.
+        ValueError: no routing has this name.
+        TypeError: not a name, a Routing class or a function.
     """
     if isinstance(routing, str):
         checks.choice(op, "routing", routing, ROUTINGS)
@@ -61,7 +61,7 @@ def make_routing(
 ) -> Routing:
     """A routing for these sizes.
 
-    A device or dtype of None goes only to those that have such an option, a num_iterations of None to none.
+    A device or dtype of None is passed only to routings with this option; a num_iterations of None is not passed.
 
     Raises:
         ValueError, TypeError: no such routing, an option that it does not have, or one that it rejects.
@@ -90,7 +90,7 @@ def make_routing(
 def _takes(op: str, make: Callable[..., Any], *sizes: int, **options: Any) -> None:
     """
     Raises:
-        TypeError: a class or a function that can't be called so.
+        TypeError: the class or function can't be called with these arguments.
     """
     signature = inspect.signature(make)
     try:
@@ -103,10 +103,10 @@ def _takes(op: str, make: Callable[..., Any], *sizes: int, **options: Any) -> No
 
 
 def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options: Iterable[str]) -> None:
-    """Rejects an option that is not among the known ones.
+    """Rejects unknown options.
 
     Raises:
-        TypeError: there is one.
+        TypeError: an option is not in ``known``.
     """
     for name in options:
         if name not in known:
@@ -117,7 +117,7 @@ def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options
 
 
 def options_of(routing: Callable[..., Any]) -> list[str]:
-    """The keyword options of a routing class, those of its bases included; [] of what is not a class."""
+    """The keyword options of a routing class and its bases; [] if it is not a class."""
     if not inspect.isclass(routing):
         return []
     found: list[str] = []

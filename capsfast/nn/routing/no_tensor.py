@@ -1,4 +1,4 @@
-"""What a routing may take for a tensor and is none."""
+"""Helpful errors for code that uses :class:`capsfast.nn.Votes` as a tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ OTHERS = {"neg": "-", "getitem": "[...]", "lt": "<", "le": "<=", "gt": ">", "ge"
 
 
 class NoTensor:
-    """Whoever uses it as a tensor reads what to do instead."""
+    """Raises an error with the remedy if it is used as a tensor."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -19,7 +19,7 @@ class NoTensor:
 
 def _instead(got: str) -> str:
     return (
-        f"capsfast.nn.Votes: votes are seen through passes and are no tensor, got {got}; "
+        f"capsfast.nn.Votes: votes are not a tensor, a routing reads them by passes, got {got}; "
         f"call votes.moments(...), whose results are tensors; sizes are votes.B, votes.I, votes.J and votes.D"
     )
 
@@ -37,7 +37,7 @@ def _operator(symbol: str) -> Callable[..., Any]:
     return operator
 
 
-# Not in the class: a type checker is to see that these are missing.
+# Set here and not in the class, so that type checkers report uses of these operators.
 NoTensor.__getattr__ = _attribute  # type: ignore[attr-defined]
 for _name, _symbol in {**OPERATORS, **{f"r{name}": symbol for name, symbol in OPERATORS.items()}, **OTHERS}.items():
     setattr(NoTensor, f"__{_name}__", _operator(_symbol))

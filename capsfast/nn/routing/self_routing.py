@@ -15,10 +15,10 @@ class SelfRouting(Routing):
     """Logits from a learned linear map of each input pose, and one pass (Hahn, Pyeon, Kim 2019).
 
     The coupling is ``c_ij = a_i softmax_j(W_route_i u_i)``. Poses are the means of the votes with these weights.
-    The activation of an output capsule is its share of the coupling, ``sum_i c_ij / sum_i a_i``; those of a sample sum
-    to 1. It says nothing of W, which learns from what is done with the poses.
+    The activation of an output capsule is its share of the coupling, ``sum_i c_ij / sum_i a_i``; the activations of a
+    sample sum to 1. They do not depend on W, so W gets gradients only through the poses.
 
-    The logits are ``[B, I, J]`` numbers in memory. They are made from the input capsules, so that given votes are not
+    The logits take ``[B, I, J]`` numbers of memory. They are computed from the input capsules, so given votes are not
     enough.
 
     Parameters: ``W_route [in_caps, out_caps, in_dim]``, or ``[1, ...]`` if shared, starting at 0; ``logits
@@ -26,16 +26,16 @@ class SelfRouting(Routing):
 
     Args:
         shared_route: one map for all input capsules.
-        learned_logits: a parameter that is added to the logits, starting at 0.
+        learned_logits: add a learned parameter to the logits, starting at 0.
         all others: as for :class:`Routing`.
 
     Raises:
-        ValueError: also where votes are given instead of input capsules and a weight.
+        ValueError: also for given votes instead of input capsules and a weight.
     """
 
     independent = True
     uses_activation = True
-    # The input capsules themselves, beside their votes.
+    # It needs the input capsules, not only their votes.
     needs_inputs = True
     logits: nn.Parameter | None
 

@@ -1,4 +1,4 @@
-"""Votes of capsules that were unfolded from an image."""
+"""Votes of capsules that were unfolded from an image, with a gradient that needs less memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +15,15 @@ Fold = Callable[[Tensor], Tensor]
 
 
 class UnfoldedVotes(ProductVotes):
-    """Votes of poses ``u`` that windows have of an image, each pass with a gradient of ``u`` of its own.
+    """Votes of poses ``u`` unfolded from an image. Each pass has its own gradient to the image.
 
-    Autograd adds up the gradients of ``u`` from all passes before it goes on: two of them are in memory, each as large
-    as the unfolded poses. Here the gradient of a pass is folded to that of the image as soon as it is there.
+    Autograd would add up the gradients of ``u`` from all passes first, which takes two tensors as large as the unfolded
+    poses. Here the gradient of each pass is folded into a gradient of the image at once.
 
     Args:
-        votes: of ``u``, without a gradient to the image.
-        image: the poses that were unfolded.
-        fold: from a gradient of ``u`` to that of the image, of differentiable functions.
+        votes: votes of ``u``, without a gradient to the image.
+        image: the poses before unfolding.
+        fold: turns a gradient of ``u`` into a gradient of the image; differentiable.
     """
 
     def __init__(self, votes: ProductVotes, image: Tensor, fold: Fold) -> None:
@@ -45,19 +45,19 @@ class UnfoldedVotes(ProductVotes):
 
 
 def unfolded(image: Tensor, windows: Tensor, fold: Fold) -> Tensor:
-    """``windows``, which were made of the image, with a gradient."""
+    """``windows``, which were unfolded from the image, with a gradient to the image."""
     return _Unfolded.apply(image, windows, fold)  # type: ignore[no-any-return]
 
 
 def folds_by_pass(image: Tensor) -> bool:
-    """Whether the image has a gradient of the kind that a node of autograd of our own can take."""
+    """Whether the image needs a gradient and our own autograd function can compute it."""
     if not checks.is_eager(image) or forward_ad._current_level >= 0:
         return False
     return torch.is_grad_enabled() and image.requires_grad
 
 
 class _Unfolded(torch.autograd.Function):
-    """``unfolded`` as it stands, as a function of the image."""
+    """Returns ``unfolded`` as a function of the image, whose gradient is ``fold``."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, unfolded: Tensor, fold: Fold) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a routing goes over: votes, wherever they come from."""
+"""Votes, which a routing reads by passes, wherever they come from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,32 +17,31 @@ from ...passes import Moments, routing_pass
 from ...reference.em_update import inverse
 from .no_tensor import NoTensor
 
-# A shorter vote has no direction: its cosine goes to 0 with it.
+# The cosine of a shorter vote goes to 0 with its length.
 LEAST_LENGTH = 1e-8
 
-# Of many input capsules every so many say where the votes lie. If these have a share f of the mass, their mean is
-# within f^-1/2 deviations of that of all, and float32 loses log2(1/f) bits: so f is to be at least LEAST_SHARE.
+# For many input capsules every STRIDE-th one estimates where the votes lie. If these have a share f of the mass, their
+# mean is within f^-1/2 deviations of the mean of all, and float32 loses log2(1/f) bits: f must be at least LEAST_SHARE.
 STRIDE = 17
 LEAST_SHARE = 1e-2
 
 
 class Votes(NoTensor, ABC):
-    """Votes ``[B, I, J, D]``, seen through passes over them.
+    """Votes ``[B, I, J, D]``, which a routing reads only by passes.
 
-    A routing never looks at a vote itself. It calls :meth:`moments`, once or more often, and computes with what it
-    gets, ``[B, J]`` and ``[B, J, D]``. So it need not know whether the votes are made in the kernels or lie in memory,
-    belong to positions of an image, or compete across windows.
+    A routing calls :meth:`moments` one or more times and computes with the results ``[B, J]`` and ``[B, J, D]``. So the
+    same routing works whether the votes are made in the kernels or stored, belong to positions of an image, or compete
+    across windows.
 
     Attributes:
         B, I, J, D: sizes; positions of an image count as samples, in B.
-        dtype, device: of the votes.
-        u: the input capsules ``[B, I, K]`` (pose matrices ``[B, I, P, Q]``) that the votes are made from, None where
-            they are given.
-        mask: bool ``[B, I]``, False where an input capsule is taken out; None where none is, or without u.
-        out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
-        backend: of the passes, see :func:`capsfast.routing_pass`, and of what a routing computes between them.
-            "reference", which is torch alone, unless a kind of votes says otherwise.
-        groups: runs of input capsules, each of which votes for a run of output capsules alone.
+        dtype, device: dtype and device of the votes.
+        u: the input capsules ``[B, I, K]`` (pose matrices ``[B, I, P, Q]``) of the votes, None if votes were given.
+        mask: bool ``[B, I]``, False for input capsules that are taken out; None without a mask or without u.
+        out_mask: bool ``[B, J]``, False for output capsules that are taken out; None without a mask.
+        backend: backend of the passes, see :func:`capsfast.routing_pass`, and of computations between them.
+            Subclasses set it; the default "reference" uses torch only.
+        groups: number of groups; each group of input capsules votes only for its group of output capsules.
     """
 
     B: int
@@ -74,7 +73,7 @@ class Votes(NoTensor, ABC):
         return_weights: bool = False,
         return_lse: bool = False,
     ) -> Moments:
-        """One pass over the votes, as :func:`capsfast.routing_pass`; masked capsules are left out."""
+        """A pass over the votes, as :func:`capsfast.routing_pass`, without masked capsules."""
 
     def agree(
         self,
@@ -95,7 +94,7 @@ class Votes(NoTensor, ABC):
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
         :func:`capsfast.dynamic_routing`.
 
-        Single passes alone, and no fused op, take a function for the squash, and these:
+        A function as ``squash``, and the following arguments, need single passes; the fused op does not take them.
 
         Args:
             temperature: divides the logits in the softmax.
@@ -120,22 +119,22 @@ class Votes(NoTensor, ABC):
             accumulate=accumulate,
             activation=activation,
         )
-        cast = checks.autocast_dtype(self.device)  # as by the fused op
+        cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
         return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
 
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
 
         Raises:
-            ValueError: the votes are not given, and a pass can't divide by their lengths.
+            ValueError: the votes are not in memory, and a pass can't divide by their lengths.
         """
         raise ValueError("capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes")
 
     def origin(self, activation: Tensor | None) -> Tensor:
-        """Where the votes lie, ``[B, J, D]``, without a gradient: their mean at equal coupling, or one near to it.
+        """A center of the votes, ``[B, J, D]``, without a gradient: about their mean at equal coupling.
 
-        As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. Of many input capsules
-        some are asked, where these are known to have enough of the mass of every sample.
+        As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. For many input capsules a
+        part of them is used, if it is known to have enough of the mass of every sample.
         """
         with torch.no_grad():
             few = self.I >= STRIDE**2 and self._stand_for_all(activation)
@@ -143,7 +142,7 @@ class Votes(NoTensor, ABC):
             return found.first * inverse(found.mass)[..., None]
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
-        """Whether each STRIDE-th input capsule has its share of the mass, where that can be seen without waiting."""
+        """Whether every STRIDE-th input capsule has enough of the mass; False if that can't be read at no cost."""
         if activation is None and self.mask is None:
             return True
         mass = activation if self.mask is None else self.mask if activation is None else activation * self.mask
@@ -154,38 +153,38 @@ class Votes(NoTensor, ABC):
         return bool((mass[:, ::STRIDE].sum(1) >= LEAST_SHARE * mass.sum(1)).all())
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
-        """A pass over each ``step``-th input capsule, or over all of them."""
+        """A pass over every ``step``-th input capsule, or over all."""
         return self.moments(activation=activation)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
-        """An argument of a pass with its axes of positions, if the votes have such, joined to the batch."""
+        """An argument of a pass, with axes of positions joined to the batch."""
         return value
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         """
         Raises:
-            ValueError, TypeError: no activation of these votes.
+            ValueError, TypeError: the activation does not fit these votes.
         """
         wanted = [self.B, self.I]
         if list(activation.shape) != wanted:
             raise ValueError(f"{op}: activation must be [B, I] = {wanted}, got {checks.shape_of(activation)}")
 
     def restore(self, value: Tensor) -> Tensor:
-        """The opposite for a result ``[B, J]`` or ``[B, J, D]``."""
+        """The inverse of :meth:`samples` for a result ``[B, J]`` or ``[B, J, D]``."""
         return value
 
 
 class PassVotes(Votes):
-    """Votes that one kernel goes over, with or without axes of positions.
+    """Votes that a single pass reads, with or without axes of positions.
 
     Args:
-        op: in whose name errors are raised.
-        tensors: what a pass takes first: u and weight, or votes and GIVEN.
-        sizes: (B, I, J, D) of the votes, J = 1 where output capsules share them.
+        op: the function that errors name.
+        tensors: the first arguments of a pass: u and weight, or votes and GIVEN.
+        sizes: (B, I, J, D) of the votes, with J = 1 if output capsules share them.
         J: the number of output capsules in that case.
-        spatial: sizes of the axes of positions, if there are such.
+        spatial: sizes of the axes of positions.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
-        backend: of all passes.
+        backend: backend of all passes.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class PassVotes(Votes):
         self.J = own if own != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
         self._check(op, masks)
-        if own == 1 and out_mask is None:  # a pass has to be told J
+        if own == 1 and out_mask is None:  # tells the passes J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
         self.given: dict[str, Any] = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
@@ -251,7 +250,7 @@ class PassVotes(Votes):
         return self._sampled(dynamic_routing(u, weight, num_iterations, **options, **self.given))
 
     def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """The same by the fused op, and the last coupling ``[B, I, J]``."""
+        """As :meth:`agree`; also returns the last coupling ``[B, I, J]``."""
         u, weight = self.tensors
         v, c = dynamic_routing(u, weight, num_iterations, **options, **self.given, return_coupling=True)
         return self._sampled(v), self._sampled(c)
@@ -260,7 +259,7 @@ class PassVotes(Votes):
         if value is None or not self.spatial:
             return value
         axes = axes_of(name, value)
-        if value.dim() == len(axes):  # holds at every position
+        if value.dim() == len(axes):  # applies to every position
             return value.repeat_interleave(self.places, 0)
         return positions.to_samples(value.flatten(len(axes)))
 
@@ -301,7 +300,7 @@ class GivenVotes(PassVotes):
         votes = self.tensors[0]
         for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
             mask = self.given[name]
-            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
+            if mask is not None:  # masked values such as NaN must not reach a gradient
                 mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
                 for axis in axes:
                     mask = mask.unsqueeze(axis)
@@ -312,7 +311,7 @@ class GivenVotes(PassVotes):
 
 
 class VotesAround(Votes):
-    """Votes that are those of ``votes`` but for what a class overrides."""
+    """Wraps ``votes``; subclasses override some of its methods."""
 
     def __init__(self, votes: Votes) -> None:
         self.votes = votes
@@ -339,9 +338,9 @@ class VotesAround(Votes):
 class RecordedVotes(VotesAround):
     """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J / groups]``.
 
-    Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
+    Passes with given coefficients (``normalize="none"``) are not recorded.
 
-    They have no gradient. With ``last`` those of the last pass have one, and a fused op may leave out the others.
+    Coefficients have no gradient. With ``last`` those in the last pass have one, and a fused op may omit the others.
     """
 
     def __init__(self, votes: Votes, last: bool = False) -> None:
@@ -366,14 +365,14 @@ class RecordedVotes(VotesAround):
 
 
 class GroupedVotes(Votes):
-    """Votes of groups: each run of input capsules votes for its run of output capsules alone.
+    """Votes of groups: each group of input capsules votes only for its group of output capsules.
 
-    What has an axis of output capsules beside one of input capsules ends in those of a group: weights, and logits,
-    which may also be ``[I, J]``; what they say of other groups is not looked at.
+    In weights and logits, the axis of output capsules has the length of a group. Logits may also have all J output
+    capsules; entries for other groups are ignored.
 
     Args:
         parts: the votes of each group.
-        mask, out_mask: of all input and output capsules.
+        mask, out_mask: masks of all input and output capsules.
     """
 
     def __init__(self, parts: Sequence[Votes], mask: Tensor | None, out_mask: Tensor | None) -> None:
@@ -388,12 +387,12 @@ class GroupedVotes(Votes):
         return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        """By the fused op of each group."""
+        """Routes each group by the fused op."""
         cut = self._cut(options)
         return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
 
     def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """The same, and the last coupling ``[B, I, J / groups]``."""
+        """As :meth:`agree`; also returns the last coupling ``[B, I, J / groups]``."""
         cut: Any = zip(self.parts, self._cut(options), strict=True)
         v, c = zip(*[part.agree_and_couple(num_iterations, **own) for part, own in cut], strict=True)
         return torch.cat(v, 1), torch.cat(c, 1)
@@ -425,11 +424,11 @@ def votes_of(
     out_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> Votes:
-    """Votes from a tensor of them, from a pair ``(u, weight)``, or as they are.
+    """Votes from a tensor or from a pair ``(u, weight)``; :class:`Votes` are returned as they are.
 
     Raises:
-        TypeError: something else.
-        ValueError: a shape that does not fit, a mask beside :class:`Votes`, which have their own.
+        TypeError: anything else.
+        ValueError: a shape that does not fit, or a mask for :class:`Votes`, which have their own.
     """
     options: dict[str, Any] = {"J": J, "mask": mask, "out_mask": out_mask, "backend": backend}
     if isinstance(given, Votes):

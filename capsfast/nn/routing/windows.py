@@ -17,7 +17,7 @@ SCORES = ("query", "precision", "prior", "logits")
 class Windows(NamedTuple):
     """Where the windows of a convolution lie on an image of ``size``; all pairs are (vertical, horizontal).
 
-    ``grid`` is how many there are. The input capsules of a window are in the order (type, y, x).
+    ``grid`` is the number of windows. The input capsules of a window are in the order (type, y, x).
     """
 
     size: tuple[int, int]
@@ -32,13 +32,13 @@ class Windows(NamedTuple):
         return self.grid[0] * self.grid[1]
 
     def log_sum(self, lse: Tensor) -> Tensor:
-        """Adds up in logarithms what each input capsule has in all windows that it is in, and hands it to each of them.
+        """For each input capsule, the log-sum-exp over all its windows, repeated for each of these windows.
 
-        ``[B·windows, I]`` to the same shape. -inf adds nothing, nor does padding. 0 where all are -inf.
+        ``[B·windows, I]`` to the same shape. -inf and padding add nothing. 0 if all are -inf.
         """
         area = self.kernel_size[0] * self.kernel_size[1]
         columns = lse.unflatten(0, (-1, self.places)).transpose(1, 2)  # [B, I, windows]
-        with torch.no_grad():  # what is subtracted in the exponent, on which the result does not depend
+        with torch.no_grad():  # the maximum, subtracted in the exponent; the result does not depend on it
             peak = self._peak(columns.unflatten(1, (-1, area)))
             peak = torch.where(peak.isfinite(), peak, 0.0)
             subtracted = self._unfold(peak)
@@ -53,7 +53,7 @@ class Windows(NamedTuple):
         return F.unfold(image, self.kernel_size, self.dilation, self.padding, self.stride)
 
     def _peak(self, columns: Tensor) -> Tensor:
-        """The largest of an input capsule: ``[B, types, kernel area, windows]`` to ``[B, types, H, W]``."""
+        """The maximum of each input capsule: ``[B, types, kernel area, windows]`` to ``[B, types, H, W]``."""
         padded = [n + 2 * p for n, p in zip(self.size, self.padding, strict=True)]
         rows, cols = (
             torch.arange(k, device=columns.device)[:, None] * d + torch.arange(n, device=columns.device) * s
@@ -69,7 +69,7 @@ class Windows(NamedTuple):
 
 
 class Everywhere(NamedTuple):
-    """All ``places`` of an image, the samples of which an input capsule is in."""
+    """All ``places`` of an image as one window: an input capsule is in all of these samples."""
 
     places: int
 
@@ -83,15 +83,15 @@ class WindowVotes(VotesAround):
     """Votes of windows, each a sample. An input capsule has one softmax, over the output capsules of all its windows
     (Hinton, Sabour, Frosst 2018, section 4).
 
-    A softmax over the output capsules is two passes: the log-sum-exp of each window, added up over the windows of an
-    input capsule, then the pass itself. In memory are only numbers for an input capsule in a window that it is in.
-    Other normalizations are those of each window.
+    A softmax over the output capsules takes two passes: the log-sum-exp of each window, summed over all windows of an
+    input capsule, then the pass itself. It stores a number for each input capsule in each of its windows.
+    Other normalizations run within each window.
 
     Args:
-        votes: B·windows samples, windows last. A mask there must treat an input capsule alike in all its windows.
-        windows: where they lie.
-        start: without scores, that is in the first pass of a routing, the coupling is 1 / (J · windows of an input
-            capsule) with ``"child"``, 1 / J in each of them with ``"window"``.
+        votes: B·windows samples, windows last. A mask must treat an input capsule alike in all its windows.
+        windows: the places of the windows.
+        start: coupling without scores, in the first pass of a routing: ``"child"``: 1 / (J · windows of the input
+            capsule); ``"window"``: 1 / J in each window.
     """
 
     def __init__(self, votes: Votes, windows: Windows | Everywhere, start: str = "child") -> None:
@@ -118,7 +118,7 @@ class WindowVotes(VotesAround):
         return found._replace(lse=lse) if return_lse else found
 
     def _equal(self) -> Tensor:
-        """The log-sum-exp of logits that are all 0, ``[B·windows, I]``."""
+        """The log-sum-exp if all logits are 0, ``[B·windows, I]``."""
         places = self.windows.places
         wide = wide_dtype(self.dtype)
         if self.out_mask is None:

@@ -12,11 +12,11 @@ from .affine import affine, compose
 
 
 class Objects(NamedTuple):
-    """Object capsules, K of them, for M parts.
+    """K object capsules for M parts.
 
-    votes ``[B, K, M, 6]``: the pose that an object predicts for a part. vote_presences ``[B, K, M]``: that of the
-    object times that of the vote. scales ``[B, K, M]``: standard deviations of the votes. deformation ``[]``: half the
-    squares of what object-part relations differ from sample to sample, summed, the mean of the samples.
+    votes ``[B, K, M, 6]``: the pose that an object predicts for a part. vote_presences ``[B, K, M]``: presence of the
+    object times presence of the vote. scales ``[B, K, M]``: standard deviations of the votes. deformation ``[]``: half
+    the sum of the squared sample-dependent parts of the relations, mean over the samples.
     """
 
     votes: Tensor
@@ -26,13 +26,13 @@ class Objects(NamedTuple):
 
     @property
     def presences(self) -> Tensor:
-        """``[B, K]``: that of the most present vote of each object."""
+        """``[B, K]``: the largest presence of a vote of each object."""
         return self.vote_presences.amax(2)
 
 
 class Explained(NamedTuple):
-    """log_likelihood ``[B]`` of the part poses; posterior ``[B, M, K]``: the share of each object in a part, whose
-    rest is nobody's."""
+    """log_likelihood ``[B]`` of the part poses; posterior ``[B, M, K]``: the share of each object in a part. The rest
+    belongs to no object."""
 
     log_likelihood: Tensor
     posterior: Tensor
@@ -54,18 +54,18 @@ class _EachLinear(Layer):
 
 
 class ObjectCaps(Layer):
-    """Encodings of a set of parts to object capsules, each with a vote for the pose of each part.
+    """Object capsules from encodings of a set of parts, each with a vote for the pose of each part.
 
-    An object has a pose in the image, and a relation to each part: a constant one, and a deviation that depends on the
-    sample. A vote is their product.
+    An object has a pose in the image and a relation to each part: a constant plus a deviation that depends on the
+    sample. A vote is the product of pose and relation.
 
     Args:
-        in_dim: of an encoding.
+        in_dim: size of an encoding.
         num_objects, num_parts: K and M.
-        dim: numbers that describe an object.
+        dim: size of the description of an object.
         hidden: width of the two hidden layers of each object.
-        noise: in training, uniform noise of so much to either side on the logits of the presences.
-        device, dtype: of the parameters.
+        noise: in training, uniform noise from -noise to noise is added to the logits of the presences.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``[B, K, in_dim]`` to :class:`Objects`.
     """
@@ -91,8 +91,8 @@ class ObjectCaps(Layer):
         self.describe = nn.Sequential(
             _EachLinear(K, in_dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, dim, **made)
         )
-        # The last layer has no bias: what is constant of a relation is `relations`, and costs nothing. It starts small,
-        # so that relations are nearly constant and presences near 1/2.
+        # The last layer has no bias, because `relations` holds the constant part, which the deformation does not count.
+        # The layer starts small, so that relations are nearly constant and presences near 1/2.
         last = _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **made)
         self.predict = nn.Sequential(_EachLinear(K, dim, hidden, **made), nn.ReLU(), last)
         self.relations = nn.Parameter(0.1 * torch.randn(K, M, 6, **made))
@@ -119,17 +119,16 @@ class ObjectCaps(Layer):
 
 
 def explain(objects: Objects, poses: Tensor, presences: Tensor, nobody: float = 1e-4) -> Explained:
-    """How well objects predict the poses of parts: the sum of the densities of their votes for each part.
+    """How well objects predict the poses of parts: the weighted sum of the densities of the votes for each part.
 
-    A vote has the weight of its presence, a_k a_km of equation 5, which there is divided by the sum of all weights.
-    Here, as in public code of the network, it is not: an object that is present explains more. ``nobody`` is weight
-    times density of a component that no object has.
+    The weight of a vote is its presence, a_k a_km in equation 5. The paper divides it by the sum of all weights. This
+    function does not, like public code of the network, so that a present object explains more.
 
     Args:
-        objects: with votes for M parts.
-        poses: of the parts, ``[B, M, 2, 3]``.
-        presences: of the parts, ``[B, M]``: powers of their likelihoods.
-        nobody: positive.
+        objects: objects with votes for M parts.
+        poses: poses of the parts, ``[B, M, 2, 3]``.
+        presences: presences of the parts, ``[B, M]``: exponents of their likelihoods.
+        nobody: weight times density of a component that belongs to no object, positive.
     """
     x = poses.flatten(2)[:, None]  # [B, 1, M, 6]
     scales = objects.scales[..., None]

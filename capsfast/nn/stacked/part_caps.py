@@ -1,4 +1,4 @@
-"""Part capsules of an image, and the image made of their templates (Kosiorek et al. 2019, section 2.2)."""
+"""Part capsules of an image, and the image drawn from their templates (Kosiorek et al. 2019, section 2.2)."""
 
 import math
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class Parts(NamedTuple):
 
 
 class PartCaps(Layer):
-    """Feature maps to part capsules: each part has attention over the places, and pools what it wants to know there.
+    """Part capsules from feature maps: each part pools its numbers over the places by attention.
 
     Args:
-        in_channels: of the feature maps.
+        in_channels: channels of the feature maps.
         num_parts, features: M and F.
-        noise: in training, uniform noise of so much to either side on the logits of the presences.
-        device, dtype: of the parameters.
+        noise: in training, uniform noise from -noise to noise is added to the logits of the presences.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to :class:`Parts`.
     """
@@ -44,7 +44,7 @@ class PartCaps(Layer):
         self.num_parts = num_parts
         self.features = features
         self.noise = noise
-        # For each part a pose of 6 numbers, its presence, its features; then its attention.
+        # For each part: a pose of 6 numbers, presence, features, attention.
         self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **made)
 
     def forward(self, maps: Tensor) -> Parts:
@@ -65,16 +65,16 @@ class Drawn(NamedTuple):
 
 
 class TemplateMixture(Layer):
-    """Every pixel is a mixture of the templates that parts lay over it, and of a background (equations 1 to 4).
+    """Draws an image: every pixel is a mixture of the parts' templates and a background (equations 1 to 4).
 
-    Parameters: ``templates [M, C, h, w]`` and ``alpha [M, 1, h, w]``, both logits; the colours' layers; the background.
+    Parameters: ``templates [M, C, h, w]`` and ``alpha [M, 1, h, w]``, both logits; layers for colours; the background.
 
     Args:
         num_parts, features: M and F of the parts.
         image_shape: (C, H, W).
         template_size: (h, w), or an int for both.
-        pixel_std: standard deviation of a pixel about what its component says.
-        device, dtype: of the parameters.
+        pixel_std: standard deviation of a pixel about the value of its component.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: :class:`Parts` and ``images [B, C, H, W]`` to :class:`Drawn`.
     """
@@ -106,7 +106,7 @@ class TemplateMixture(Layer):
         self.background_weight = nn.Parameter(torch.full((), -2.0, **made))
 
     def drawn(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """What each component says ``[B, M + 1, C, H, W]``, and its share ``[B, M + 1, 1, H, W]``; background last."""
+        """Image ``[B, M + 1, C, H, W]`` and share ``[B, M + 1, 1, H, W]`` of each component; background last."""
         B, M = parts.presences.shape
         channels, H, W = self.image_shape
         sheets = torch.cat([self.templates.sigmoid(), self.alpha.sigmoid()], 1)  # [M, C + 1, h, w]
@@ -126,7 +126,7 @@ class TemplateMixture(Layer):
         values, share = self.drawn(parts)
         error = (values - images[:, None]) / self.pixel_std
         density = -0.5 * error.square() - math.log(self.pixel_std) - 0.5 * math.log(2 * math.pi)
-        # Channels of a pixel come from one component.
+        # All channels of a pixel come from the same component.
         log_share = share.clamp_min(torch.finfo(share.dtype).tiny).log()
         log_likelihood = (log_share + density.sum(2, keepdim=True)).logsumexp(1)
         return Drawn(log_likelihood.flatten(1).sum(1), (share * values).sum(1))

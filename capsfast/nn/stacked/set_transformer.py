@@ -1,4 +1,4 @@
-"""From a set of any order to a number of encodings."""
+"""Encodes a set, regardless of the order of its members."""
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ class SetTransformer(Layer):
     The layers are torch's own (SAB: ``TransformerEncoderLayer``, PMA: ``MultiheadAttention`` and a residual layer).
 
     Args:
-        in_dim: of a member.
-        out_dim, num_outputs: of the encodings, and how many.
+        in_dim: size of a member.
+        out_dim, num_outputs: size and number of the encodings.
         dim: width of the layers.
-        num_layers, num_heads: of the self-attention.
-        device, dtype: of the parameters.
+        num_layers, num_heads: layers and heads of the self-attention.
+        device, dtype: device and dtype of the parameters.
 
     Shapes: ``members [B, M, in_dim]``, ``presence [B, M]`` to ``[B, num_outputs, out_dim]``. A member is attended to in
     proportion to its presence, in (0, 1].
@@ -55,7 +55,7 @@ class SetTransformer(Layer):
         nn.init.xavier_uniform_(self.queries)
 
     def forward(self, members: Tensor, presence: Tensor) -> Tensor:
-        # Added to the logits of the attention: a factor on its weights.
+        # Adding the logarithm to the attention's logits multiplies its weights.
         weight = presence.clamp_min(torch.finfo(presence.dtype).tiny).log()
         x = self.embed(members)
         for layer in self.layers:
