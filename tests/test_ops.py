@@ -223,5 +223,5 @@ def test_the_number_of_needed_gradients_is_checked(op: str) -> None:
         with pytest.raises(RuntimeError, match=f"needed must have 4 entries, got {len(needed)}"):
             cpp.op(op, backward=True)(*arguments[:-1], needed)
     wrong = [9 if n == 6 else value for n, value in enumerate(registered(problem))]
-    with pytest.raises(RuntimeError, match=r"J must be that of the weight|must have 1 or J outputs"):
+    with pytest.raises(RuntimeError, match=r"J must equal the J of weight|must have 1 or J outputs"):
         cpp.op(op)(*wrong)

@@ -131,7 +131,7 @@ class DynamicRouting : Arguments<Engine> {
  private:
   static Problem votes_of_all(const RoutingArguments& a) {
     const Problem p = problem(a);
-    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must be that of the weight");
+    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
     return p;
   }
 };

@@ -114,8 +114,7 @@ struct SmallBatchScratch {
   int64_t size;
 
   SmallBatchScratch(const Problem& p, int64_t L, T* base) {
-    constexpr int64_t kNumbers =
-        256;  // of the weight of a capsule; for L capsules, with gradients, they fill L1
+    constexpr int64_t kNumbers = 256;  // of the weight of a capsule; for L capsules, with gradients, they fill L1
     const int64_t row = p.R() * p.K;
     outputs = std::clamp<int64_t>(kNumbers / std::max<int64_t>(1, row), 1, p.J);
     Carver<T> carve(base);
@@ -191,12 +190,12 @@ struct RowsGradientScratch {
 // [blocks][J][L]. A forward has coefficients of one iteration, and no arrays of the backward.
 template <class T>
 struct FactoredScratch {
-  T *U, *Ut;     // [samples][blocks L][Kp], unless read in place, and [samples][blocks][K][L]. 0 if masked
-  T* logits;     // [samples], or one for all
-  T* valid;      // [samples][blocks][L]: whether lanes have an input capsule, 1 or 0
-  T* valid_out;  // [samples][J][L]
-  T* c;          // [blocks][J][L]
-  T* start;      // couplings of iteration 0, if all samples have the same
+  T *U, *Ut;          // [samples][blocks L][Kp], unless read in place, and [samples][blocks][K][L]. 0 if masked
+  T* logits;          // [samples], or one for all
+  T* valid;           // [samples][blocks][L], or [L] without a mask: 1 in lanes with an input capsule, else 0
+  T* valid_out;       // [samples][J][L]
+  T* c;               // [blocks][J][L]
+  T* start;           // couplings of iteration 0, if all samples have the same
   T *mean, *inverse;  // [J][L]: of a softmax over the input capsules, sum_i c dc and 1 / sum_i exp(b - max)
   T *part, *low;      // [J][Kp]: a part of a sum, and rounding errors of adding parts
   // Forward.
@@ -207,8 +206,8 @@ struct FactoredScratch {
                     // all but the last; ds of all iterations and the outputs of all but the last
   T* sums;          // [r][rows][Dp]: W z and the bias
   T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
-  T *f, *slope;     // [r][rows]: of the squash
-  T* coefficients;  // [samples][2 r - 1]: of du, c of all iterations and then the gradients of the logits
+  T *f, *slope;     // [r][rows]: factor of the squash and its derivative
+  T* coefficients;  // [samples][2 r - 1], for du: c of all iterations, then the gradients of the logits
   T* vectors;       // [2 r - 1][J][Kp]: the vectors that the coefficients multiply
   T* inverses;      // [samples][r][J][L]: `inverse` of every iteration
   T* dlogits;       // [samples]

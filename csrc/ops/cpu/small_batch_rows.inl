@@ -12,7 +12,7 @@ template <class T>
 struct SmallBatchRows {
   using Packing = LanesPacking<T>;
   static constexpr int L = kLanes<T>;
-  static constexpr int kAhead = 64;  // prefetches this many votes before they are written: each sample is a stream of its own
+  static constexpr int kAhead = 64;  // votes that are prefetched before writing: each sample is a stream of its own
   using V = Vec<T, L>;
 
   // Input capsules [i0, i0 + count), count at most L.
@@ -45,7 +45,7 @@ struct SmallBatchRows {
   }
 
   static constexpr int64_t kNear = 256 * 1024;  // most bytes of weights that stay in the caches until the next block
-  static constexpr int kStepsAhead = 16;  // vectors of an input capsule between prefetching and reading weights
+  static constexpr int kStepsAhead = 16;        // vectors of an input capsule between prefetching and reading weights
 
   // Prefetches as many weights as one step reads; the step now reads number `at` of each input capsule. If next is not
   // null, prefetches the next block in the order of memory: the weights of L input capsules are read in turn, a piece
