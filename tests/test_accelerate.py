@@ -166,8 +166,7 @@ MASK[1, 4:] = False
 
 
 def filling(self: Plain, u: Tensor, mask: Tensor) -> Tensor:
-    """Fills masked logits with a large negative number, so they are equal again if all inputs of a sample are
-    masked."""
+    """Fills masked logits with a large negative number: if all inputs of a sample are masked, all logits are equal."""
     votes = self.votes(u)
     b = torch.zeros(votes.shape[:3])
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What every layer does as a module of torch: copies, checkpoints, dtypes, devices, compilation, gradients."""
+"""Every layer as a torch module: copies, checkpoints, dtypes, devices, compilation, gradients."""
 
 import copy
 import io
@@ -70,9 +70,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
     "vectors": (lambda: VectorRouting(I, J, K, D, normalize=False), ((I, K),)),
     "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), ((I, K),)),
 }
-# All capsules but one are masked, and another rounding may mask others.
+# They mask all capsules but one, and another rounding may choose another capsule.
 CHOOSES = ("decoder", "conv decoder")
-# Float32 is what the last step has under autocast.
+# Under autocast their last step is in float32.
 SUMMED_BY_TORCH = (
     "em",
     "groups of em",
