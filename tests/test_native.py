@@ -381,8 +381,7 @@ def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dt
 
 @needs_extension
 def test_numbers_of_many_input_capsules_and_short_votes() -> None:
-    """Numbers of input capsules are copied before they go to lanes. Here a chunk has more numbers than votes of a
-    capsule."""
+    """They are copied before they go to lanes. A chunk has more of them than an input capsule has numbers of votes."""
     draw = torch.Generator().manual_seed(0)
     u, weight = torch.randn(1, 1024, 4, generator=draw), torch.randn(1024, 2, 2, 4, generator=draw)
     precision, strided = torch.rand(1, 2, 2, generator=draw), torch.rand(1, 1024, 2, generator=draw)[..., 0]

@@ -154,8 +154,7 @@ def test_every_weight_goes_here_too(by: Backend, weight: Weight) -> None:
 
 
 def test_the_initial_deviation_keeps_the_length() -> None:
-    """With equal coupling the weighted sum has the length of the input capsules; with one iteration, twice the
-    length."""
+    """With equal coupling the weighted sum is as long as the input capsules, with one iteration twice as long."""
     poses = torch.randn(16, 8, 6, 7, 7)
     for num_iterations, wanted in ((1, 2), (3, 1)):
         for options in ({}, {"softmax": "in"}, {"weight": Groups(4)}, {"weight": LowRank(8)}):
