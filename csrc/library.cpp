@@ -125,7 +125,6 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
-  // Lanes of a register, and lanes of a vector of a tile.
   const int64_t registers = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
   const int64_t tile = wide == 8 ? tile_kernels<double>(isa()).L : tile_kernels<float>(isa()).L;
   if (positions > 0) {

@@ -22,7 +22,6 @@ namespace capsfast {
 // The threads of one call: member 0, which runs the call, and helpers.
 class Team {
  public:
-  // What a loop does with one of its parts.
   using Part = void (*)(const void* loop, int64_t part, int64_t member);
 
   explicit Team(int64_t members) : members_(members), caller_(std::this_thread::get_id()) {}
@@ -35,12 +34,9 @@ class Team {
   void share(int64_t count, bool own, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.
   void help(int64_t member);
-  // Member 0: no more loops.
-  void close() { open_.store(kClosed, std::memory_order_release); }
-  // How long member 0 has waited for others, in seconds.
-  double waited() const { return waited_; }
-  // How long helpers have worked, in seconds.
-  double helped() const { return 1e-9 * double(helped_.load(std::memory_order_relaxed)); }
+  void close() { open_.store(kClosed, std::memory_order_release); }  // member 0: no more loops
+  double waited() const { return waited_; }                          // seconds that member 0 waited for others
+  double helped() const { return 1e-9 * double(helped_.load(std::memory_order_relaxed)); }  // seconds of work
 
  private:
   static constexpr int64_t kClosed = -1;

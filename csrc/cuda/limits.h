@@ -80,14 +80,12 @@ void allow_shared(Kernel<Args> kernel, int bytes) {
   Limits::get().allow_shared(reinterpret_cast<const void*>(kernel), bytes);
 }
 
-// How many blocks of a kernel a multiprocessor runs at the same time.
 template <class Args>
 int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
   return Limits::get().max_active(reinterpret_cast<const void*>(kernel), 0, threads, shared_bytes);
 }
 
-// How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
-// without clusters.
+// 0 if the kernel was compiled for an architecture without clusters.
 template <class Args>
 int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
   return Limits::get().max_active(reinterpret_cast<const void*>(kernel), size, threads, shared_bytes);

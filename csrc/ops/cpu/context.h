@@ -276,7 +276,6 @@ struct Context {
   // Whether kernels of the lanes layout run the passes.
   bool in_lanes() const { return plan.lanes || p.capsule_lanes; }
 
-  // How many samples a tile has.
   int64_t plan_lanes() const { return plan.lanes ? plan.L : 1; }
 
   static void move(Sum<T>* sum, int64_t by) {

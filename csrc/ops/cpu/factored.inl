@@ -91,7 +91,6 @@ struct Factored : Products<T> {
     return fit < 4 ? 4 : fit > kLongest ? kLongest : fit;
   }
 
-  // Calls f(span) for the spans of sample n.
   template <class F>
   static CAPSFAST_INLINE void for_spans(const Block& block, int64_t n, const F& f) {
     const int64_t used = block.used[n], step = span_length(block);

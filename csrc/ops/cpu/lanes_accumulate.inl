@@ -64,7 +64,6 @@ struct LanesAccumulate {
     }
   }
 
-  // Scores given votes.
   static CAPSFAST_INLINE void score_given(const AccumulatePass<T>& pass, const Tile& tile, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes ? 1 : L, b, dc);

@@ -33,7 +33,6 @@ struct LanesPacking {
     }
   }
 
-  // The opposite of interleave().
   static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
@@ -69,7 +68,6 @@ struct LanesPacking {
     interleave(from, samples, n1 * n2, to);
   }
 
-  // The opposite of pack().
   static CAPSFAST_ONCE void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                    T* buffer, const View& view) {
     if (view.stride[0] == 1) return unpack_lanes(from, b0, samples, i0, n1, n2, view);

@@ -58,7 +58,6 @@ int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes
 // votes.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
-// Blocks of input capsules. The last block may have empty lanes.
 int64_t blocks_of(const Problem& p, int64_t lanes) { return divide_up(p.I, lanes); }
 
 double sample_votes(const Problem& p, int64_t lanes, int64_t size) {

@@ -182,7 +182,6 @@ struct Work {
   int64_t I, group, groups, units;  // group: samples of a group
 
   CAPSFAST_HOST_DEVICE int64_t begin(int64_t unit) const { return groups * I * unit / units; }
-  // The unit that has pair n.
   CAPSFAST_HOST_DEVICE int64_t unit_of(int64_t n) const { return ((n + 1) * units - 1) / (groups * I); }
   // Segments are numbered along the row: a border between units or groups increases the number by 1.
   CAPSFAST_HOST_DEVICE int64_t segment(int64_t unit, int64_t g) const { return unit + g; }

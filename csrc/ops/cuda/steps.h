@@ -47,7 +47,6 @@ struct ForwardSteps {
     return args;
   }
 
-  // Whether there is an update after pass t.
   CAPSFAST_HOST_DEVICE bool updates(int64_t t) const { return t < iterations; }
   CAPSFAST_DEVICE void after(int64_t t, const Share& share) const {
     if (updates(t)) for_outputs(in, share, [&](const UpdateCoord& at) { make_output(t, at); });

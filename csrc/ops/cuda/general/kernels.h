@@ -44,7 +44,6 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
   return plan;
 }
 
-// Where a kernel is launched.
 struct Launch {
   gpu::Grid grid;
   gpu::Stream stream;

@@ -11,7 +11,6 @@ namespace capsfast::cuda::rows {
 struct Kernels {
   std::tuple<gpu::Kernel<AccumulateArgs<false>>, gpu::Kernel<AccumulateArgs<true>>> accumulate;  // [backward]
   gpu::Kernel<GradientArgs> gradient;
-  // Bytes of shared memory of a block.
   int (*accumulate_bytes)(const Inputs&, const Shape&);
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
   int tiles;

@@ -37,7 +37,6 @@ struct GradientPlan {
   int64_t parts, splits;  // of the samples and of the input capsules
 };
 
-// A call: its kernels and how they are launched.
 class Launcher {
  public:
   Launcher(const Problem& problem, const Inputs& inputs, bool backward, bool with_coupling, const gpu::Context& context)

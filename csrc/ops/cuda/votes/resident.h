@@ -30,7 +30,6 @@ struct Traits {
   using Elements = float[kElements];
 };
 
-// How many rows a warp has at a time.
 template <class Tr>
 CAPSFAST_HOST_DEVICE int rows_of_warp(const Inputs& in) {
   return 32 / static_cast<int>(in.J * in.D / Tr::elements);
