@@ -164,9 +164,7 @@ def main(
     """Train mean pooling and interest capsules on synthetic clicks, and compare their hit rates."""
     found = compare(users, epochs, dim, seed)
     for n, k in enumerate(TOP):
-        print(
-            f"hit rate@{k}: {found['interest capsules'][n] / found['mean pooling'][n]:.2f} times mean pooling"
-        )
+        print(f"hit rate@{k}: {found['interest capsules'][n] / found['mean pooling'][n]:.2f} times mean pooling")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 python -m pytest                      the first tier: every backend that is available, a few rows of every table
 python -m pytest --all                every row of every table, slow tests, tests/all, more drawn examples
-python -m pytest --backends cpp       only these backends; a missing backend is an error python -m pytest -n 2
-      in two processes (pytest-xdist)
+python -m pytest --backends cpp       only these backends; a missing backend is an error
+python -m pytest -n 2                 in two processes (pytest-xdist)
 """
 
 import os

@@ -175,9 +175,7 @@ def test_the_device_is_asked_once() -> None:
     with device():
         take_questions(kernels="planted")
         first = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
-        assert (
-            take_questions(kernels="planted") == 2 * 3 + 2
-        )  # and twice for shared memory: the limit of a block, the limit of the kernel
+        assert take_questions(kernels="planted") == 2 * 3 + 2  # and the limits of a block and of the kernel
         again = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
         assert take_questions(kernels="planted") == 0
         assert first == again == [2, 1, 1, 2, 1, 1]
