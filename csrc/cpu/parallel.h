@@ -96,7 +96,7 @@ void for_tasks(int64_t count, const F& f, bool own = false) {
   for (int64_t task = 0; task < count; ++task) f(task, int64_t{0});
 }
 
-// Calls f(begin, end) on parts of [0, count) of at least `grain` elements, but for the last.
+// Calls f(begin, end) on equal parts of [0, count). Several parts have at least half of `grain` elements each.
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
   if (count <= 0) return;

@@ -67,7 +67,7 @@ class Limits {
 
  private:
   static constexpr int kUsualSharedBytes = 48 * 1024;
-  static constexpr size_t kMostAnswers = 1024;  // shared memory depends on the shapes, of which there is no end
+  static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;

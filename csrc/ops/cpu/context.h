@@ -368,7 +368,7 @@ class InNorms {
 };
 
 // The saved normalisers of the softmax over the input capsules, [iterations][scalars()], in the layout of the passes.
-// Lanes without a sample get the maximum inf, which makes their c zero whatever their logits.
+// Lanes without a sample get the maximum inf, so that their c is zero for any logits.
 template <class T>
 class InNormArrays {
  public:

@@ -10,7 +10,7 @@ template <class T, int L_ = kLanes<T>>
 struct LanesPacking {
   static constexpr int L = L_;
   static constexpr int W = kLanes<T>;  // a block of W x W is transposed at a time
-  // How many sums registers hold beside the terms, or, if a vector has several registers, beside a factor.
+  // How many sums fit the registers beside the terms or, if a vector has several registers, beside a factor.
   static constexpr int kSums = L == W ? kRegisters / 4 : kRegisters / 2 * W / L;
   using V = Vec<T, L>;
   using Register = Vec<T, W>;

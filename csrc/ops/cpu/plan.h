@@ -21,8 +21,8 @@ struct Slices {
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
                    bool shared_logits_gradient);
 
-// How many samples go to tiles. Either all samples, or those that fill whole tiles if the rest is faster as a small
-// batch.
+// How many samples, from the first on, go to tiles: all, or as many as fill whole tiles if the rest is faster as a
+// small batch.
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many samples of a small batch keep their votes at a time.

@@ -28,7 +28,7 @@ struct AccumulateArgs {
   CAPSFAST_DEVICE Pass pass(int n) const {
     Pass pass{steps.pass(n), false, zero};
     pass.scored = static_cast<bool>(pass.scoring.V);
-    // Without a choice whether the pass scores with V, which would take a register.
+    // Always set, even if the pass does not score with V: a choice would take a register.
     if constexpr (!kBackward) pass.scoring.V = steps.V;
     return pass;
   }
