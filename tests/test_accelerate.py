@@ -209,7 +209,7 @@ class Pretends(Plain):
 
 
 class Named(Plain):
-    """Its subclasses need a keyword."""
+    """A layer whose subclasses need a keyword."""
 
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()

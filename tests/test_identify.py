@@ -291,7 +291,7 @@ def test_a_linear_layer_makes_a_shared_weight() -> None:
 
 
 def old(self: Plain, u: Tensor) -> Tensor:
-    """Its logits always have one dtype, and its product does not mix dtypes."""
+    """A layer whose logits always have one dtype, and whose product does not mix dtypes."""
     votes = self.votes(u)
     b = torch.FloatTensor(*votes.shape[:3]).zero_()
     for _ in range(3):

@@ -381,7 +381,7 @@ def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dt
 
 @needs_extension
 def test_numbers_of_many_input_capsules_and_short_votes() -> None:
-    """They are copied before they go to lanes. A chunk has more of them than an input capsule has numbers of votes."""
+    """Activations are copied before they go to lanes, in chunks larger than the votes of an input capsule."""
     draw = torch.Generator().manual_seed(0)
     u, weight = torch.randn(1, 1024, 4, generator=draw), torch.randn(1024, 2, 2, 4, generator=draw)
     precision, strided = torch.rand(1, 2, 2, generator=draw), torch.rand(1, 1024, 2, generator=draw)[..., 0]

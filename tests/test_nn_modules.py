@@ -70,7 +70,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
     "vectors": (lambda: VectorRouting(I, J, K, D, normalize=False), ((I, K),)),
     "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), ((I, K),)),
 }
-# They mask all capsules but one, and another rounding may choose another capsule.
+# Decoders mask all capsules but one, and another rounding may choose another capsule.
 CHOOSES = ("decoder", "conv decoder")
 # Under autocast their last step is in float32.
 SUMMED_BY_TORCH = (
