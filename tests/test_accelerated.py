@@ -283,8 +283,7 @@ def test_a_model_that_is_cast_later(dtype: torch.dtype) -> None:
 
 
 def test_dtypes_that_the_own_forward_does_not_take_stay_its_matter() -> None:
-    """The layer's torch.zeros is float32; einsum does not mix dtypes. A result that is cast to float32 stays
-    float32."""
+    """The layer's torch.zeros is float32; einsum mixes no dtypes. A result that is cast to float32 stays float32."""
 
     def forward(self: Any, u: Tensor) -> Any:
         votes = self.votes(u)
