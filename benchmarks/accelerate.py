@@ -1,6 +1,7 @@
-"""What capsfast.accelerate makes of layers in use, and of the CapsNet of Sabour, Frosst, Hinton (2017) around two.
+"""Speed of capsfast.accelerate on published layers, and on the CapsNet of Sabour, Frosst, Hinton (2017) with two
+layers.
 
-A layer or network and an accelerated copy of it take turns, so that a drift of the machine meets both.
+A layer or network and its accelerated copy take turns, so that a drift of the machine affects both.
 """
 
 import copy
@@ -20,15 +21,15 @@ from tests.support.published import PUBLISHED, Published
 from tests.support.published_layers import CapsuleLayer, LayerRouting
 
 SIZES = Shape(B=32, I=1152, J=10, D=16, K=8)
-# Of the networks.
+# The batch of the networks.
 BATCH = 128
 
 
 class CapsNet(nn.Module):
     """Images ``[B, 1, 28, 28]`` to lengths ``[B, 10]`` and reconstructions ``[B, 784]``.
 
-    softmax: ``"in"`` is the widely copied layer whose softmax runs over the input capsules, with ``[J, I, K, D]``;
-    ``"out"`` is the paper's, with the ``[1, I, J, D, K]`` that is repeated for every sample.
+    softmax: ``"in"`` is the widely copied layer with a softmax over the input capsules and a weight ``[J, I, K, D]``;
+    ``"out"`` is the paper's layer, with a weight ``[1, I, J, D, K]`` that is repeated for every sample.
     """
 
     def __init__(self, softmax: str) -> None:
@@ -57,7 +58,7 @@ def timed(step: Callable[[nn.Module], None], own: nn.Module, fast: nn.Module, se
 
 
 def of_layer(row: Published, seconds: float) -> dict[str, Any]:
-    """The layer at the sizes of the paper's last layer: what is found, and a step forward and backward."""
+    """The layer at the sizes of the paper's last layer: the report, and times of a step forward and backward."""
     torch.manual_seed(0)
     own, (u, *others) = row.make(SIZES), row.example(SIZES)
     if row.lazy:
@@ -86,7 +87,7 @@ def of_network(softmax: str, dtype: torch.dtype | None, seconds: float) -> dict[
     images, labels = torch.rand(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
     present = F.one_hot(labels, 10)
     fast = copy.deepcopy(own)
-    # The caller need not know under which autocast the network will run.
+    # accelerate() runs without autocast: it need not know the autocast of later calls.
     report = capsfast.accelerate(fast, images)
 
     def step(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Routing by all contenders, over the number of capsules; see README.md beside this file."""
+"""Routing by all contenders, over the number of capsules; see README.md in this folder."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, a comparison of functions, the record."""
+"""Shared by the scripts of this folder: options, a comparison of functions, the record."""
 
 import argparse
 import json
@@ -22,9 +22,9 @@ BOUND = 1e-4
 
 
 def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
-    """The command line of a script: --out, --threads, and --seconds of each measurement."""
+    """The command line of a script: --out, --threads, and --seconds for each measurement."""
     parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=doc)
-    parser.add_argument("--out", type=Path, help="where the record goes; its rows are printed in any case")
+    parser.add_argument("--out", type=Path, help="file for the record; its rows are always printed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=seconds, help="for each measurement")
     given = parser.parse_args()
@@ -36,7 +36,7 @@ def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
 
 
 def keep(given: argparse.Namespace, name: str, **found: Any) -> None:
-    """Writes the record: command, environment and what was found."""
+    """Writes the record: command, environment and results."""
     if given.out is not None:
         command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip()
         record = {"format": 1, "command": command, "environment": environment(CPU), **found}

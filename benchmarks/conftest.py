@@ -1,4 +1,4 @@
-"""``pytest benchmarks``: options, cases and the body of the benchmark; see README.md beside this file."""
+"""``pytest benchmarks``: options, cases and the body of the benchmark; see README.md in this folder."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from capsfast.nn import ROUTINGS
 
 SECONDS = 0.4
 LEAST_ROUNDS, MOST_ROUNDS = 3, 200
-# A GPU is not full with the 16 samples that a CPU is given.
+# The 16 samples for a CPU do not fill a GPU.
 GPU_BATCH = 128
 SHORT = {"forward": "fwd", "forward+backward": "both", "torch.compile einsum": "compiled", "eager einsum": "eager"}
 
@@ -30,9 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("capsfast")
     group.addoption("--sweep", choices=SWEEPS, default="capsules", help="which cases to run (default capsules)")
     group.addoption("--op", choices=(*OPS, *ROUTINGS), default=OPS[0], help="an op or a routing of capsfast.nn")
-    group.addoption(
-        "--device", choices=("cpu", "cuda"), action="append", help="default: cpu, and cuda where it is there"
-    )
+    group.addoption("--device", choices=("cpu", "cuda"), action="append", help="default: cpu, and cuda if available")
     group.addoption("--threads", type=int, help="torch threads, default torch's own choice")
 
 
@@ -46,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("python_files", "benchmark_*.py")
     if config.getoption("threads") is not None:
         torch.set_num_threads(config.getoption("threads"))
-    # What a comparison needs: the table fits into a terminal.
+    # Only the columns for a comparison, so that the table fits into a terminal.
     if not any(word.startswith("--benchmark-columns") for word in config.invocation_params.args):
         config.option.benchmark_columns = ["median", "min", "rounds"]
 
@@ -61,7 +59,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def label(case: Case, device: str) -> str:
-    """Short, and without "=" and blanks, which -k does not take, such as ``B16-I64-J10-fwd``."""
+    """A short label without "=" and blanks, which -k does not take, such as ``B16-I64-J10-fwd``."""
     sizes = [f"{size}{getattr(case, size)}" for size in "BIJ"]
     sizes += [f"{size}{getattr(case, size)}" for size in "DKr" if getattr(case, size) not in (0, getattr(Case, size))]
     dtype = [] if case.dtype == "float32" else [case.dtype]
@@ -91,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.lru_cache(maxsize=1)
 def prepared(case: Case, device: torch.device) -> tuple[list[InputSet], Gate]:
-    """Inputs and gate of a case, made once for all its contenders, which follow each other."""
+    """Inputs and gate of a case, made once for all its contenders, which run in sequence."""
     sets = input_sets(case, device)
     return sets, Gate(case, sets[0])
 

@@ -1,7 +1,7 @@
-"""Everything there is to check on a machine with an NVIDIA GPU; make gpu-check.
+"""All checks for a machine with an NVIDIA GPU: make gpu-check.
 
-Needs no network and installs nothing: Python with a CUDA torch, and as far as there are nvcc, pytest,
-compute-sanitizer and ncu. README.md beside this says what it does and where the results go.
+Needs no network and installs nothing. Needs Python with a CUDA torch; uses nvcc, pytest, compute-sanitizer and ncu if
+they exist. README.md in this folder describes the steps and the results.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SECONDS = 530.0
-# Between the request to stop, at which pytest says what it has, and the end.
+# Seconds between the request to stop, when pytest reports, and the kill.
 GRACE_SECONDS = 5.0
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# compute-sanitizer's own status when it found something.
+# The exit status of compute-sanitizer if it found errors.
 FOUND_ERRORS = 9
 TEST_SECONDS = 120.0
 MOST_SHARDS = 6
@@ -43,10 +43,10 @@ class Step:
     Args:
         name: a word; ``<name>.log`` and ``<name>.json`` hold its output and its result.
         command: its words.
-        seconds: the most it may take.
+        seconds: the time limit.
         environment: added to the process's own.
-        why_not: why it is left out, "" if it is not.
-        judge: from the exit status and the output to what is wrong, "" if nothing, and counts for the table.
+        why_not: why the step is skipped, or "".
+        judge: turns exit status and output into an error, or "", and counts for the table.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """How a step ended: status is one of the five above, counts are those of its judge, result is what it wrote."""
+    """How a step ended: status is one of the five above, counts come from its judge, result is what the step wrote."""
 
     name: str
     status: str
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def judged_pytest(code: int, text: str) -> tuple[str, dict[str, int]]:
-    """A run in which no test passed has shown nothing."""
+    """A run without a passed test is an error."""
     last = next((line for line in reversed(text.splitlines()) if re.search(r"\d+ (passed|failed|error)", line)), "")
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     if counts.get("failed") or counts.get("error"):
@@ -97,12 +97,12 @@ def judged_sanitizer(code: int, text: str) -> tuple[str, dict[str, int]]:
 
 
 class Check:
-    """Runs groups of steps, the steps of a group beside each other, and writes check.json and check.md as each ends.
+    """Runs groups of steps, the steps of a group in parallel, and writes check.json and check.md after each step.
 
     Args:
         folder: for logs and results.
         seconds: for everything.
-        rehearsal: said in what is written.
+        rehearsal: whether results are marked as a rehearsal.
     """
 
     def __init__(self, folder: Path, seconds: float, rehearsal: bool = False) -> None:
@@ -115,7 +115,7 @@ class Check:
         self.save()
 
     def heed_signals(self) -> None:
-        """Ctrl-C, SIGTERM and SIGHUP end the processes, then the run, with everything written."""
+        """Ctrl-C, SIGTERM and SIGHUP end the processes, then the run. All results are written."""
 
         def note(number: int, frame: object) -> None:
             self.interrupted = True
@@ -155,7 +155,7 @@ class Check:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # so that it ends with all its children
+                start_new_session=True,  # so that its children end with it
             ) as process,
         ):
             while process.poll() is None and not stopped:
@@ -184,7 +184,7 @@ class Check:
             draft.replace(self.folder / name)
 
     def page(self) -> str:
-        """The summary: the machine, a line for each step, what a call costs, the tables of the sweep."""
+        """The summary: the machine, a line for each step, the cost of a call, the tables of the sweep."""
         parts = ["# GPU check" + (" (rehearsal on the CPU: no number counts)" if self.rehearsal else "")]
         parts += [] if self.complete else ["Not complete."]
         parts += [self.result("machine").get("said", "No machine.")]
@@ -205,7 +205,7 @@ class Check:
 
 
 def tool(name: str, *places: str) -> str | None:
-    """Where a program of the CUDA toolkit is."""
+    """The path of a program of the CUDA toolkit."""
     homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)] + ["/usr/local/cuda*"]
     found = [path for home in homes for path in sorted(glob.glob(f"{home}/bin/{name}"), reverse=True)]
     found += [path for pattern in places for path in sorted(glob.glob(pattern), reverse=True)]
@@ -218,7 +218,7 @@ def missing(*modules: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For all steps: the checkout goes before an installed capsfast, an interpreted backend is none."""
+    """For all steps: the checkout comes before an installed capsfast, and kernels are not interpreted."""
     path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
 
@@ -234,7 +234,7 @@ def tests(fused: list[str], rehearse: bool) -> list[Step]:
     """The tests marked gpu, and for each backend the tests that take a backend, in shares."""
     folder = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").glob("test_*.py"))}
     quiet = ["-q", "-rfE", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    # Tests ask torch for determinism, for which cuBLAS wants this; many processes share the cores.
+    # Tests ask torch for determinism, so cuBLAS needs this setting. Many processes share the cores.
     more = {**environment(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2"}
     bare = ["--noconftest"] if missing("hypothesis") else []
 
@@ -261,19 +261,19 @@ def tests(fused: list[str], rehearse: bool) -> list[Step]:
 
 def sanitizers(device: str) -> list[Step]:
     if device == "cpu":
-        return [own("exercise", 60, device, "--shapes", "1")]  # the calls alone
+        return [own("exercise", 60, device, "--shapes", "1")]  # only the calls
     program = tool("compute-sanitizer")
     steps = []
     for name in SANITIZERS:
         words = ["--tool", name, "--error-exitcode", str(FOUND_ERRORS), "--print-limit", "20"]
         words += ["--target-processes", "application-only"]
         if name == "memcheck":
-            words += ["--report-api-errors", "no"]  # torch asks for what a driver may not have
+            words += ["--report-api-errors", "no"]  # torch may ask for features that the driver lacks
         if name != "initcheck":
-            # torch's kernels; initcheck has to see what they write.
+            # Skips torch's kernels, but not for initcheck, which must see their writes.
             words += ["--kernel-name-exclude", "kns=at6native,kns=cub"]
         watched = own(name, TEST_SECONDS, device, "--shapes", "4" if name == "memcheck" else "3", step="exercise")
-        # Every tensor an allocation of its own, so that what lies behind it is nobody's.
+        # One allocation for each tensor, so that no other tensor lies behind it.
         more = {**watched.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         why_not = "" if program else "compute-sanitizer is not installed"
         command = [program or "", *words, *watched.command]
@@ -282,7 +282,7 @@ def sanitizers(device: str) -> list[Step]:
 
 
 def profile(out: Path, device: str, asked: bool) -> Step:
-    """ncu with detailed sections on the canonical layer; the report is for ncu-ui, the log has its pages as text."""
+    """ncu with detailed sections on the canonical layer. The report is for ncu-ui; the log has its pages as text."""
     program = tool("ncu", "/opt/nvidia/nsight-compute/*/ncu")
     why_not = "" if program else "ncu is not installed"
     why_not = "a rehearsal has no device to watch" if device == "cpu" else why_not if asked else "--no-profile"
@@ -293,7 +293,7 @@ def profile(out: Path, device: str, asked: bool) -> Step:
 
 
 def run(check: Check, out: Path, device: str, only: Sequence[str], with_profile: bool) -> int:
-    """All steps, the most telling first; the exit status."""
+    """Runs all steps, the most important first. Returns the exit status."""
 
     def steps(*group: Step) -> None:
         chosen = [each for each in group if not only or each.name.startswith(tuple(only))]

@@ -1,6 +1,6 @@
 """InterestCapsules against its einsum form, eager and under torch.compile: the table in docs/recommenders.md.
 
-The einsum form makes the votes once, [B, I, D], as published code does; "fused votes" is capsfast.route_votes over the
+The einsum form makes the votes once, [B, I, D], as published code does. "fused votes" is capsfast.route_votes on the
 same votes.
 """
 

@@ -1,4 +1,4 @@
-"""Weights that all input capsules share, beside the same mathematics in torch, which forms no votes either.
+"""Weights that all input capsules share, against the same mathematics in torch, also without votes.
 
 Measures the rows of the table in docs/cpu-kernels.md.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 import capsfast
 from benchmarks.common import compare, keep, options
 
-# B, I, J, D, K of three iterations of dynamic routing, or of one pass that scores with a query.
+# B, I, J, D, K, for three iterations of dynamic routing, or for one pass that scores with a query.
 ROWS = [
     ("routing", 16, 2048, 32, 32, 32),
     ("routing", 256, 50, 8, 64, 64),
@@ -23,7 +23,7 @@ ROWS = [
 
 
 def factored_pass(u: Tensor, weight: Tensor, query: Tensor | None) -> Tensor:
-    """The weighted sum ``[B, J, D]`` of one pass, of ``u [B, I, K]`` and ``weight [J, D, K]``."""
+    """The weighted sum ``[B, J, D]`` of one pass over ``u [B, I, K]`` with ``weight [J, D, K]``."""
     if query is None:
         sums = u.mean(1, keepdim=True).expand(-1, len(weight), -1) * (u.shape[1] / len(weight))
     else:

@@ -1,8 +1,8 @@
-"""Peak memory and time of convolutional capsules, forward and backward, beside what unfolding takes.
+"""Peak memory and time of convolutional capsules, forward and backward, against unfolding.
 
-Measures the rows of the table in docs/convolutional-capsules.md, each in a process of its own: what another call has
-left to the C library would hide growth. Growth is beyond inputs, outputs, parameters and gradients. "unfolded" is
-the same call in one block.
+Measures the rows of the table in docs/convolutional-capsules.md. Each row has its own process: memory that an earlier
+call left to the C library would hide growth. Growth does not count inputs, outputs, parameters and gradients.
+"unfolded" is the same call in one block.
 """
 
 import os
@@ -38,7 +38,7 @@ ROWS: list[tuple[str, str, int, tuple[int, ...]]] = [
 def called(
     name: str, routing: str, batch: int, size: tuple[int, ...], times: int, unfolded: bool
 ) -> tuple[int, float, float]:
-    """Bytes of the poses (of SegCaps, the images), bytes of growth, and the median of the seconds of so many calls."""
+    """Bytes of the poses (for SegCaps, of the images), bytes of growth, and the median seconds of the calls."""
     if unfolded:
         _blocks.BLOCK_BYTES = sys.maxsize
     if name == "SegCaps":
@@ -52,10 +52,10 @@ def called(
         found = layer(image)
         outputs = [found] if isinstance(found, torch.Tensor) else [each for each in found if each is not None]
         torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-        return 2 * sum(each.nbytes for each in outputs)  # and their gradients
+        return 2 * sum(each.nbytes for each in outputs)  # with their gradients
 
     if name != "SegCaps":
-        call(torch.randn(*shape, *(5 for _ in size), requires_grad=True))  # loads the code
+        call(torch.randn(*shape, *(5 for _ in size), requires_grad=True))  # warms up
     layer.zero_grad()
     image = torch.randn(*shape, *size, requires_grad=True)
     _reset_peak()
@@ -69,7 +69,7 @@ def called(
 
 def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    # What is freed goes back to the system at once, in the process that measures growth.
+    # In the process that measures growth, freed memory goes back to the system at once.
     for name, threshold in (("growth_mib", "262144"), ("resident_growth_mib", None)):
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold else {}
         times = 0 if threshold else 1 if row[0] == "SegCaps" else 3

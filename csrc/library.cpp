@@ -109,8 +109,8 @@ double peak_flops() {
   return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
 }
 
-// The plan the CPU kernels choose for a shape, without logits and with contiguous storage. With positions, that of the
-// first slice of them.
+// The plan the CPU kernels choose for a shape, without logits and with contiguous storage. With positions: the plan of
+// the first slice of positions.
 py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
                      int64_t itemsize, bool shared_weight, int64_t threads, int64_t positions) {
   Problem p;
@@ -125,7 +125,6 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
-  // Of a register, and of a vector of a tile.
   const int64_t registers = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
   const int64_t tile = wide == 8 ? tile_kernels<double>(isa()).L : tile_kernels<float>(isa()).L;
   if (positions > 0) {
@@ -135,7 +134,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
     p.votes_given = votes_given = p.side_by_side = true;
     p.K = 1;
   }
-  // What fills whole tiles, and what is left of it: a small batch.
+  // The samples that fill whole tiles; the rest is a small batch.
   const int64_t filled = samples_in_tiles(p, registers, wide), in_tiles = filled > 0 ? filled : B;
   p.tiled = filled > 0;
   Problem rest = p;
@@ -147,18 +146,18 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, registers, used, wide));
   const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, registers, used, wide));
   const Plan whole = make_plan(p, lanes, used, wide);
-  // A small batch is routed by another problem, whose votes are given.
+  // A small batch makes its votes first; a second problem, with these votes given, routes them.
   Problem routed = p;
   if (whole.small_batch) {
     routed.votes_given = routed.side_by_side = routed.capsule_lanes = true;
     routed.K = 1;
   }
   const Slices slices = votes_given && !p.side_by_side ? make_slices(routed, lanes, used, wide, false) : Slices{};
-  // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
+  // If the batch is cut into slices, each task routes whole slices alone: a few samples, planned for one thread.
   if (slices.tasks > 0) routed.B = slices.samples;
   Plan plan = make_plan(routed, lanes, slices.tasks > 0 ? 1 : used, wide);
   plan.gather_rows = itemsize < wide && plan.lanes;
-  // Scratch is a thread's, and so is what a slice takes.
+  // Each thread has its own scratch memory, and its own arrays for a slice.
   const bool in_lanes = plan.lanes || routed.capsule_lanes;
   const int64_t tasks = std::max<int64_t>(1, slices.tasks), together = std::min(tasks, used);
   const int64_t scratches = slices.tasks > 0 ? 1 : used;

@@ -1,4 +1,4 @@
-"""``make demo``: digits.py, then the speed of routing beside einsum, then what was seen and what to type next."""
+"""``make demo``: digits.py, then the speed of routing against einsum, then a summary and commands to try next."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 def command() -> str:
-    """What to type for the command line of this environment."""
+    """The command line of this environment, as a user types it."""
     beside = Path(sys.executable).parent / "capsfast"
     found = shutil.which("capsfast")
     if found and beside.exists() and os.path.samefile(found, beside):
@@ -37,7 +37,7 @@ def command() -> str:
 
 
 def speeds(results: Results) -> str:
-    """How much faster than einsum, for the canonical layer at its batch of 128."""
+    """The speed-up over einsum for the canonical layer with a batch of 128."""
     found = []
     for case in results.cases:
         if case.B != CANONICAL.B:
@@ -56,11 +56,11 @@ def main() -> None:
 
 
 def show() -> None:
-    """Both parts; a contender that failed is in the table, and its status is that of the demo."""
+    """Runs both parts. A failed contender is in the table, and its status is the exit status of the demo."""
     begin = time.perf_counter()
     say("\n1/2  A small CapsNet learns handwritten digits, with fused routing and with einsum: half a minute.")
     outcome = digits.compare(digits.fastest(), epochs=8, seed=0, out=OUT)
-    say("\n2/2  The speed of one routing layer beside einsum, eager and compiled: a minute, most of it compiling.")
+    say("\n2/2  The speed of one routing layer against einsum, eager and compiled: a minute, most of it compiling.")
     status = 0
     try:
         bench(memory=False, seconds=0.5, json=OUT / "bench.json", png=OUT / "speed.png")

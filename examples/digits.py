@@ -35,7 +35,7 @@ say = partial(console.print, soft_wrap=True)
 
 
 class CapsNet(nn.Module):
-    """Images ``[B, 1, 8, 8]`` to class capsules ``[B, 10, 16]``, whose lengths say which class it is."""
+    """Images ``[B, 1, 8, 8]`` to class capsules ``[B, 10, 16]``. The longest capsule is the class."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Data(NamedTuple):
 
 
 def load() -> Data:
-    """1437 digits to train on and 360 to test on, the same ones every time."""
+    """1437 digits for training and 360 for tests, always the same."""
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
         digits.images[:, None] / 16, digits.target, test_size=360, stratify=digits.target, random_state=0
@@ -98,7 +98,7 @@ def load() -> Data:
 
 class Training(NamedTuple):
     net: CapsNet
-    loss: list[float]  # mean of an epoch's steps
+    loss: list[float]  # mean over the steps of an epoch
     accuracy: list[float]  # on the test digits after an epoch
     seconds: float
 
@@ -122,7 +122,7 @@ def train(backend: str, epochs: int, seed: int, data: Data) -> Training:
 
 
 def step_times(backends: list[str], data: Data, repeats: int = 20) -> dict[str, float]:
-    """Median seconds of a training step (forward, backward, optimizer), the backends taking turns."""
+    """Median seconds of a training step (forward, backward, optimizer). The backends take turns."""
     nets = {backend: CapsNet(backend) for backend in backends}
     optimizers = {backend: torch.optim.Adam(net.parameters()) for backend, net in nets.items()}
     seconds: dict[str, list[float]] = {backend: [] for backend in backends}
@@ -130,13 +130,13 @@ def step_times(backends: list[str], data: Data, repeats: int = 20) -> dict[str, 
         for backend in backends:
             start = time.perf_counter()
             training_step(nets[backend], optimizers[backend], data.images[:BATCH], data.labels[:BATCH])
-            if repeat >= 3:  # the first ones warm up
+            if repeat >= 3:  # the first steps warm up
                 seconds[backend].append(time.perf_counter() - start)
     return {backend: statistics.median(values) for backend, values in seconds.items()}
 
 
 def largest_difference(trainings: dict[str, Training]) -> tuple[float, float]:
-    """Between the curves: of the loss, relative, and of the accuracy."""
+    """The largest differences of the curves: relative for the loss, absolute for the accuracy."""
     one, other = trainings.values()
     loss = max(abs(a - b) / b for a, b in zip(one.loss, other.loss, strict=True))
     return loss, max(abs(a - b) for a, b in zip(one.accuracy, other.accuracy, strict=True))
@@ -165,7 +165,7 @@ def curve_figure(trainings: dict[str, Training]) -> Figure:
 
 
 def reconstruction_figure(trainings: dict[str, Training], data: Data) -> Figure:
-    """One test digit of each class, and what each network rebuilds from its class capsule."""
+    """One test digit of each class, and each network's reconstruction from the class capsule."""
     first = [int((data.test_labels == label).nonzero()[0]) for label in range(CLASSES)]
     images, labels = data.test_images[first], data.test_labels[first]
     rows = {"input": images}
@@ -204,7 +204,7 @@ def main(
 
 
 def fastest() -> str:
-    """The backend that is taken without a name; says why others are missing."""
+    """The default backend. Prints why others are missing."""
     known = capsfast.backends()
     for name in (name for name, status in known.items() if not status.available):
         say(f"{name} is not available: {known[name].reason}")
@@ -212,7 +212,7 @@ def fastest() -> str:
 
 
 class Outcome(NamedTuple):
-    """By backend: accuracy after the last epoch, and seconds of training."""
+    """For each backend: accuracy after the last epoch, and seconds of training."""
 
     accuracy: dict[str, float]
     seconds: dict[str, float]
@@ -229,7 +229,7 @@ def compare(backend: str, epochs: int, seed: int, out: Path) -> Outcome:
     same = True
     if len(names) == 2:
         loss, accuracy = largest_difference(trainings)
-        # Sums in another order differ in rounding, and training amplifies it; another seed differs by 9 %.
+        # Sums in another order round differently, and training amplifies the difference. Another seed differs by 9 %.
         same = loss < 0.01 and accuracy < 0.01
         say(
             f"Largest difference of the two curves: loss {loss:.2%}, test accuracy {100 * accuracy:.2f} points: "

@@ -1,11 +1,11 @@
 """Several interests of a user against one mean: retrieval from synthetic click sequences.
 
 Run ``python examples/interests.py``. Items lie in groups, and every user likes a few of the groups. There are more
-groups than an embedding has numbers: the mean of what a user has clicked then lies near groups that the user does not
-like. Both networks are two towers with the same embeddings and one matrix of the same size, and both learn by sampled
-softmax. One takes the mean of the clicked items. The other routes them to interest capsules, and attends to these by
-the item that is to be found (MIND, Li et al. 2019). Printed is the hit rate: how often the next click is among the
-first k items of the whole catalogue.
+groups than an embedding has numbers. So the mean of a user's clicks lies near groups that the user does not like. Both
+networks are two towers with the same embeddings and one matrix of the same size, and both learn by sampled softmax. One
+takes the mean of the clicked items. The other routes the items to interest capsules, and attends to the capsules with
+the target item (MIND, Li et al. 2019). The program prints the hit rate: how often the next click is among the first k
+items of the whole catalogue.
 """
 
 import math
@@ -22,7 +22,7 @@ from capsfast.nn import InterestCapsules, LabelAwareAttention, interest_scores
 BATCH = 128
 NEGATIVES = 256
 TOP = (10, 50)
-# Interests are shorter than 1: without a factor the softmax over items is flat.
+# Interests are shorter than 1, so without a factor the softmax over items is flat.
 SCALE = 2.0
 
 
@@ -50,7 +50,7 @@ class World(NamedTuple):
         return self.groups * self.group_size
 
     def clicks(self, users: int, generator: torch.Generator) -> Clicks:
-        """Each click is of one of the user's groups, and within it of an item drawn by its popularity."""
+        """Each click takes one of the user's groups, and in this group an item by popularity."""
         liked = torch.rand(users, self.groups, generator=generator).topk(self.most_interests, 1).indices
         count = torch.randint(2, self.most_interests + 1, (users, 1), generator=generator)
         which = (torch.rand(users, self.length + 1, generator=generator) * count).long()
@@ -79,7 +79,7 @@ class MeanTower(nn.Module):
 
 
 class InterestTower(nn.Module):
-    """Interest capsules: up to ``num_interests`` vectors for a user, and one of them by attention in training."""
+    """Interest capsules: up to ``num_interests`` vectors for a user. In training attention makes one vector of them."""
 
     def __init__(self, items: int, dim: int, num_interests: int, length: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ Tower = MeanTower | InterestTower
 
 
 def sampled_softmax(tower: Tower, clicks: Clicks, generator: torch.Generator) -> Tensor:
-    """Cross-entropy of the next click among itself and negatives, which are drawn uniformly for the whole batch."""
+    """Cross-entropy of the next click against negatives, which are drawn uniformly for the whole batch."""
     user, target = tower(clicks), tower.items(clicks.next_clicks)
     drawn = torch.randint(tower.items.num_embeddings, (NEGATIVES,), generator=generator)
     scores = user @ tower.items(drawn).T
@@ -111,7 +111,7 @@ def sampled_softmax(tower: Tower, clicks: Clicks, generator: torch.Generator) ->
 
 @torch.no_grad()
 def hit_rates(tower: Tower, clicks: Clicks) -> list[float]:
-    """For each k of TOP: the share of users whose next click is among the k items of the largest scores."""
+    """For each k of TOP: the share of users whose next click is among the k items with the largest scores."""
     found = torch.zeros(len(TOP))
     for rows in torch.arange(len(clicks.lengths)).split(1024):
         part = clicks.rows(rows)
@@ -123,7 +123,7 @@ def hit_rates(tower: Tower, clicks: Clicks) -> list[float]:
 
 
 def train(tower: Tower, clicks: Clicks, epochs: int, seed: int) -> float:
-    """Seconds it took."""
+    """Trains the tower. Returns the seconds."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(tower.parameters(), lr=0.02)
     start = time.perf_counter()
@@ -137,7 +137,7 @@ def train(tower: Tower, clicks: Clicks, epochs: int, seed: int) -> float:
 
 
 def compare(users: int, epochs: int, dim: int, seed: int) -> dict[str, list[float]]:
-    """Hit rates of both towers on users that neither was trained with."""
+    """Hit rates of both towers on new users."""
     world = World()
     generator = torch.Generator().manual_seed(seed)
     clicks, others = world.clicks(users, generator), world.clicks(4096, generator)
@@ -164,9 +164,7 @@ def main(
     """Train mean pooling and interest capsules on synthetic clicks, and compare their hit rates."""
     found = compare(users, epochs, dim, seed)
     for n, k in enumerate(TOP):
-        print(
-            f"hit rate@{k}: {found['interest capsules'][n] / found['mean pooling'][n]:.2f} times that of mean pooling"
-        )
+        print(f"hit rate@{k}: {found['interest capsules'][n] / found['mean pooling'][n]:.2f} times mean pooling")
 
 
 if __name__ == "__main__":

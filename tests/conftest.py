@@ -2,7 +2,7 @@
 
 python -m pytest                      the first tier: every backend that is available, a few rows of every table
 python -m pytest --all                every row of every table, slow tests, tests/all, more drawn examples
-python -m pytest --backends cpp       only these backends; one that is missing is an error
+python -m pytest --backends cpp       only these backends; a missing backend is an error
 python -m pytest -n 2                 in two processes (pytest-xdist)
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-# Threads that wait give up their core: with several test processes there are more of them than cores. Read when torch
-# is imported, by the processes that tests start too.
+# Waiting threads yield their core: several test processes have more threads than cores. torch reads this on import,
+# also in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and with them the processes that they start.
+# If a shell runs the tests in the background, the tests and the processes that they start ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,7 +41,7 @@ from .support.problems import OPS, Case, Op
 
 interpreter.prepare()
 
-# The same examples everywhere and in every run; "search" looks for new ones: --hypothesis-profile=search
+# The same examples everywhere and in every run. To search for new examples: --hypothesis-profile=search
 _common = {
     "deadline": None,
     "database": None,
@@ -62,7 +62,7 @@ SECOND_TIER = Path(__file__).parent / "all"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves tests/all to --all, and to whoever names a file in it."""
+    """Collects tests/all only with --all, or if the command line names a file in it."""
     named = any(Path(arg.split("::")[0]).resolve().is_relative_to(SECOND_TIER) for arg in config.args)
     return True if collection_path == SECOND_TIER and not named and not config.getoption("--all") else None
 
@@ -75,29 +75,29 @@ def _no_plans() -> None:
 
 
 MARKERS = (
-    "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
+    "shapes(*shapes): run with each backend, op (if there is a parameter op) and shape that the backend has time for",
     "rows(n, **n_of_backend): how many rows of this test's table run in the first tier; a pair is for both tiers",
-    "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
-    "against_reference: compares with the reference, which has nothing to be compared with",
+    "of_the_weight(**values): values of parameters that need a weight: skipped for ops with given votes",
+    "against_reference: compares with the backend reference, so does not run on it",
     "fused: only for backends with ops of their own",
-    "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
-    "kernels: of what kernels compute, also for those that only the tests can run",
-    "passes: of the ops that are a routing pass; op is one of these",
-    "only(weight=..., linear=False): of ops with (True) or without a weight; not for backends of linear passes alone",
-    "every_op: op is any of the four functions, case one of its family",
-    "linear: of passes with values of case that are linear passes, also for backends that serve no others",
-    "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
+    "needs(*dtypes): only for backends that serve these dtypes and the dtype of a parameter dtype",
+    "kernels: tests what kernels compute, also on the emulated backend",
+    "passes: op is one of the two routing passes",
+    "only(weight=..., linear=False): ops with (True) or without a weight; not backends that serve only linear passes",
+    "every_op: op is any of the four functions, case a case of this function",
+    "linear: tests passes that are linear for some values of case, also on backends that serve only these",
+    "emulated(**values): an emulated backend runs only these values of parameters; route_votes={...}: for this op",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A pytest that a test starts would take itself for one of several workers, and warn that it measures beside them.
+    # With these variables a pytest that a test starts would think that it is a worker, and warn about its measurements.
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         del os.environ[name]
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     if native.extension is None and has_extension(PACKAGE):
-        raise pytest.UsageError(f"the extension is there, and would be left out: {native.why_absent}")
+        raise pytest.UsageError(f"the extension exists but does not load: {native.why_absent}")
     if config.getoption("--all"):
         settings.load_profile("all")
 
@@ -137,9 +137,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> bool:
-    """The backend serves what the test asks for, and has the time for its parameters."""
+    """Whether the backend serves what the test asks for, and has time for its parameters."""
     if not isinstance(backend, Backend):
-        return False  # pytest's mark of a test without a shape that fits
+        return False  # how pytest marks a test without a fitting shape
     if item.get_closest_marker("fused") and not backend.fused:
         return False
     if item.get_closest_marker("against_reference") and backend.name == "reference":
@@ -163,7 +163,7 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
 
 
 def _among(values: dict[str, Any], parameters: dict[str, Any]) -> bool:
-    """Whether all parameters are among these values; for an op or a backend that is named, among its own."""
+    """Whether all parameters are among these values; values named after an op or a backend hold for it alone."""
     wanted = {name: allowed for name, allowed in values.items() if not isinstance(allowed, dict)}
     for name in {str(parameters[each]) for each in ("op", "backend") if each in parameters} & values.keys():
         wanted |= values[name]
@@ -174,7 +174,7 @@ def _among(values: dict[str, Any], parameters: dict[str, Any]) -> bool:
 
 
 def _as_of(value: Any, op: object) -> Any:
-    """A shape as the op has it; any other value as it is."""
+    """A shape as the op takes it; any other value unchanged."""
     is_shape = isinstance(value, tuple) and len(value) == 5 and all(isinstance(n, int) for n in value)
     return op.fit(value) if is_shape and isinstance(op, Op) else value
 
@@ -193,7 +193,7 @@ def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
 
 
 def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest.Item]:
-    """Of each test, for an op and a backend, as many rows as the tier takes. The first tier takes no slow test."""
+    """For each test, op and backend, as many rows as the tier takes. The first tier takes no slow test."""
     tables: dict[object, list[pytest.Item]] = {}
     for item in items:
         if everything or not item.get_closest_marker("slow"):
@@ -205,7 +205,7 @@ def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest
 
 
 def _spread(table: list[pytest.Item], everything: bool) -> list[pytest.Item]:
-    """Rows that bring as many new values as can be. Of equals the last: tables go from plain rows to loaded ones."""
+    """Rows with as many new values as possible. Between equal rows the last, which has more options."""
     backend = _parameters(table[0]).get("backend")
     numbers = backend.rows if isinstance(backend, Backend) else (ROWS, None)
     for marker in table[0].iter_markers("rows"):
@@ -228,7 +228,7 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-# Files whose tests share something slow to make: with several processes, each file for one of them.
+# Files whose tests share something slow to make: one process runs all tests of a file.
 TOGETHER = tuple(
     f"test_{name}.py"
     for name in (
@@ -249,14 +249,14 @@ TOGETHER = tuple(
 )
 
 
-# Tests that go to a process at a time: xdist looks through all groups after every test.
+# How many tests go to a process at a time: xdist looks through all groups after every test.
 GROUP = 6
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups of neighbours to any process, but for TOGETHER, which go first, being larger. (xdist's own groups need an
-    older pytest than 9.)
+    """Groups of neighbours for any process. The larger groups of TOGETHER go first. (xdist's own groups need pytest <
+    9.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -280,7 +280,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
         if fits and _has_a_meaning(item, parameters):
             kept.append(item)
-    if not any("::" in arg for arg in config.args):  # what is named is run
+    if not any("::" in arg for arg in config.args):  # a test that is named runs
         kept = _rows_of_the_tier(kept, everything)
     config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))
     items[:] = kept
@@ -302,7 +302,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The end of two epochs that nothing interrupted, with a test after each."""
+    """The last checkpoint of two epochs without interruption, with a test after each epoch."""
     from .support.training import trained
 
     out = tmp_path_factory.mktemp("whole")
@@ -312,20 +312,20 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """torch.manual_seed also seeds GPUs; for those that are not there yet it keeps a traceback, for milliseconds."""
+    """Seeds with 0. Without a GPU, torch.manual_seed() would spend milliseconds on a traceback for GPUs."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
         torch.default_generator.manual_seed(0)
 
 
-# The kernels' own scratch memory as well; read once, at its first use.
+# Also fills the scratch memory of the kernels. They read this once, when they first allocate.
 os.environ["CAPSFAST_POISON"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _fresh_memory_is_nan() -> Iterator[None]:
-    """Fills every new tensor with NaN, so that an element no kernel wrote is seen. Covers C++ ops as well."""
+    """Fills every new tensor with NaN, also in C++ ops, so that a test sees an element that no kernel wrote."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -1,4 +1,4 @@
-"""capsfast.accelerate: what it replaces, what it leaves alone, and what it says of both."""
+"""capsfast.accelerate: what it replaces, what it leaves alone, and what it reports."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .support.published import PUBLISHED, Published
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* accuracy falls at small batches:UserWarning")
 
-# One for each way of being called, of giving results, and of holding what is read; the second tier has all rows.
+# One row for each kind of call, result and state; the second tier runs all rows.
 OFTEN = ("DynamicRouting of votes", "CapsuleLayer", "CapsLayer", "mask before the softmax over inputs")
 
 
@@ -65,7 +65,7 @@ def test_the_report_says_what_was_found(images: Tensor) -> None:
     text = str(report)
     for each in ("forward+backward", "DigitCapsules", "weight `W`", "CosineAgreement", "left alone", "ms, B=4)"):
         assert each in text
-    # The routing inside of a layer that was fused is no layer of its own.
+    # The routing inside a fused layer is not listed as a layer.
     assert "routing_module  " not in text
     with pytest.raises(KeyError, match=r"no layer '0\.conv'"):
         report["0.conv"]
@@ -89,7 +89,7 @@ def test_nothing_of_the_model_is_disturbed(images: Tensor) -> None:
     model.first.register_forward_hook(lambda *_: seen.append("forward"))
     model.first.W.register_hook(lambda grad: seen.append("backward"))
     assert accelerate(model, images).fused == ("first", "second")
-    assert seen == ["forward"]  # of the model's run on the example
+    assert seen == ["forward"]  # when the model runs on the example
     assert torch.equal(random, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -105,7 +105,7 @@ def test_a_dry_run_a_second_call_and_undo(images: Tensor) -> None:
     assert report.fused == ("first", "second") and report["first"].status == "to be fused" and not report.calls()
     report.undo()
     assert type(model.first) is layers.DigitCapsules and type(model.second) is layers.CapsLayer
-    with torch.inference_mode():  # gradients are compared all the same
+    with torch.inference_mode():  # gradients are compared nevertheless
         report = accelerate(model, images + 1)
     again = accelerate(model, images)
     assert again.fused == () and {each.status for each in again.layers} == {"already fused"}
@@ -120,7 +120,7 @@ def test_a_dry_run_a_second_call_and_undo(images: Tensor) -> None:
 
 
 class Around(nn.Module):
-    """A model around a layer or two, its forward given."""
+    """A model with one or two layers and a given forward."""
 
     def __init__(self, caps: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def running(self: Any, u: Tensor) -> Tensor:
     return self.caps(u)  # type: ignore[no-any-return]
 
 
-# Models of which the layer alone is fused, and examples.
+# Models in which only the layer is fused, and examples.
 AROUND: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Any]]] = {
     "hands on": (lambda self, u: self.caps(u), lambda u: u),
     "used twice": (lambda self, u: self.caps(u) + self.caps(2 * u), lambda u: u),
@@ -150,7 +150,7 @@ AROUND: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Any]]] = {
     "name", [*list(AROUND)[:1], *(pytest.param(each, marks=pytest.mark.slow) for each in [*AROUND][1:])]
 )
 def test_models_around_a_layer(name: str) -> None:
-    """What a module around a fused layer does is no reason to speak of it."""
+    """The report does not mention a module around a fused layer, whatever it does."""
     forward, made = AROUND[name]
     model = Around(Plain(), forward)
     plain, u, seen = copy.deepcopy(model), example(), model.seen
@@ -166,7 +166,7 @@ MASK[1, 4:] = False
 
 
 def filling(self: Plain, u: Tensor, mask: Tensor) -> Tensor:
-    """Logits of a large negative number are equal again where all inputs of a sample have them."""
+    """Fills masked logits with a large negative number: if all inputs of a sample are masked, all logits are equal."""
     votes = self.votes(u)
     b = torch.zeros(votes.shape[:3])
     for _ in range(3):
@@ -209,14 +209,14 @@ class Pretends(Plain):
 
 
 class Named(Plain):
-    """Its subclasses need a keyword."""
+    """A layer whose subclasses need a keyword."""
 
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()
 
 
 def result(make: Callable[[Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
-    """A layer whose result is made of its output and its input."""
+    """A layer whose result is computed from its output and its input."""
     return lambda: variant(forward=lambda self, u: make(Plain.forward(self, u), u))
 
 
@@ -324,7 +324,7 @@ def test_a_layer_that_would_be_slower_stays(ratio: float, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_under_ddp_the_first_rank_decides(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that time a layer on either side of 1 would otherwise reduce other gradients."""
+    """If ranks decided from their own times, they could reduce different gradients."""
     speed = Speed(1e-3 * ratio, 1e-3, 5)
     monkeypatch.setattr("capsfast.adopt.timing.speeds", lambda *_: (speed, speed))
 
@@ -369,7 +369,7 @@ def test_bad_arguments() -> None:
     for options, error in wrong:
         with pytest.raises(error, match=next(iter(options))):
             capsfast.accelerate(layer, u, **options)
-    with pytest.raises(RuntimeError):  # what the model says of an example that does not fit
+    with pytest.raises(RuntimeError):  # from the model, which gets an example of a wrong shape
         capsfast.accelerate(layer, torch.randn(3, 8, 6))
     assert type(layer) is Plain and not layer._forward_hooks
 

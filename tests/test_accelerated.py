@@ -1,4 +1,4 @@
-"""Models that capsfast.accelerate changed: what else is done with models goes on as before."""
+"""Models that capsfast.accelerate changed: everything else that one does with models still works."""
 
 import copy
 import importlib
@@ -29,7 +29,7 @@ def images() -> Tensor:
 
 @pytest.fixture(scope="module")
 def both() -> tuple[Net, Net]:
-    """A model that was accelerated, and its like that was not; in evaluation mode. Not to be changed."""
+    """An accelerated model, and its copy that is not accelerated, in evaluation mode. Tests must not change them."""
     torch.manual_seed(0)
     plain = Net().eval()
     fast = copy.deepcopy(plain)
@@ -48,7 +48,7 @@ def test_calls_that_were_not_compared_run_the_own_forward_and_it_warns_once() ->
     mask = (torch.arange(7) < 4) * torch.ones(5, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # The same call in other words: by name, with a default written out, on other samples.
+        # The same call written differently: by name, with an explicit default, on other samples.
         for v in (
             layer(u),
             layer(u=u),
@@ -135,7 +135,7 @@ def test_parameters_from_elsewhere(both: tuple[Net, Net], images: Tensor) -> Non
     torch.testing.assert_close(
         torch.func.functional_call(fast, half, (images,)), torch.func.functional_call(plain, half, (images,))
     )
-    # What nn.DataParallel and others make: a shallow copy that is given other tensors.
+    # As in nn.DataParallel: a shallow copy with other tensors as parameters.
     u = torch.randn(2, 16, 6)
     results = []
     for model in both:
@@ -177,7 +177,7 @@ def test_it_compiles_in_one_graph(both: tuple[Net, Net], images: Tensor) -> None
 
 
 def test_a_fused_layer_that_is_compiled_itself_stays_fused(both: tuple[Net, Net]) -> None:
-    # Lightning puts a torch.compile of its own in place of torch's, which writes an attribute into the layer.
+    # Lightning replaces torch.compile by its own, which writes an attribute into the layer.
     importlib.import_module("lightning.fabric")
     layer, u = copy.deepcopy(both[0].first), torch.randn(3, 16, 6)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -216,7 +216,7 @@ def test_it_exports_for_any_batch_where_that_is_an_argument() -> None:
     torch.testing.assert_close(program.module()(more), plain(more), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # sizes are looked at, here and in the ops
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # Python reads sizes, here and in the ops
 def test_torch_fx_and_torchscript(both: tuple[Net, Net], images: Tensor) -> None:
     graph = torch.fx.symbolic_trace(both[0])
     assert [node.target for node in graph.graph.nodes if node.op == "call_module"][-2:] == ["first", "second"]
@@ -232,7 +232,7 @@ def test_a_compiled_model_is_accelerated_inside() -> None:
     compiled = torch.compile(model, backend="eager")
     v = compiled(u)
     assert accelerate(compiled, u).fused == ("_orig_mod.0",)
-    assert not torch.equal(compiled(u), v)  # other sums are formed: not the graph from before
+    assert not torch.equal(compiled(u), v)  # not the graph from before: sums have another order
     torch.testing.assert_close(compiled(u), v)
     undo(model)
     torch.testing.assert_close(compiled(u), v, rtol=0, atol=0)
@@ -246,10 +246,10 @@ LOW = (torch.bfloat16, torch.float16)
     [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float16)],
 )
 def test_mixed_precision_of_a_whole_network(inside: bool, dtype: torch.dtype, images: Tensor) -> None:
-    """Convolutions in front give bfloat16, the weights are float32: the usual CapsNet in training."""
+    """Convolutions in front return bfloat16 and the weights are float32, as in the training of a usual CapsNet."""
     model = Net().eval()
     with torch.no_grad():
-        model.first.W *= 100  # float16 has no numbers for the capsules of untrained layers
+        model.first.W *= 100  # capsules of untrained layers are too small for float16
     plain = copy.deepcopy(model)
     with torch.autocast("cpu", dtype, enabled=inside):
         report = accelerate(model, images)
@@ -265,7 +265,7 @@ def test_mixed_precision_of_a_whole_network(inside: bool, dtype: torch.dtype, im
 
 
 def assert_close_gradients(model: nn.Module, plain: nn.Module, images: Tensor) -> None:
-    """As a whole: of single numbers bfloat16 leaves little."""
+    """Compares whole tensors, because single numbers are inexact in bfloat16."""
     grads = [torch.autograd.grad(each(images).float().sum(), list(each.parameters())) for each in (model, plain)]
     one, other = (torch.cat([grad.flatten().float() for grad in each]) for each in grads)
     assert (one - other).norm() < 0.05 * other.norm()
@@ -283,7 +283,7 @@ def test_a_model_that_is_cast_later(dtype: torch.dtype) -> None:
 
 
 def test_dtypes_that_the_own_forward_does_not_take_stay_its_matter() -> None:
-    """Its torch.zeros is float32; einsum takes no two dtypes. A result in float32, by name, stays float32."""
+    """The layer's torch.zeros is float32; einsum mixes no dtypes. A result that is cast to float32 stays float32."""
 
     def forward(self: Any, u: Tensor) -> Any:
         votes = self.votes(u)
@@ -316,7 +316,7 @@ def test_a_model_that_was_low_before() -> None:
 
 
 class Digits(nn.Module):
-    """The network of the paper for images of 8 x 8, the popular way: each layer of capsules a class of its own."""
+    """The network of the paper for images of 8 x 8, as in popular code: each layer of capsules is a class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_training_on_digits_goes_on_as_it_would_have() -> None:
         curves[fused] = torch.tensor(losses + descend(model, optimizer, batches))
     assert curves[False][-5:].mean() < 0.7 * curves[False][:5].mean()
     torch.testing.assert_close(curves[True], curves[False], rtol=2e-3, atol=2e-4)
-    assert not torch.equal(curves[True][9:], curves[False][9:])  # other sums were formed
+    assert not torch.equal(curves[True][9:], curves[False][9:])  # sums have another order
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")

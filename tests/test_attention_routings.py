@@ -1,4 +1,4 @@
-"""What single routings promise beyond the checks that all of them pass."""
+"""Properties of single routings, beyond the tests that all routings share."""
 
 import copy
 from typing import Any
@@ -103,7 +103,7 @@ def test_self_routing_shares_sum_to_one() -> None:
     torch.manual_seed(0)
     layer = RoutedCaps(I, J, K, D, routing="self")
     u, activation = torch.randn(B, I, K), torch.rand(B, I)
-    torch.testing.assert_close(layer(u, activation).activations, torch.full((B, J), 1 / J))  # a map of 0
+    torch.testing.assert_close(layer(u, activation).activations, torch.full((B, J), 1 / J))  # the route's weight is 0
     randomize(layer.routing)
     found = layer(u, activation)
     torch.testing.assert_close(found.activations.sum(1), torch.ones(B))
@@ -153,7 +153,7 @@ def test_inverted_attention_without_a_readout() -> None:
 
 @plain.on_cpu
 def test_variational_of_far_votes_does_not_cancel(by: Backend) -> None:
-    """Votes around 300, whose spread of 0.1 is lost in moments about 0. The prior mean lies far away, so it is weak."""
+    """Votes around 300 with a spread of 0.1, which raw moments would lose. The far prior mean is weak."""
     torch.manual_seed(0)
     u = torch.randn(B, 300, K)
     options: dict[str, Any] = {"kappa": 1e-6, "psi": 0.01, "batch_norm": False, "backend": by.name}
@@ -176,7 +176,7 @@ def test_variational_of_far_votes_does_not_cancel(by: Backend) -> None:
 
 
 def test_variational_output_capsules_that_are_not_there() -> None:
-    """A masked output capsule takes no share of the others."""
+    """A masked output capsule takes nothing from the others."""
     torch.manual_seed(0)
     votes = torch.randn(B, I, J, D, dtype=torch.float64)
     routing, fewer = (VariationalRouting(I, n, K, D, batch_norm=False, dtype=torch.float64) for n in (J, J - 1))
@@ -187,7 +187,7 @@ def test_variational_output_capsules_that_are_not_there() -> None:
 
 @pytest.mark.parametrize("batch_norm", [True, "both"])
 def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
-    """In training by what a batch has, at every position, after it by running statistics, which are those of torch."""
+    """Training uses batch statistics over all positions; evaluation uses running statistics. Both as in torch."""
     torch.manual_seed(0)
     routing = VariationalRouting(I, J, K, D, batch_norm=batch_norm, dtype=torch.float64)
     bare = VariationalRouting(I, J, K, D, batch_norm=False, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_given_votes_for_one_output_capsule(name: str) -> None:
-    """An axis J of size 1 is shared to a pass; here it is J."""
+    """To a pass an axis J of size 1 is shared; to these routings J is 1."""
     torch.manual_seed(0)
     layer = RoutedCaps(I, 1, K, D, routing=name, dtype=torch.float64)
     u = torch.randn(B, I, K, dtype=torch.float64)
@@ -251,19 +251,19 @@ def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["em", "self", "variational"])
 def test_activations_must_not_be_negative(name: str) -> None:
-    """They are factors of a mass."""
+    """Activations are factors of a mass."""
     layer, u, activation = RoutedCaps(I, J, K, D, routing=name), torch.randn(B, I, K), torch.rand(B, I)
     activation[0, 1] = 0
     layer(u, activation)
     activation[1, 2] = -0.25
-    for other in (0.5, float("nan")):  # the smallest of numbers is none where one of them is none
+    for other in (0.5, float("nan")):  # the minimum of numbers with a NaN is NaN
         activation[0, 0] = other
         with pytest.raises(ValueError, match=r"Routing: activation must not be negative, got -0\.25; clamp it with"):
             layer(u, activation)
 
 
 def test_batch_statistics_of_output_capsules_that_are_there() -> None:
-    """With a mask they are those of batches without the samples in which a capsule is taken out."""
+    """The statistics of a capsule skip the samples in which it is masked."""
     layer = RoutedCaps(I, J, K, D, routing="variational", dtype=torch.float64)
     u, out_mask = torch.randn(5, I, K, dtype=torch.float64), torch.ones(5, J, dtype=torch.bool)
     everyone = copy.deepcopy(layer)

@@ -32,14 +32,14 @@ def _nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An installation without the extension, that has not warned yet."""
+    """An installation without the extension that has not warned yet. Returns the reason."""
     monkeypatch.setattr(native, "why_absent", "no compiler was found")
     monkeypatch.setattr(choice, "_warned", False)
     return "no compiler was found"
 
 
 def routed(backend: str | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """On the device of that backend."""
+    """Routes on the device of the backend."""
     problem = make(SHAPE, Case(coupling=False), dtype=dtype, device=named(backend).device if backend else "cpu")
     return call(problem, problem.inputs, backend)
 
@@ -66,7 +66,7 @@ def test_backends_names_the_reason_of_an_absence(no_extension: str) -> None:
 
 
 def test_the_fastest_available_is_the_default() -> None:
-    # An interpreter of GPU kernels is not what serves the CPU.
+    # The interpreter of GPU kernels never serves the CPU by default.
     fused = {name for name in ops_of() if name.startswith("capsfast::")}
     assert fused == ({"capsfast::dynamic_routing"} if capsfast.backends()["cpp"].available else set())
 
@@ -76,7 +76,7 @@ def test_backend_argument(backend: Backend) -> None:
 
 
 def forced_ops(backend: Backend) -> list[str]:
-    """What runs where no call names a backend."""
+    """The ops that run if no call names a backend."""
     problem = make(SHAPE, Case(coupling=False), dtype=torch.float32, device=backend.device)
     with recorded_ops() as ops:
         call(problem, problem.inputs, None)
@@ -150,7 +150,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one, and all kernels for it."""
+    """Pretends that there is a GPU and all kernels for it."""
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
     for module, name in ((toolchain, "why_no_triton"), (native, "why_no_cuda")):
         monkeypatch.setattr(module, name, lambda: "")
@@ -160,14 +160,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_gpu(call: Call) -> Call:
-    """The same call, as if its tensors were there."""
+    """The same call, as if its tensors were on the GPU."""
     u: Any = SimpleNamespace(device=GPU, dtype=call.u.dtype, shape=call.u.shape, dim=call.u.dim)
     return replace(call, u=u)
 
 
 @pytest.fixture
 def chosen(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What serves each call that follows, as if its tensors were on that GPU."""
+    """Records which backend serves each later call, as if its tensors were on that GPU."""
     found = []
 
     def choose_there(call: Call, backend: str | None) -> str:
@@ -243,14 +243,14 @@ class Graphs:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_a_compiled_call_chooses_once_for_all_sizes(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Triton refuses, of tensors that are here.
+    # Triton's refusals, for tensors on the CPU.
     monkeypatch.setitem(choice.BACKENDS, "cpp", choice.BACKENDS["triton"]._replace(devices=("cpu",)))
     torch.compiler.reset()
     graphs = Graphs()
     compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, dynamic=dynamic, backend=graphs)
     for B in (3, 18, 5, 40):
         compiled(*layer(B, 7, 4, 5, 6))
-    # dynamic=True: the first graph serves all. Else the second batch size makes one graph for all others.
+    # dynamic=True: the first graph serves all sizes. Else the second batch size makes one graph for all others.
     assert len(graphs.ops) == (1 if dynamic else 2)
     if dynamic:
         for shape in ((3, 9, 12, 16, 15), (3, 7, 13, 5, 6), (18, 9, 40, 7, 8)):

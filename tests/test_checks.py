@@ -1,4 +1,4 @@
-"""Bad input: the error has the right type and its message names the op, the rule and what came."""
+"""Bad input: the error has the right type, and its message names the op, the rule and the value."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ def good(op: str) -> dict[str, Any]:
     return {"u": torch.randn(B, I, K), "weight": torch.randn(I, J, D, K)}
 
 
-# name: what to change, the error, the rule in the message, what the message says it got
+# name: the changed arguments, the error, the rule in the message, the value in the message
 Row = tuple[Callable[[], dict[str, Any]], type[Exception], str, str]
 SHARED: dict[str, Row] = {
     "iterations zero": (lambda: {"num_iterations": 0}, ValueError, "num_iterations must be at least 1", "got 0"),
@@ -234,7 +234,7 @@ def expect(function: Callable[..., Any], op: str, arguments: dict[str, Any], row
     assert not re.search(r"\{|None \(|  ", message), f"a message that was not filled in: {message}"
 
 
-# One check serves all functions: of route_votes, what is its own, and that it looks at the rest.
+# All functions share their checks. So route_votes has its own rules, and one row that shows that it checks the rest.
 TABLES = {
     "dynamic_routing": DYNAMIC_ROUTING,
     "route_votes": ROUTE_VOTES
@@ -450,7 +450,7 @@ def test_transposed_input_capsules_of_a_layer(layer: torch.nn.Module, name: str)
 
 
 U, VOTES = tuple(good("u").values()), tuple(good("route_votes").values())
-# The keyword, what is called with it, who says so, and which argument may be meant.
+# The keyword, the function, its arguments, the name in the message, and the suggested argument.
 MISSPELLED: list[tuple[str, Callable[..., Any], tuple[Any, ...], str, str]] = [
     ("iterations", capsfast.dynamic_routing, U, "dynamic_routing", "num_iterations"),
     ("routings", capsfast.dynamic_routing, U, "dynamic_routing", "num_iterations"),
@@ -502,7 +502,7 @@ def public() -> dict[str, Callable[..., Any]]:
 
 
 LAYER = capsfast.DynamicRouting(I, J, K, D)
-# Arguments that are there in every call; other ones without a default are 4. Networks are small.
+# Values of required arguments; other required arguments are 4. Networks are small.
 GIVEN: dict[str, Any] = {
     "s": torch.randn(B, D),
     **good("u"),
@@ -525,7 +525,7 @@ TENSORS = {
 
 
 def message_of(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Of the error; an argument that nothing looks at is none."""
+    """The message of the error; fails if the function accepts the argument."""
     try:
         function(**arguments)
     except (TypeError, ValueError) as error:
@@ -569,7 +569,7 @@ def test_a_tensor_in_the_place_of_anything_else_is_not_printed(name: str) -> Non
     if name.startswith("models."):
         given |= {each.name: SMALL[each.name] for each in parameters if each.name in SMALL}
     for each in parameters:
-        # torch says what is wrong with a device and a dtype.
+        # torch itself reports a wrong device or dtype.
         if each.name in {*TENSORS, "device", "dtype"} or (each.name == "bias" and each.default is None):
             continue
         for tensor in (torch.full((3, 4), 0.12345), torch.full((1,), -0.12345)):

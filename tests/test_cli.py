@@ -29,7 +29,7 @@ def test_info_names_versions_and_backends() -> None:
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extra_is_one_line(missing: str) -> None:
-    # A None in sys.modules makes find_spec raise, so the finder is made to miss it.
+    # A None in sys.modules would make find_spec raise, so find_spec is replaced.
     code = f"""
 import importlib.util, sys
 find = importlib.util.find_spec

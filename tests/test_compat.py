@@ -1,4 +1,4 @@
-"""capsfast.compat: each class takes the place of the published layer of its name."""
+"""capsfast.compat: each class replaces the published layer of its name."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from .support import plain, published_layers
 from .support.published import PUBLISHED, SIZES, Published, float64, votes
 
 B, I, J, D, K = SIZES
-# What capsfast.compat has beyond the rows of the table that are routing layers of one result.
+# Classes of capsfast.compat that are not in the table of routing layers with one result.
 MORE = [
     Published(
         "coupling", lambda k, s: k.DynamicRouting(n_in=s.I, n_out=s.J, in_dim=s.K, out_dim=s.D, n_iters=2), "IJDK"
@@ -49,7 +49,7 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def both(row: Published) -> tuple[nn.Module, nn.Module]:
-    """The published layer and the one that takes its place, each made after the same seed."""
+    """The published layer and its replacement, each made with the same seed."""
     made = []
     for namespace in (published_layers, compat):
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ CLASSES = [form for form in kinds.FORMS if not form.instead]
 
 @pytest.mark.parametrize("form", CLASSES, ids=lambda form: f"{form.name}{form.call}")
 def test_forms_are_called_as_the_published_layers(form: kinds.Form) -> None:
-    """Names, order and defaults; eps of our own comes after them."""
+    """Names, order and defaults; our own eps comes last."""
     own = {"routing_module": nn.Identity(), "num_route_nodes": 2}
     given = {name: own.get(name, 2) for name, each in form.call.parameters.items() if each.default is each.empty}
     theirs = getattr(published_layers, form.name)(**given or {"num_iterations": 2})
@@ -129,7 +129,7 @@ def test_forms_are_called_as_the_published_layers(form: kinds.Form) -> None:
         (each.name, each.default, each.kind) for each in form.call.parameters.values()
     ]
     ours = getattr(compat, form.name)
-    if ours is not compat.CapsuleLinear:  # which shares its weight by default, and knows no I
+    if ours is not compat.CapsuleLinear:  # CapsuleLinear shares its weight by default, and has no I
         assert (form.std is None) or all(
             name in inspect.getdoc(ours) for name in form.letters if name != "num_route_nodes"
         )
@@ -146,7 +146,7 @@ def test_every_form_has_a_published_layer_and_a_class() -> None:
 
 @pytest.mark.parametrize("make", [compat.DynamicRouting, compat.DigitCaps])
 def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[..., Any]) -> None:
-    """A checkpoint has the axis or not, and is saved as it came. The parameter and its optimizer stay as they are."""
+    """A checkpoint may have the axis, and is saved as it was loaded. The parameter and its optimizer do not change."""
     layer, u = make(I, J, K, D), torch.randn(B, I, K)
     parameter, own = layer.W, layer.W.shape
     optimizer = torch.optim.Adam(layer.parameters())
@@ -200,7 +200,7 @@ def test_the_checkpoint_of_an_optimizer_has_the_shape_of_the_parameter() -> None
 
 
 class Derived(compat.DynamicRouting):
-    """Its arguments say which form it is."""
+    """Its arguments decide which form it is."""
 
 
 class DerivedOfCapsules(compat.DynamicRouting):

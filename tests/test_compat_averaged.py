@@ -16,7 +16,7 @@ from .support.problems import CASES, LOADED_OUT, PLAIN, Case, Problem, make
 from .test_reference import by_loops
 
 SHAPE = Shape(5, 4, 3, 4, 3)
-# An out_mask, or a mask with a softmax over the inputs, would make another softmax of each sample.
+# An out_mask, or a mask with a softmax over the inputs, would give each sample another softmax.
 CALLS = [replace(case, out_mask=False, mask=case.mask and case.softmax == "out") for case in CASES]
 CALLS = list(dict.fromkeys(CALLS))
 
@@ -58,7 +58,7 @@ def test_gradients_are_the_finite_differences(case: Case, op: str) -> None:
 
 
 def test_the_last_gradient_alone_counts_the_agreement_as_constant() -> None:
-    """Of one iteration whose logits are what all but the last have added."""
+    """The gradient of one iteration whose logits are the sum of all agreements before."""
     problem = make(SHAPE, Case(gradient="last"))
     v, c, du, dweight = gradients(problem)
     prior = c.mean(0).log()

@@ -1,6 +1,6 @@
-"""The CUDA kernels of a pass through the emulator: what they refuse, and the sides of their tiles.
+"""The CUDA kernels of a pass in the emulator: what they refuse, and the edges of their tiles.
 
-What every backend must do is tested in test_routing.py and test_routing_edges.py.
+test_routing.py and test_routing_edges.py test what every backend must do.
 """
 
 from dataclasses import replace
@@ -37,8 +37,8 @@ def _kernels() -> None:
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)
 @pytest.mark.parametrize(
     "shape",
-    # More output capsules than a tile of either kernel has, or of the last pass alone; vectors and poses longer
-    # than a tile; several tiles of samples.
+    # More output capsules than a tile of both kernels, or of the gradient pass alone; vectors and poses longer than a
+    # tile; several tiles of samples.
     [
         Shape(2, 3, 70, 2, 2),
         Shape(2, 9, 20, 14, 1),
@@ -71,7 +71,7 @@ def test_splits_longer_than_a_tile(op: PassOp, case: PassCase) -> None:
 
 @pytest.mark.parametrize("leaky", [False, True])
 def test_a_maximum_that_rises_along_the_input_capsules(leaky: bool) -> None:
-    # Farther apart than exp() can hold, up or down in one split: sums, masses and totals are rescaled many times.
+    # Logits that go up or down in one split, farther than exp() can hold: sums, masses and totals are rescaled often.
     case = PassCase(query=True, logits="BIJ", normalize="in", leaky=leaky, lse=True)
     problem = make((20, 40, 4, 5, 2), case, dtype=torch.float32)
     problem.inputs["logits"] += torch.linspace(-55, 55, 40)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(2)

@@ -1,7 +1,7 @@
-"""The rows family of CUDA kernels through the emulator: what it serves, and the shapes that only it treats apart.
+"""The rows family of CUDA kernels in the emulator: what it serves, and its special shapes.
 
-What every backend must do is tested where the backends are; here are the sides of these kernels' tiles, the ways they
-are launched, and what they leave to the general kernels.
+Other files test what every backend must do. This file tests the edges of tiles, the kinds of launches, and the calls
+that the general kernels serve.
 """
 
 import os
@@ -26,7 +26,7 @@ from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, re
 
 ROOT = Path(__file__).parent.parent
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
-# Kernels without options and with them, which the coupling is one of.
+# Kernels without options and with options; the coupling counts as an option.
 CASES = (
     Case(coupling=False),
     PLAIN,
@@ -45,8 +45,8 @@ CASES_IN = (
     Case(softmax="in", num_iterations=1, mask=True),
     Case(softmax="in", shared=True, leaky=True, logits="BIJ", num_iterations=2),
 )
-# Each size that kernels are compiled for: padded and full in J, D and K, tiles of samples that the batch fills and does
-# not, several of them in a block, in a cluster and one after the other; fewer input capsules than blocks.
+# Each size that kernels are compiled for: padded and full in J, D and K. Full and partial tiles of samples; several
+# tiles in a block, in a cluster and one after the other; fewer input capsules than blocks.
 SHAPES = (
     Shape(1, 5, 10, 16, 8),
     Shape(17, 3, 5, 8, 4),
@@ -60,12 +60,12 @@ SHAPES = (
     Shape(150, 1, 10, 16, 8),
 )
 
-# A device that runs all blocks of the small shapes here at the same time.
+# A device that runs all blocks of these small shapes at the same time.
 LARGE: dict[str, Any] = {"multiprocessors": 6, "shared_bytes": 227 * 1024}
 
 
 def assert_together(case: Case, ran: dict[str, int]) -> None:
-    """One launch for all of the forward, and one for the backward but for its gradient pass."""
+    """One launch for the whole forward, and one for the backward without its gradient pass."""
     iterates = case.num_iterations > 1 and case.gradient == "full"
     assert (
         sum(count for name, count in ran.items() if re.fullmatch("rows::AccumulateArgs.* cooperative", name))
@@ -103,11 +103,11 @@ def test_shapes(shape: Shape, case: Case) -> None:
     [
         # Clusters whose blocks share the input capsules of a unit.
         (Shape(100, 40, 3, 4, 2), {"multiprocessors": 4, "shared_bytes": 227 * 1024}),
-        # Units that begin and end within a group, several groups of a unit, and more units than groups.
+        # Units that begin and end within a group, units with several groups, and more units than groups.
         (Shape(300, 7, 3, 4, 2), {"multiprocessors": 5}),
         (Shape(300, 5, 2, 4, 2), {"multiprocessors": 1, "clusters": False}),
         (Shape(40, 9, 3, 4, 2), {"multiprocessors": 7, "clusters": False}),
-        # Blocks with less shared memory than they would like.
+        # Blocks with less shared memory than the largest shape needs.
         (Shape(33, 6, 12, 16, 16), {"multiprocessors": 2, "shared_bytes": 80 * 1024}),
     ],
     ids=lambda value: str(value) if isinstance(value, Shape) else "",
@@ -135,7 +135,7 @@ def test_clusters_add_up_their_sums() -> None:
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 60, 3, 16, 8), Shape(2, 90, 10, 8, 4)], ids=str)
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
-    """Where the device does not run all blocks of a launch at the same time every step is a launch of its own."""
+    """If the device does not run all blocks of a launch at the same time, every step is a launch."""
     problem = make(shape, case, dtype=torch.float32)
     emulator.take_launches()
     with emulator.device(**(LARGE | refusal)):
@@ -191,14 +191,14 @@ def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
 @pytest.mark.parametrize("B", [3, 20])
 @pytest.mark.parametrize("leaky", [False, True])
 def test_a_maximum_that_rises_along_the_input_capsules(B: int, leaky: bool) -> None:
-    # Farther apart than exp() can hold, up or down in one split: sums and totals are rescaled many times.
+    # Logits that go up or down in one split, farther than exp() can hold: sums and totals are rescaled often.
     case = Case(softmax="in", logits="BIJ", leaky=leaky, num_iterations=2)
     problem = make(Shape(B, 40, 10, 16, 8), case, dtype=torch.float32)
     slope = torch.linspace(-55, 55, 40)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(5)
     problem.inputs["logits"] += slope
     problem.inputs["logits"][0, :7] = -torch.inf
     with emulator.device(multiprocessors=1):
-        got = check(problem, BACKEND, slack=4)  # which logit of a saturated softmax is off by an ulp is luck
+        got = check(problem, BACKEND, slack=4)  # saturated: it is luck which logit is off by an ulp
     assert all(value.isfinite().all() for value in got.values())
 
 
@@ -220,7 +220,7 @@ def test_any_number_of_iterations(case: Case) -> None:
 
 
 def test_a_batch_is_cut_evenly_for_every_multiprocessor() -> None:
-    """From B = 128 on a launch has work for all blocks that an H100 runs, none with more than its share."""
+    """From B = 128 on a launch has work for all blocks of an H100, cut evenly."""
     with emulator.device(multiprocessors=132, shared_bytes=227 * 1024):
         for B in range(128, 4097, 64):
             for backward in (False, True):
@@ -229,7 +229,7 @@ def test_a_batch_is_cut_evenly_for_every_multiprocessor() -> None:
                 padded = plan["groups"] * plan["tiles"]
                 assert tiles / padded > 0.85 and plan["units"] * plan["cluster"] / 132 > 0.85, (B, plan)
                 pairs = plan["groups"] * 1152
-                assert pairs // plan["units"] >= 8  # so a unit more or less is little
+                assert pairs // plan["units"] >= 8  # so one unit more or less matters little
             plan = emulator.rows_plan(B, 1152, 10, 16, 8, True)
             chunks, groups = -(-1152 // plan["gradient_chunk"]), -(-tiles // plan["gradient_tiles"])
             rounds = -(-chunks // plan["splits"]) * -(-groups // plan["parts"])
@@ -238,7 +238,7 @@ def test_a_batch_is_cut_evenly_for_every_multiprocessor() -> None:
 
 
 def test_votes_on_tensor_cores_are_as_exact_as_einsum() -> None:
-    # Three products in TF32: with one of them alone the error would be hundreds of times larger.
+    # Three products in TF32. With a single product the error would be hundreds of times larger.
     check(make(Shape(2, 200, 10, 16, 8), PLAIN, dtype=torch.float32), BACKEND, slack=1)
     check(make(Shape(20, 20, 10, 16, 16), LOADED_OUT, dtype=torch.float32), BACKEND, slack=1)
     check(make(Shape(2, 200, 10, 16, 8), Case(softmax="in"), dtype=torch.float32), BACKEND, slack=1)
@@ -310,7 +310,7 @@ def test_weights_of_masked_capsules_may_hold_anything(logits: str | None, softma
 
 
 def test_small_gradients_of_capsules_that_vote_against_all() -> None:
-    """exp() of logits near -55, times gradients of 1e-18, is beyond what a float holds."""
+    """exp() of logits near -55, times gradients of 1e-18, underflows in a float."""
     problem = make(Shape(1, 8, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
     u, weight = problem.inputs["u"], problem.inputs["weight"]
     towards = weight[0, :, :, 0] / weight[0, :, :, 0].norm(dim=-1, keepdim=True)
@@ -325,7 +325,7 @@ def test_small_gradients_of_capsules_that_vote_against_all() -> None:
 
 
 def errors_of_gradients(problem: Problem, scale: float) -> float:
-    """Of du and dweight of input capsule 0, relative to what they are, for a gradient of v that small."""
+    """Relative errors of du and dweight of input capsule 0, for a gradient of v of this scale."""
     small = replace(problem, gradients={**problem.gradients, "v": problem.gradients["v"] * scale})
     truth, got = run(small.to(torch.float64), "reference"), run(small, emulator.NAME)
     du, dweight = (
@@ -377,9 +377,9 @@ def test_a_compiled_call_follows_the_setting(api: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        (Shape(3, 5, 3, 16, 8), torch.bfloat16),  # exact in TF32 as they are
-        (Shape(3, 5, 3, 17, 5), torch.float32),  # general kernels have no tensor cores to save
-        (Shape(3, 5, 3, 16, 8), torch.float32),  # with options there are exact products alone
+        (Shape(3, 5, 3, 16, 8), torch.bfloat16),  # exact in TF32 anyway
+        (Shape(3, 5, 3, 17, 5), torch.float32),  # general kernels use no tensor cores
+        (Shape(3, 5, 3, 16, 8), torch.float32),  # kernels with options only have exact products
         (Shape(3, 5, 3, 16, 8), torch.float64),
     ],
     ids=str,

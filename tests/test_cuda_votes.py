@@ -1,6 +1,6 @@
-"""The CUDA kernels for votes, through the emulator: which calls they serve, and what only they treat apart.
+"""The CUDA kernels for votes in the emulator: the calls that they serve, and their special cases.
 
-What every backend must do with votes is tested in test_routing.py and test_routing_edges.py.
+test_routing.py and test_routing_edges.py test what every backend must do with votes.
 """
 
 import math
@@ -21,7 +21,7 @@ OP = "route_votes"
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 KIB = 1024
 VOTES = {"votes::RoutingArgs"}
-# Everything at once that these kernels take.
+# All options of these kernels at once.
 FULL = replace(LOADED_OUT, logits="BIJ")
 CASES = (
     PLAIN,
@@ -30,7 +30,7 @@ CASES = (
     Case(num_iterations=1, mask=True, bias=True),
     Case(num_iterations=5, mask=True, logits="BIJ", squash="unit", eps=1e-3, squash_last=False),
 )
-# A row in a warp or many, some lanes or one a vote, lanes and whole warps without any, eight components a lane.
+# One row or many in a warp, one or several lanes a vote, idle lanes and idle warps, eight components a lane.
 SHAPES = (
     Shape(2, 7, 10, 16, 1),
     Shape(3, 5, 32, 16, 1),
@@ -59,12 +59,12 @@ def launches(problem: Problem, ways: bool = False) -> set[str]:
 
 
 def families(problem: Problem) -> set[str]:
-    """What is to run on a device whose blocks hold a sample."""
+    """The kernels that must run on a device whose blocks hold a sample."""
     return {"AccumulateArgs", "GradientArgs"} if problem.case.softmax == "in" else VOTES
 
 
 def check_votes(problem: Problem, slack: float = 2) -> None:
-    """On a device whose blocks hold a sample."""
+    """Checks the problem on a device whose blocks hold a sample."""
     with emulator.device(shared_bytes=227 * KIB):
         assert launches(problem) == families(problem)
         check(problem, BACKEND, slack)
@@ -93,8 +93,8 @@ def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) ->
         ((9, 80, 4, 16), 39, 4),
         ((2, 130, 4, 32), 66, 4),
         ((3, 900, 5, 8), 78, 8),
-        ((9, 300, 8, 16), 70, 4),  # no two blocks of whatever cluster fit: the smallest that holds a sample
-        ((2, 9, 10, 16), 99, 1),  # each row has threads of its own: with more blocks nothing would be quicker
+        ((9, 300, 8, 16), 70, 4),  # two blocks never fit a multiprocessor: the smallest cluster that holds a sample
+        ((2, 9, 10, 16), 99, 1),  # each row has its own threads: more blocks would not be faster
     ],
 )
 def test_clusters(shape: tuple[int, ...], kib: int, cluster: int, case: Case) -> None:
@@ -113,7 +113,7 @@ def test_idle_multiprocessors_get_blocks() -> None:
         assert launches(problem, ways=True) == VOTES
 
 
-# The sums of 512 threads take 32 KiB, those of 256 half of that.
+# The sums of 512 threads take 32 KiB, the sums of 256 threads half as much.
 @pytest.mark.parametrize("case", [PLAIN, FULL], ids=str)
 @pytest.mark.parametrize("inputs", [112, 134])
 def test_a_sample_that_leaves_no_room_for_the_sums_of_more_threads(inputs: int, case: Case) -> None:
@@ -148,14 +148,14 @@ def test_strides(layout: str, shape: tuple[int, ...], case: Case) -> None:
 
 
 def moved(votes: Tensor, by: int) -> Tensor:
-    """In memory that begins `by` elements off alignment."""
+    """Copies votes to memory that begins `by` elements off alignment."""
     room = torch.full((votes.numel() + by,), math.nan, dtype=votes.dtype)
     room[by:] = votes.flatten()
     return room[by:].view(votes.shape)
 
 
 def padded(votes: Tensor, axis: int, by: int) -> Tensor:
-    """With gaps along an axis: aligned still where `by` fills whole vectors."""
+    """Copies votes with gaps along an axis, which stay aligned if `by` fills whole vectors."""
     size = [n + by if n_axis == axis else n for n_axis, n in enumerate(votes.shape)]
     room = torch.full(size, math.nan, dtype=votes.dtype)
     view = room.narrow(axis, 0, votes.shape[axis])
@@ -222,7 +222,7 @@ def test_logits_far_from_0(shape: tuple[int, ...], softmax: str, leaky: bool) ->
 def test_repeats_are_bitwise_equal(shape: tuple[int, ...], case: Case) -> None:
     problem = votes_of(shape, case)
     with emulator.device(shared_bytes=227 * KIB):
-        results = [run(problem, emulator.NAME) for _ in range(3)]  # the emulator turns around at every launch
+        results = [run(problem, emulator.NAME) for _ in range(3)]  # the emulator reverses its order at every launch
     for name, value in results[0].items():
         assert all(torch.equal(value, other[name]) for other in results[1:]), name
 
@@ -235,7 +235,7 @@ def test_only_some_inputs_need_a_gradient(case: Case, need: tuple[str, ...]) -> 
         everything, some = run(problem, emulator.NAME), run(problem, emulator.NAME, need)
     assert some.keys() == {"v", "c", *(f"d{name}" for name in need)}
     for name, value in some.items():
-        # Without the gradient of logits [I, J] other kernels run, whose sums come in another order.
+        # Without the gradient of logits [I, J] other kernels run, with sums in another order.
         exact = {"rtol": 0, "atol": 0} if case.logits == "BIJ" or "logits" in need else {}
         torch.testing.assert_close(value, everything[name], **exact)
 
@@ -257,7 +257,7 @@ def test_sums_are_as_exact_as_einsum(case: Case) -> None:
 
 
 def check_general(problem: Problem, forward: bool = False, **device: Any) -> None:
-    """No launch of the kernels for votes but, with ``forward``, that of the forward."""
+    """The general kernels run; with ``forward`` only in the backward."""
     with emulator.device(**({"shared_bytes": 227 * KIB} | device)):
         ran = launches(problem)
         assert ("GradientArgs" in ran) and ("votes::RoutingArgs" in ran) == forward, ran
@@ -306,7 +306,7 @@ def test_a_sample_too_large_for_a_cluster_goes_to_the_general_kernels() -> None:
     check_general(votes_of((1, 1300, 10, 16)), shared_bytes=99 * KIB)
 
 
-# The backward keeps V and ds of all iterations behind the votes.
+# In shared memory V and ds of all iterations follow the votes.
 @pytest.mark.slow
 def test_many_iterations() -> None:
     problem = votes_of((2, 9, 20, 16), Case(num_iterations=40))

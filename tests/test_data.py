@@ -1,4 +1,4 @@
-"""``capsfast.data``: every kind of data set, damaged files, and where files are looked for."""
+"""``capsfast.data``: every kind of data set, damaged files, and the places where it looks for files."""
 
 import gzip
 import io
@@ -172,7 +172,7 @@ def test_nothing_is_downloaded_without_being_asked(homeless: Path, monkeypatch: 
     assert len(images.sets.train) == 60 and set(asked) == {str(homeless / "cache" / "capsfast" / "mnist")}
     count = len(asked)
     ImageData("mnist", download=True).setup()
-    # What a checkpoint holds downloads nothing.
+    # A checkpoint does not store the permission to download.
     assert len(asked) == count and images.hparams["download"] is False
 
     def fail(self: Any) -> None:
@@ -212,7 +212,7 @@ def test_folders_of_pictures_with_a_split(tmp_path: Path, test: str) -> None:
     write_pictures(tmp_path / test, count=2)
     with pytest.raises(ValueError, match=r"00.png must be 9 x 7 as others are, got 9 x 9; give image_size"):
         data.load(str(tmp_path))
-    # One picture in colour makes three channels of all.
+    # With one picture in colour all pictures have three channels.
     sets = data.open_sets(str(tmp_path), image_size=8)
     assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 4)
     write_pictures(tmp_path / test / "nested")
@@ -242,12 +242,12 @@ def test_damaged_pictures_and_empty_classes_are_named(tmp_path: Path, monkeypatc
     broken.write_bytes(whole[:60])
     with pytest.raises(ValueError, match=rf"{broken} can't be read as a picture \(.*\); replace or remove it"):
         [stacked(part) for part in data.load(str(tmp_path))]
-    # What PNG calls its width and height, 4 x 10^9 pixels each.
+    # A PNG header with a width and height of 2 x 10^9.
     for content in (b"text", b"", whole[:16] + b"\x7f" * 8 + whole[24:]):
         broken.write_bytes(content)
         with pytest.raises(ValueError, match=f"{broken} can't be read as a picture"):
             data.load(str(tmp_path))
-    # Most headers of many pictures are not read before the pictures are.
+    # With many pictures, most headers are read only together with the pictures.
     broken.write_bytes(whole)
     monkeypatch.setattr(data.files, "LOOKED_AT", 2)
     write_pictures(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""capsfast.diagnose: what it measures against plain routing, and what it finds."""
+"""capsfast.diagnose: its measurements, compared with plain routing, and its findings."""
 
 import math
 from typing import Any
@@ -78,7 +78,7 @@ def test_what_is_measured(by: Backend) -> None:
     ids=str,
 )
 def test_a_good_layer_has_no_findings(by: Backend, options: dict[str, Any]) -> None:
-    if options.get("softmax") == "in":  # sums of I couplings that are 1 in all
+    if options.get("softmax") == "in":  # a sum of I couplings that add up to 1
         options = {**options, "squash": "exp"}
     diagnosis = capsfast.diagnose(layer_of(backend=by.name, **options), capsules())
     assert found(diagnosis) == []
@@ -98,7 +98,7 @@ def test_randn_weights_are_called_saturated() -> None:
     assert diagnosis.gradient_norms["W"] / math.sqrt(layer.W.numel()) < 1e-7
     for part in ("saturated: 100%", "stands still", "init_std", "torch.randn"):
         assert part in str(diagnosis)
-    # Normalised to length 1, no capsule is saturated.
+    # Capsules that are normalised to length 1 do not count as saturated.
     layer.squash = "unit"
     assert found(capsfast.diagnose(layer, u)) == []
 
@@ -235,12 +235,12 @@ def test_a_softmax_over_the_input_capsules(routing: str, options: dict[str, Any]
     assert diagnosis.coupling_entropy == pytest.approx(wanted)
     assert min(wanted) < 0.99
     with torch.no_grad():
-        layer.W[:, 1:] *= 0.05  # the load of an output capsule is always 1 then, so that no coupling can collapse
+        layer.W[:, 1:] *= 0.05  # then the load of an output capsule is always 1, so no coupling can collapse
     assert "collapsed" not in found(capsfast.diagnose(layer, u))
 
 
 def test_a_parameter_on_which_the_loss_does_not_depend() -> None:
-    """The activations of self-routing say nothing of W."""
+    """The activations of self-routing do not depend on W."""
     diagnosis = capsfast.diagnose(RoutedCaps(I, J, K, D, routing="self"), capsules())
     assert diagnosis.gradient_norms["W"] == 0
     assert "no gradient" in found(diagnosis)

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: every Python block runs, every link leads somewhere, the tables are true."""
+"""README.md and docs/*.md: every Python block runs, every link has a target, the tables are true."""
 
 import inspect
 import json
@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path) -> list[str]:
-    """The Python blocks, each with as many empty lines before it as make its line numbers those of the page."""
+    """The Python blocks, each after as many empty lines as give it the line numbers of the page."""
     text = page.read_text(encoding="utf-8")
     return ["\n" * text[: found.start(1)].count("\n") + found[1] for found in FENCE.finditer(text)]
 
@@ -80,7 +80,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def test_nothing_recommends_a_capsfast_of_the_package_index() -> None:
-    """There is none there, and anybody could take the name."""
+    """The index has no capsfast, and anybody could take the name."""
     files = [*PAGES, ROOT / "setup.py", ROOT / "Makefile", ROOT / "pyproject.toml"]
     for folder in ("capsfast", "examples", "benchmarks", "tests", ".ci", ".github"):
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yml", ".ipynb", "")]
@@ -107,7 +107,7 @@ CONVERSIONS = table_rows(ROOT / "docs" / "migration.md", "| weight `w` of the ot
 
 @pytest.mark.parametrize("row", CONVERSIONS, ids=[row[0] for row in CONVERSIONS])
 def test_weight_conversions(row: list[str]) -> None:
-    """A layout, the votes of a layer that has it, and the way to [I, J, D, K]: the votes must be the same."""
+    """A row: a layout, the votes of a layer with this layout, the conversion to [I, J, D, K]. The votes must agree."""
     layout, votes, conversion = (cell.strip("`") for cell in row)
     sizes = {"B": 2, "I": 3, "J": 4, "D": 5, "K": 6}
     u = torch.randn(sizes["B"], sizes["I"], sizes["K"], dtype=torch.float64)

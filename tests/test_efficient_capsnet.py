@@ -132,7 +132,7 @@ def test_has_the_parameters_of_the_authors_other_networks() -> None:
 
 
 def test_the_running_statistics_are_those_of_keras() -> None:
-    """A momentum of 0.99 there; what is left of the first statistics is 0.99 after a batch."""
+    """Keras has a momentum of 0.99: after a batch, 0.99 of the old statistics is left."""
     model = small().train()
     x = images()
     model(x)
@@ -191,7 +191,7 @@ def test_a_few_steps_of_training() -> None:
 def test_copies() -> None:
     model = small()
     x = images()
-    model(x)  # moves the running statistics, which are part of the state
+    model(x)  # updates the running statistics, which are part of the state
     model.eval()
     loaded = small(device="cpu").eval()
     loaded.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""What is particular to EM routing: schedules, far votes, no mass."""
+"""Properties of EM routing alone: schedules, far votes, no mass."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def test_parameters() -> None:
 
 
 def test_a_fresh_capsule_is_neither_on_nor_off() -> None:
-    """Of input capsules of length 1, whatever the sizes."""
+    """For input capsules of length 1, with any sizes."""
     for in_caps, K in ((72, 16), (400, 8)):
         torch.manual_seed(0)
         layer = RoutedCaps(in_caps, 10, K, 16, routing="em")
@@ -50,7 +50,7 @@ def test_a_fresh_capsule_is_neither_on_nor_off() -> None:
 
 @plain.on_cpu
 def test_far_votes_do_not_cancel(by: Backend) -> None:
-    """Votes around 300 with a deviation of 0.1: their variance is lost in moments about 0."""
+    """Votes around 300 with a deviation of 0.1, whose variance raw moments would lose."""
     torch.manual_seed(0)
     u, weight, activation = torch.randn(7, 300, 5), 0.1 * torch.randn(300, 4, 6, 5), torch.rand(7, 300)
     u[..., 0], weight[..., 0] = 1, 300 + 0.1 * torch.randn(300, 4, 6)
@@ -76,13 +76,13 @@ def test_no_mass() -> None:
     assert not found.poses[0].any() and found.poses[1:].all()
     everything = gradients(tuple(found), [u, activation, *layer.parameters()])
     assert all(each.isfinite().all() for each in everything) and not everything[0][0].any()
-    with torch.no_grad():  # the other two are so far away that nothing is coupled to them
+    with torch.no_grad():  # the other two capsules are so far away that nothing couples to them
         layer.W[:, 1:] += 1e4 * torch.randn(9, 2, 5, 4, dtype=f64)
     assert all(each.isfinite().all() for each in gradients(tuple(layer(u, activation)), [u, *layer.parameters()]))
 
 
 def test_activations_weigh_as_copies_do() -> None:
-    """An activation of 2 is a capsule that is there twice."""
+    """An activation of 2 counts the capsule twice."""
     torch.manual_seed(0)
     u, weight = torch.randn(2, 9, 4, dtype=f64), torch.randn(9, 3, 5, 4, dtype=f64)
     twice = torch.cat([u, u[:, 3:4]], 1), torch.cat([weight, weight[3:4]])
@@ -93,7 +93,7 @@ def test_activations_weigh_as_copies_do() -> None:
 
 
 def test_scale_of_the_cost() -> None:
-    """By the mean mass the activations don't depend on the activations' scale, by the sum they do."""
+    """With "mean", output activations do not depend on the scale of input activations; with "sum" they do."""
     torch.manual_seed(0)
     u, weight, activation = torch.randn(2, 9, 4, dtype=f64), torch.randn(9, 3, 5, 4, dtype=f64), torch.rand(2, 9)
     for scale, same in (("mean", True), ("sum", False), ("inputs", False)):

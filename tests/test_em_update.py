@@ -1,4 +1,4 @@
-"""The op of what EM routing does between two passes, against its definition in float64."""
+"""The op for the step of EM routing between two passes, against its definition in float64."""
 
 import itertools
 from typing import Any
@@ -33,9 +33,10 @@ u, weight = torch.randn(2, 6, 4, dtype=f64), torch.randn(6, 3, 5, 4, dtype=f64)
 
 
 def problem(by: By, sizes: tuple[int, ...], last: float = 0, masked: bool = False) -> tuple[Given, Any]:
-    """The tensors and out_mask. Where there is room a capsule has no mass, and rounding made a variance negative.
+    """The tensors and out_mask. In large enough problems one capsule has no mass, and one variance is negative by
+    rounding.
 
-    masked: some capsules are absent, and in the last sample all of them.
+    masked: some capsules are absent, in the last sample all.
     """
     torch.manual_seed(0)
     mask, mass = torch.rand(2, *sizes[:2], dtype=f64)
@@ -75,7 +76,7 @@ def run(
 
 
 def check(by: By, given: Given, out_mask: Any, options: EMOptions, *wanted: Any) -> dict[str, Tensor]:
-    """Compares a backend with the definition in float64. Returns what the backend gave."""
+    """Compares a backend with the definition in float64. Returns the results of the backend."""
     assert not given[1].numel() or em_update._chosen(given[:4], out_mask, by[0]) == by[0]
     found = run(by[0], given, out_mask, options, *wanted)
     exact = run("reference", [None if v is None else v.double() for v in given], out_mask, options, *wanted)
@@ -93,23 +94,23 @@ def check(by: By, given: Given, out_mask: Any, options: EMOptions, *wanted: Any)
 @on_every_backend
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_values_and_gradients_of_every_option(by: By, masked: bool) -> None:
-    # Triton is interpreted: none, one, all but one, all.
+    # Triton is interpreted, so only no option, one option, all but one, all.
     for options in EVERY if by in CPP else EVERY[:7] + EVERY[-7:]:
         found = check(by, *problem(by, (5, 4, 9), options.momentum, masked), options)
-        # The moments have no gradient without mass, and none where the variance was cut at 0.
+        # The moments have no gradient without mass, or if the variance was cut at 0.
         assert not found["dfirst"][1, 0].any() and not found["dsecond"][0, 1, 0]
 
 
 @on_every_backend
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (1, 1, 1), (40, 11, 17)], ids=str)
 def test_sizes(by: By, sizes: tuple[int, int, int]) -> None:
-    """The last is shared among threads."""
+    """The last problem is shared among threads."""
     check(by, *problem(by, sizes, last=1), HELD)
 
 
 @on_every_backend
 def test_some_gradients(by: By) -> None:
-    """Of some results, with respect to some arguments: the same as with all the others."""
+    """Gradients of some results for some arguments are the same as with all results and arguments."""
     for seed in range(40 if by in CPP else 8):
         torch.manual_seed(seed)
         wanted = [name for name in NAMES if torch.rand(()) < 0.5] + ["mass", NAMES[7 + seed % 3]]
@@ -126,7 +127,7 @@ def test_repeats_and_strides_give_the_same_bits(by: By) -> None:
 
 @pytest.mark.parametrize("variance", [1e-44, 1e-37, 1e37])
 def test_logarithms_of_extreme_variances(variance: float) -> None:
-    """For float32 several variances are multiplied before a logarithm is taken."""
+    """In float32 several variances are multiplied before one logarithm."""
     given, _ = problem(CPP[1], (3, 2, 21))
     given[:3] = torch.ones(3, 2), torch.zeros(3, 2, 21), torch.full((3, 2, 21), variance)
     got, want = (em_update.call(*given, None, PLAIN._replace(floor=variance), name) for name in ("cpp", "reference"))
@@ -147,7 +148,7 @@ def test_what_is_no_number_stays_none(by: By, nonlinearity: str) -> None:
 
 @pytest.mark.slow
 def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager calls. Programs, transforms and the reference have the definition."""
+    """Only eager calls have the op. Programs, transforms and the reference run the definition."""
     calls: list[None] = []
     real = em_update.OP.kernels["cpp"]
     monkeypatch.setitem(em_update.OP.kernels, "cpp", lambda *args: calls.append(None) or real(*args))
@@ -188,7 +189,7 @@ def test_votes_say_who_serves_what_lies_between_their_passes() -> None:
 
 
 def test_dtypes() -> None:
-    """Autocast leaves the op its dtype. A parameter may have another dtype, under .half() of what is around it."""
+    """Autocast keeps the dtype of the op. A parameter may have another dtype, after .half() on its module."""
     given, _ = problem(CPP[1], (4, 3, 5))
     by_autocast, plain = (call(*given, None, PLAIN) for call in (torch.autocast("cpu")(em_update.call), em_update.call))
     torch.testing.assert_close(by_autocast, plain, rtol=0, atol=0)

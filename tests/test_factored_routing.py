@@ -1,4 +1,4 @@
-"""Routing with weights that input capsules share, which forms no votes, against the definition, which does."""
+"""Routing with weights that input capsules share, without votes, against the definition, which forms votes."""
 
 import math
 from itertools import product
@@ -18,7 +18,7 @@ from .support.accuracy import assert_accurate
 
 pytestmark = pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the extension is not built")
 
-# B, I, J, D, K, r: sizes that fill no vector, fill some, are one, and more samples than a block has.
+# B, I, J, D, K, r: sizes that fill no vector, some vectors, sizes of 1, and more samples than a block has.
 SIZES = [(3, 21, 3, 5, 7, 2), (2, 64, 4, 16, 16, 3), (1, 1, 1, 1, 1, 1), (11, 50, 6, 9, 33, 4), (70, 13, 2, 8, 8, 3)]
 PLAIN = Options(3, "out", "full", False, "paper", 1e-8)
 NAMES = ("v", "coupling", "du", "dweight", "dlogits", "dbias")
@@ -59,7 +59,7 @@ def definition(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def loop(call: Call, accumulate: bool = True, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The definition with what it has not: a temperature, and logits that do not add up."""
+    """The definition, with two options more: a temperature, and logits that do not add up."""
     o, (logits, bias, mask, out_mask) = call.options, call.parameters
     assert call.weight is not None
     votes = torch.einsum("jdk,bik->bijd", call.weight[0].expand(call.J, -1, -1), call.u)
@@ -88,7 +88,7 @@ def results(
     bias: bool = False,
     **more: Any,
 ) -> list[Tensor]:
-    """v and the coupling, then the gradients of u, weight, logits and bias from those of both."""
+    """v and the coupling, then the gradients of u, weight, logits and bias from gradients of both."""
     names = ["u", "weight", *([logits] if logits else []), *(["bias"] if bias else [])]
     leaf = {name: given[name].clone().requires_grad_() for name in names}
     mask, out_mask = (given["mask"], given["out_mask"]) if masks else (None, None)
@@ -141,7 +141,7 @@ def test_a_temperature_and_logits_that_do_not_add_up(size: tuple[int, ...], grad
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_16_bits(dtype: torch.dtype) -> None:
-    """Sums are float32: results are those of the rounded inputs, rounded once."""
+    """Sums are float32, so a result is the result for the rounded inputs, rounded once."""
     given = single(problem(5, 40, 3, 6, 20, 3), dtype)
     got = results(routed, given, logits="sample", masks=True, bias=True)
     wanted = results(definition, single(given, torch.float64), logits="sample", masks=True, bias=True)
@@ -162,14 +162,14 @@ def test_float32_is_as_exact_as_the_definition(size: tuple[int, ...], own: bool)
 @pytest.mark.parametrize("ratio", [0, 10, 100])
 @pytest.mark.parametrize("kind", ["paper", "unit"])
 def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str) -> None:
-    """An offset of u in the null space of W changes no vote, but a product with W^T W would round it off squared.
+    """An offset of u in the null space of W changes no vote, but W^T W would square its rounding error.
 
-    The error may grow with the offset times the sum of the coupling, which W z has and a mean of votes has not.
+    The error may grow with the offset times the sum of the coupling: W z has this error, a mean of votes has not.
     """
     given = problem(6, 50, 4, 8, 16)
     null = torch.linalg.svd(given["weight"][0, 0]).Vh[8]
     given["u"] = given["u"] + ratio * null
-    # What rounding makes of the offset itself is no error of the routing.
+    # The rounding of the offset itself is not an error of the routing.
     rounded = single(given)
     given |= {name: rounded[name].double() for name in ("u", "weight", "shared")}
     chosen: dict[str, Any] = {"options": PLAIN._replace(squash=kind), "logits": "shared"}
@@ -183,8 +183,8 @@ def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str)
     [
         (1, 50, 4, 1, 64, 64, True),
         (1, 20, 4, 1, 64, 64, True),
-        (64, 19, 4, 1, 64, 64, False),  # 20 vectors take the product with W, of 19
-        (64, 50, 4, 1, 2, 256, False),  # the sums over u are 128 times as long as those over votes
+        (64, 19, 4, 1, 64, 64, False),  # 20 vectors for the product with W, against 19
+        (64, 50, 4, 1, 2, 256, False),  # sums over u are 128 times as long as sums over votes
         (1, 64, 4, 1, 1024, 1024, False),
         (4, 64, 4, 1, 1024, 1024, True),
         (16, 2048, 32, 32, 32, 32, True),
@@ -265,7 +265,7 @@ def test_empty_axes(empty: int, bias: bool) -> None:
 
 @pytest.mark.parametrize(("dtype", "masks"), [(torch.float32, False), (torch.float64, True)])
 def test_gradients_larger_than_the_cache_are_the_same(dtype: torch.dtype, masks: bool) -> None:
-    """From 16 MiB on the gradient of u is stored past the cache."""
+    """A gradient of u of 16 MiB or more is stored past the cache."""
     B, I = 2051, 32 if dtype == torch.float32 else 16
     large = single(problem(B, I, 2, 64, 64), dtype)
     chosen: dict[str, Any] = {"logits": "shared", "masks": masks}

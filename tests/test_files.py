@@ -1,4 +1,4 @@
-"""capsfast.files: a file is there whole or not at all."""
+"""capsfast.files: a file exists whole or not at all."""
 
 import resource
 import subprocess
@@ -37,7 +37,7 @@ def test_what_ends_the_writing_leaves_the_old_file(tmp_path: Path, error: BaseEx
 
 @pytest.mark.parametrize("name", [None, ".record.part.png", "another.png"])
 def test_errors_name_the_file_and_not_its_draft(tmp_path: Path, name: str | None) -> None:
-    """Not every writer says which file it was."""
+    """Not every writer names the file."""
     given = None if name is None else str(tmp_path / name)
     with pytest.raises(OSError, match="full") as found, replacing(tmp_path / "record.png"):
         raise OSError(28, "full", given)
@@ -54,7 +54,7 @@ def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
         check_writable(tmp_path / "file" / "c")
     assert found.value.filename == str(tmp_path / "file" / "c")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # not a byte, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no byte can be written, as on a full disk
     try:
         with pytest.raises(OSError, match="too large") as found_full:
             check_writable(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Arbitrary shapes, strides, options and dtypes at every backend, against the float64 reference."""
+"""Random shapes, strides, options and dtypes on every backend, against the float64 reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ cases = st.builds(
     shared=st.booleans(),
     coupling=st.booleans(),
 )
-# 16 to 18 and 31 to 33 are the sides of a tile; the rest is any size up to 20.
+# 16, 17, 31, 32 and 33 are edges of a tile; other sizes go up to 20.
 size = st.one_of(st.integers(1, 20), st.sampled_from((16, 17, 31, 32, 33)))
 shapes = st.builds(Shape, B=size, I=size, J=size, D=size, K=size).filter(lambda shape: shape.work <= 400_000)
 few = st.integers(1, 4)
@@ -48,9 +48,9 @@ def shapes_for(backend: Backend) -> Any:
 
 @st.composite
 def problems(draw: Any, backend: Backend, dtype: torch.dtype) -> Any:
-    """Every tensor gets strides of its own."""
+    """Every tensor gets its own strides."""
     shape, case = draw(shapes_for(backend)), draw(cases)
-    # A unit vector of one component is a sign; its gradient is what rounding leaves of 1 - 1.
+    # A unit vector of one component is a sign; its gradient is only the rounding error of 1 - 1.
     assume(shape.D > 1 or case.squash != "unit")
     problem = make(shape, case, draw(ops), dtype, seed=draw(seeds))
     kinds = st.sampled_from(LAYOUTS)
@@ -69,7 +69,7 @@ def explain(problem: Problem) -> None:
 
 
 def for_all(backend: Backend, *strategies: Any, runs: int = 1) -> Callable[[Callable[..., None]], None]:
-    """Calls the function that it decorates with drawn arguments, fewer times where the backend is emulated.
+    """Calls the decorated function with drawn arguments, fewer times on an emulated backend.
 
     runs: how often an example runs on the backend.
     """

@@ -1,6 +1,6 @@
-"""What only a GPU can show of the fused GPU backends: streams, graphs, devices, precision, sizes, memory.
+"""The fused GPU backends, as far as only a GPU can show: streams, graphs, devices, precision, sizes, memory.
 
-The shared suite runs on them as on every backend; here is what has no counterpart on the CPU.
+They also run the shared tests of every backend; these tests have no counterpart on the CPU.
 """
 
 import os
@@ -94,7 +94,7 @@ def test_work_goes_to_the_current_stream(gpu: Backend, op: str, case: Case) -> N
         value.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        # A tenth of a second: a kernel on another stream finds the zeros.
+        # A tenth of a second: a kernel on another stream would read the zeros.
         torch.cuda._sleep(2 * 10**8)
         overwrite(late, problem)
         got = run(late, gpu.name)
@@ -228,7 +228,7 @@ def test_a_weight_beyond_two_to_the_31_elements(gpu: Backend) -> None:
     wanted = run(problem.to(torch.float32, "cuda"), "reference")
     for name, value in got.items():
         assert relative_l2(value.float(), wanted[name]) < 0.03, name
-        # The far end, which wrapped addresses would miss.
+        # The far end of the tensor, which wrapped addresses would miss.
         end = value.shape[1] * 9 // 10 if name == "du" else value.shape[0] * 9 // 10
         part = (slice(None), slice(end, None)) if name == "du" else slice(end, None)
         assert relative_l2(value[part].float(), wanted[name][part]) < 0.03, name

@@ -1,4 +1,4 @@
-"""The rows kernels of the backend "cuda" on a GPU: clusters, launches of the whole device, threads, repeats."""
+"""The rows kernels of the backend "cuda" on a GPU: clusters, cooperative launches, threads, repeats."""
 
 import os
 import subprocess
@@ -40,8 +40,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
         LAYER,
         LAYER._replace(B=1024),
         LAYER._replace(B=1),
-        LAYER._replace(B=100),  # a tile that is not full, and a warp without one
-        Shape(8, 20_000, 10, 16, 8),  # one tile of samples and clusters for its input capsules
+        LAYER._replace(B=100),  # a partial tile, and a warp without a tile
+        Shape(8, 20_000, 10, 16, 8),  # one tile of samples; clusters share its input capsules
         Shape(40, 2000, 5, 8, 4),
         Shape(130, 1500, 12, 16, 16),
     ],
@@ -70,7 +70,7 @@ def test_a_graph_holds_launches_of_clusters(case: Case, dtype: torch.dtype, need
 
 
 def test_two_threads_on_two_streams() -> None:
-    """Each launch wants the whole device, and what a kernel may ask for of shared memory differs by shape."""
+    """Each launch needs the whole device, and shapes need different limits of shared memory."""
     problems = [
         make(LAYER, QUIET, dtype=torch.float32, device="cuda"),
         make(Shape(33, 700, 5, 8, 4), LOADED, dtype=torch.bfloat16, device="cuda"),
@@ -91,7 +91,7 @@ def test_two_threads_on_two_streams() -> None:
 
 
 def accumulating_kernels(problem: Problem) -> int:
-    """How many launches of them a forward and backward have, -1 where the profiler sees no kernel."""
+    """Launches of accumulating kernels in a forward and backward; -1 if the profiler sees no kernel."""
     run(problem, "cuda")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -102,7 +102,7 @@ def accumulating_kernels(problem: Problem) -> int:
 
 
 def write_results(path: str) -> None:
-    """In a process of its own: results of several problems, and the launches of the first."""
+    """For a separate process: writes results of several problems, and the launches of the first."""
     problems = [
         make(LAYER, QUIET, dtype=torch.float32, device="cuda"),
         make(LAYER, QUIET, dtype=torch.bfloat16, device="cuda"),
@@ -115,7 +115,7 @@ def write_results(path: str) -> None:
 
 
 def test_one_launch_or_many_give_the_same_bits(tmp_path: Path) -> None:
-    """CAPSFAST_COOPERATIVE, which a process reads once."""
+    """A process reads CAPSFAST_COOPERATIVE once."""
     found: dict[str, Any] = {}
     for value in ("1", "0"):
         path = tmp_path / f"{value}.pt"
@@ -130,5 +130,5 @@ def test_one_launch_or_many_give_the_same_bits(tmp_path: Path) -> None:
         assert_same_bits(one, other)
     if -1 in (found["1"]["launches"], found["0"]["launches"]):
         pytest.skip("the profiler sees no kernel")
-    # Three passes and two, r = 3.
+    # Three passes in the forward and two in the backward, for r = 3.
     assert (found["1"]["launches"], found["0"]["launches"]) == (2, 5)

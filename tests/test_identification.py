@@ -1,4 +1,4 @@
-"""The call that an Identification stands for: orders of axes, text, copies."""
+"""The call that an Identification describes: orders of axes, text, copies."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ def identification(order: str = "IJDK", given: str = "BIK", out: str = "BJD", **
     return Identification("w", order, given, out, SIZES, **options)
 
 
-# The weight of another layer, [I, J, D, K] made from it, and its order.
+# The weight of another layer, its conversion to [I, J, D, K], and its order.
 WEIGHTS = {
     "IJDK": (lambda w: w),
     "1IJDK": (lambda w: w[None]),

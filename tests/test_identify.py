@@ -1,4 +1,4 @@
-"""capsfast.identify: what a layer computes is found by what it does."""
+"""capsfast.identify: finds what a layer computes by running it."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ from .support.published import PUBLISHED, Published, float64
 
 
 def reproduced(found: Identification, layer: nn.Module, *inputs: Any) -> None:
-    """Values and gradients in float64, on other numbers than those that were tried."""
+    """Compares values and gradients in float64, on numbers that identify() did not try."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -79,7 +79,7 @@ def test_published_layers_that_are_none(row: Published) -> None:
 
 @pytest.mark.parametrize("order", ["IJKD", "KDIJ"])
 def test_axes_of_one_length_are_told_apart(order: str) -> None:
-    """All sizes are 4, the batch too: shapes say nothing."""
+    """All sizes are 4, the batch too, so shapes tell nothing."""
     product = f"{order.lower()},bik->bijd"
     layer = variant(sizes=(4, 4, 4, 4), votes=lambda self, u: torch.einsum(product, self.W, u))
     found = capsfast.identify(layer, torch.randn(4, 4, 4))
@@ -95,7 +95,7 @@ def test_axes_of_length_one(sizes: tuple[int, ...]) -> None:
     reproduced(found, layer, u)
 
 
-# Order of the input, its shape, how the layer reads it; the same of the output.
+# Order and shape of the input, and how the layer reads it; the same for the output.
 RESHAPED: list[tuple[str, tuple[int, ...], Callable[[Tensor], Tensor], str, Callable[[Tensor], Tensor]]] = [
     ("B1IK", (4, 1, I, K), lambda u: u.squeeze(1), "JBD", lambda v: v.transpose(0, 1)),
     ("BI1K1", (4, I, 1, K, 1), lambda u: u[:, :, 0, :, 0], "B1JD1", lambda v: v[:, None, ..., None]),
@@ -125,7 +125,7 @@ MASK = torch.rand(5, I, generator=torch.Generator().manual_seed(0)) > 0.4
 @pytest.mark.parametrize("mask", [MASK, torch.ones(5, I)], ids=["bool", "float"])
 @pytest.mark.parametrize("of_votes", [False, True], ids=["weight", "votes"])
 def test_a_mask_behind_a_softmax_over_the_inputs(mask: Tensor, of_votes: bool) -> None:
-    """A float one counts as the factor that it is, also where it was 0 and 1 in the example."""
+    """A float mask counts as a factor, even if the example only had 0 and 1."""
     layer, u = variant(forward=masked_after), example()
     if of_votes:
         layer, u = variant(forward=masked_after, votes=lambda self, u: u), torch.randn(5, I, J, D)
@@ -148,7 +148,7 @@ def half_detached(self: Plain, u: Tensor) -> Tensor:
 
 
 def remembering(self: Any, u: Tensor) -> Tensor:
-    """Logits go on from call to call."""
+    """Keeps its logits from call to call."""
     v: Tensor = Plain.forward(self, u)
     self.kept = (self.votes(u) * v[:, None]).sum(-1).detach()
     return v
@@ -173,7 +173,7 @@ def with_offset() -> Plain:
 
 
 def iterations(number: Callable[[Tensor], int]) -> Callable[[], nn.Module]:
-    """A layer that chooses their number by its input."""
+    """A layer that chooses the number of iterations by its input."""
     return lambda: variant(forward=lambda self, u: Plain.forward(self, u, number(u)))
 
 
@@ -250,7 +250,7 @@ def test_number_of_iterations_as_an_argument() -> None:
     found = capsfast.identify(layer, u, 5)  # the batch size too
     assert (found.num_iterations, found.arguments) == (5, ("constant",))
     assert "argument 2 counts as a constant" in found.describe()
-    # One iteration of two inputs and two outputs: either softmax gives 1/2; and no agreement has a gradient.
+    # One iteration of two inputs and two outputs: both softmaxes give 1/2, and no agreement has a gradient.
     found = capsfast.identify(Plain(2, 2, D, K), torch.randn(3, 2, K), call=lambda layer, u: layer(u, 1))
     assert found.options == {"num_iterations": 1}
 
@@ -291,7 +291,7 @@ def test_a_linear_layer_makes_a_shared_weight() -> None:
 
 
 def old(self: Plain, u: Tensor) -> Tensor:
-    """Its logits have one dtype whatever is asked for, and its product takes no two."""
+    """A layer whose logits always have one dtype, and whose product does not mix dtypes."""
     votes = self.votes(u)
     b = torch.FloatTensor(*votes.shape[:3]).zero_()
     for _ in range(3):
@@ -303,7 +303,7 @@ def old(self: Plain, u: Tensor) -> Tensor:
 def test_other_dtypes() -> None:
     paper = capsfast.identify(Plain(), example())
     assert not paper.options
-    # A model in float32 of which autocast, say, made the input.
+    # A float32 model with an input of another dtype, for example from autocast.
     for layer in (Plain().bfloat16(), Plain()):
         assert capsfast.identify(layer, example().bfloat16()) == paper
     by_name = variant(forward=lambda self, u: Plain.forward(self, u.float()).to(torch.float32))
@@ -342,7 +342,7 @@ def test_layers_of_capsfast() -> None:
 
 
 def test_inputs_on_which_layers_say_little() -> None:
-    """Zeros, for which a layer without eps gives NaN; and numbers that saturate the squash."""
+    """Zeros, for which a layer without eps gives NaN, and numbers that saturate the squash."""
     row = next(row for row in PUBLISHED if row.name == "no eps")
     found = capsfast.identify(row.make(), torch.zeros_like(row.example()[0]))
     assert found.options == {"eps": 1e-20, "num_iterations": 1}
@@ -356,14 +356,14 @@ def test_inputs_on_which_layers_say_little() -> None:
 
 
 def recording(self: Any, u: Tensor) -> Tensor:
-    """Keeps what it saw, with its gradient, and in a buffer."""
+    """Keeps its input, with its gradient, in an attribute and in a buffer."""
     self.last = Plain.forward(self, u)
     self.kept = self.last.detach().norm(dim=-1).mean(0)
     return self.last  # type: ignore[no-any-return]
 
 
 def test_nothing_is_disturbed() -> None:
-    """Not the layer, nor u, random numbers, gradients, or the torch.zeros of another thread."""
+    """The layer, u, random numbers, gradients, and the torch.zeros of another thread stay unchanged."""
     layer, u = variant(torch.zeros(J), forward=recording).eval(), example()
     layer(u).sum().backward()
     called: list[nn.Module] = []
@@ -413,7 +413,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_eps_shortens_short_capsules() -> None:
-    """By what the page says."""
+    """By as much as the page says."""
     s = torch.tensor([1e-3], dtype=torch.float64)
     assert f"{1 - float(capsfast.squash(s) / capsfast.squash(s, eps=1e-20)):.1%}" == "0.5%"
 

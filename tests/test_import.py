@@ -1,4 +1,4 @@
-"""``import capsfast`` is light: torch, and next to nothing besides."""
+"""``import capsfast`` is light: torch, and almost nothing else."""
 
 import inspect
 import os
@@ -43,10 +43,10 @@ def test_networks_are_imported_when_they_are_asked_for() -> None:
 
 @pytest.mark.slow
 def test_it_costs_a_tenth_of_torch() -> None:
-    """Of the processor's time, both in one process, so that a busy or slow machine changes both; the least of two.
+    """Compares CPU times of one process, so a busy or slow machine changes both; the smaller of two runs counts.
 
-    The first one compiles the package's modules, as it is after an installation. Without Python's garbage collector,
-    which looks through all that torch has made, for as long as all of this, in the one import or in the other.
+    The first run compiles the modules of the package, as after an installation. The garbage collector is off: it would
+    visit all objects of torch during one of the two imports, and take as long as both.
     """
     code = """
 import gc

@@ -1,4 +1,4 @@
-"""With the rest of torch: compile, export, func, autocast, second derivatives, DDP."""
+"""The ops with the rest of torch: compile, export, func, autocast, second derivatives, DDP."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,8 +36,8 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# Between them all tensors, both gradients and both softmaxes; a compilation costs seconds. No batch has the size of
-# another axis, which torch.compile would take for the same.
+# Together all tensors, both gradients and both softmaxes; a compilation costs seconds. No batch has the size of another
+# axis: torch.compile would treat the two sizes as one.
 @pytest.mark.rows(2, triton=(0, 1), reference=(0, 1))
 @pytest.mark.parametrize(
     "case",
@@ -155,7 +155,7 @@ def test_func_grad_and_vmap(backend: Backend, op: Op, case: AnyCase) -> None:
     for name, value in torch.func.grad(loss)(problem.inputs).items():
         assert_close(value, wanted[f"d{name}"])
 
-    # An ensemble: what the votes are made of first is common to all, the others have one for each.
+    # An ensemble: all members share the poses; every member has its own other tensors.
     common = op.poses if len(problem.inputs) > 1 else ""
     stacked = {
         name: value if name == common else torch.stack([value * scale for scale in (1.0, 1.5, 0.5)], 1)
@@ -210,7 +210,7 @@ def test_second_derivatives(backend: Backend, op: Op) -> None:
 
 def test_forward_mode_is_refused_and_not_ignored(backend: Backend) -> None:
     u, weight = torch.randn(2, 3, 4, device=backend.device), torch.randn(3, 2, 5, 4, device=backend.device)
-    # Of a pass, and over its backward.
+    # Forward mode through a pass, and over its backward.
     query = torch.randn(2, 2, 5, device=backend.device)
 
     def loss(u: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def test_autocast_of_a_network(backend: Backend) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, bias=True, backend=backend.name)
     network = nn.Sequential(nn.Linear(6, 6), layer).to(backend.device)
     with torch.autocast(backend.device, torch.bfloat16):
-        v = network(torch.randn(3, 7, 6, device=backend.device))  # u arrives in bfloat16, W is float32
+        v = network(torch.randn(3, 7, 6, device=backend.device))  # u is bfloat16 here, W is float32
     assert v.dtype == torch.bfloat16
     v.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in network.parameters())

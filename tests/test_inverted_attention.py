@@ -53,7 +53,7 @@ def plain_network(model: InvertedAttentionCapsNet, x: Tensor) -> tuple[Tensor, T
     names = ("layers.0.routing.routing", "layers.1.routing", "layers.2.routing")
 
     def below(n: int, poses: Tensor) -> Tensor:
-        """Input capsules of layer n: those of every window, or all of them, ``[samples, I, K]``."""
+        """Input capsules of layer n: of every window, or all, ``[samples, I, K]``."""
         if n > 0:
             return poses.flatten(1, -2)
         H, W = ((size - 3) // 2 + 1 for size in poses.shape[2:4])
@@ -114,7 +114,7 @@ def test_is_the_papers_routing(by: Backend, options: dict[str, Any]) -> None:
 
 
 def test_at_once_is_not_in_turn() -> None:
-    """They agree after one iteration; later a layer sees the poses below as they were an iteration before."""
+    """Both agree after one iteration. Later, at once, a layer sees the poses below of the iteration before."""
     x = images()
     one = [small(num_iterations=1, concurrent=each)(x).capsules for each in (True, False)]
     assert torch.equal(*one)
@@ -122,12 +122,12 @@ def test_at_once_is_not_in_turn() -> None:
     at_once = model.poses(x)
     model.concurrent = False
     in_turn = model.poses(x)
-    torch.testing.assert_close(at_once[1], in_turn[1])  # the lowest layer, below which nothing changes
+    torch.testing.assert_close(at_once[1], in_turn[1])  # the lowest layer, whose inputs never change
     assert not torch.allclose(at_once[2], in_turn[2])
 
 
 def test_couplings_of_its_layers_are_recorded() -> None:
-    """One of each update; the parts ``routing`` are layers of their own, which the updating modules are not."""
+    """One record for each update. The parts ``routing`` are layers; the updating modules are not."""
     model, x = small(num_iterations=3), images()
     hidden, classes = (layer.routing for layer in model.layers[1:])
     with recorded(hidden) as of_hidden, recorded(classes) as of_classes, recorded(model.layers[0].routing.routing) as c:

@@ -14,13 +14,13 @@ PAGE = ROOT / "docs" / "contributing.md"
 
 @cache
 def imported(file: Path) -> set[Path]:
-    """The files of the package that a file imports, also inside of functions and for types alone."""
+    """The files of the package that a file imports, also inside functions and for types only."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             module = file.parents[node.level - 1] / (node.module or "").replace(".", "/")
             for alias in node.names:
-                # The name is a module, or stands in the module before it.
+                # The name is a module, or is defined in the module before it.
                 paths = (module / alias.name, module)
                 files = (each for path in paths for each in (path.with_suffix(".py"), path / "__init__.py"))
                 found.add(next(filter(Path.is_file, files)))
@@ -32,12 +32,12 @@ def name(file: Path) -> str:
 
 
 def part(file: Path) -> str:
-    """Such as "nn" and "checks"."""
+    """The part of the package, such as "nn" or "checks"."""
     return name(file).split("/")[0].removesuffix(".py")
 
 
 def graph(node: Callable[[Path], str]) -> dict[str, set[str]]:
-    """What each node imports: each file with `name`, each part of the package with `part`."""
+    """The imports of each node; nodes are files (`name`) or parts of the package (`part`)."""
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         found.setdefault(node(file), set()).update({node(each) for each in imported(file)} - {node(file)})

@@ -56,9 +56,9 @@ def test_margin_loss(targets: Tensor, margins: tuple[float, float, float], squar
 def test_margin_loss_of_the_paper_at_known_lengths() -> None:
     loss = MarginLoss()
     assert loss(torch.tensor([[0.9, 0.1, 0.1]]), torch.tensor([0])).item() == 0
-    # 0.9^2 for the absent present class, 0.5 (1 - 0.1)^2 for a wrong one.
+    # 0.9^2 for the present class of length 0, 0.5 (1 - 0.1)^2 for a wrong class of length 1.
     assert loss(torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([0])).item() == pytest.approx(0.81 + 0.405)
-    # All capsules 1 long, as randn weights make them: 9 wrong ones.
+    # All capsules have length 1, as with randn weights: 9 are wrong.
     assert loss(torch.ones(8, 10), torch.arange(8)).item() == pytest.approx(9 * 0.405)
 
 
@@ -113,7 +113,7 @@ def test_capsnet_loss_is_the_sum_of_its_parts(reduction: str) -> None:
 
 
 def test_capsnet_loss_reads_no_number_from_the_device() -> None:
-    """On the meta device there is none to read."""
+    """The meta device has no numbers to read."""
     with torch.device("meta"):
         output = CapsNetOutput(torch.empty(B, J), torch.empty(B, J, D), torch.empty(B, 1, 4, 4))
         parts = CapsNetLoss()(output, torch.empty(B, 1, 4, 4), torch.empty(B, dtype=torch.int64))
@@ -166,7 +166,7 @@ def test_coupling_entropy_at_its_ends() -> None:
     value.backward()
     assert chosen.grad is not None
     assert chosen.grad.isfinite().all()
-    # Half of the input capsules are masked: they count for nothing.
+    # Half of the input capsules are masked and must not count.
     half = torch.full((B, 8, J), 1 / J)
     half[:, ::2] = 0
     assert entropy(half).item() == pytest.approx(1)

@@ -171,13 +171,13 @@ def test_network_has_the_papers_grids() -> None:
 SMALL: dict[str, Any] = {"conv_channels": 6, "primary_types": 2, "conv_types": (3, 3), "pose_rows": 2}
 
 
-# What EM routing alone starts with.
+# The initial values of EM routing alone.
 PLAIN: dict[str, Any] = {"identity": False, "init_std": None, "floor": 1.0, "final": 10.0}
 PLAIN |= {"initial_beta_a": 0.0, "initial_beta_u": None}
 
 
 def starts(model: MatrixCapsNet) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Activations and poses of each layer of capsules, and how large the gradient of each W is."""
+    """Activations and poses of each layer of capsules, and the size of the gradient of each W."""
     found: list[Any] = []
     parts = (*model.conv_caps, model.routing)
     hooks = [part.register_forward_hook(lambda _, given, made: found.append(made)) for part in parts]
@@ -201,7 +201,7 @@ def test_network_starts_where_all_its_layers_learn(num_iterations: int) -> None:
     lengths = [each.square().mean().sqrt() for each in poses]
     assert min(lengths) > 0.3 * max(lengths)
     assert min(gradients) > 1e-4 and max(gradients) < 20 * min(gradients)
-    # Beside it poses that fade, activations that say nothing of the image, and a loss that no weight changes.
+    # With PLAIN poses fade, activations do not depend on the image, and no weight changes the loss.
     activations, poses, gradients = starts(MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes, **PLAIN))
     assert activations[-1].std() < 0.001 and poses[1].std() < 0.2 * poses[0].std()
     assert max(gradients) < 1e-4
@@ -211,7 +211,7 @@ def test_starting_options_give_way() -> None:
     model = MatrixCapsNet(1, 8, 4, **SMALL, floor=0.5, init_std=0.7)
     assert model.routing.routing.floor == 0.5 and model.routing.init_std == 0.7 and model.routing.identity
     betas = model.routing.routing.beta_a, model.routing.routing.beta_u
-    assert (betas[0] == -10).all() and (betas[1] == -10 / 4).all()  # beside -0.5 log(2 floor)
+    assert (betas[0] == -10).all() and (betas[1] == -10 / 4).all()  # besides -0.5 log(2 floor)
     model = MatrixCapsNet(1, 8, 4, **SMALL, floor=0.5, cost_scale="inputs")
     betas = model.routing.routing.beta_a, model.routing.routing.beta_u
     assert (betas[0] == 0).all() and (betas[1] == 0).all()
@@ -245,12 +245,12 @@ def test_network_takes_every_routing(name: str, competition: str) -> None:
     SpreadLoss(steps=10)(model(images).lengths, labels, step=3).backward()
     values = model.named_parameters()
     missing = {each for each, value in values if value.grad is None or not value.grad.isfinite().all()}
-    # Where poses alone are routed, nobody looks at activations, nor at what makes them.
+    # If a routing uses only poses, activations and the layers that make them have no gradient.
     assert not {each for each in missing if name == "em" or each.endswith(".W") or each.startswith("conv.")}
 
 
 def test_network_is_inspected_with_its_activations() -> None:
-    """Statistics see what classify makes; options are those of the layers by passes, for dynamic routing too."""
+    """Statistics include the class capsules. Even dynamic routing takes the options of layers by passes."""
     from capsfast import train
 
     images = train.ImageData("digits", batch_size=8)

@@ -1,4 +1,4 @@
-"""docs/migration.md: its tables are those of the code, and of the published layers."""
+"""docs/migration.md: its tables agree with the code and with the published layers."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ def code(cell: str) -> list[str]:
 
 
 def options_of(cell: str) -> dict[str, Any]:
-    """What stands in code with an equals sign and a value."""
+    """The options that the cell shows as code with a value, such as eps=1e-9."""
     found = re.findall(r'(\w+)=("\w+"|[\w.-]+)', " ".join(code(cell)))
     return {name: eval(value) for name, value in found}
 
@@ -59,7 +59,7 @@ def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[s
 
 
 def test_what_else_layers_do_is_what_the_published_ones_do() -> None:
-    """Every option that one of them needs is in the table, and the table has no other."""
+    """The table has every option that a published layer needs, and no other."""
     rows = table_rows(PAGE, "| in the layer | option |")
     named = [options_of(option) for _, option in rows]
     needed = [deviations(row) for row in PUBLISHED if row.reproducible]

@@ -31,7 +31,7 @@ def test_cnn_is_convolutions_and_a_softmax() -> None:
     output = model(x, torch.tensor([0, 1, 2]))
     assert isinstance(output, CapsNetOutput) and output.reconstruction is None
     torch.testing.assert_close(output.lengths, want)
-    # A capsule of one number, the logarithm.
+    # A capsule has one number, the logarithm.
     torch.testing.assert_close(output.capsules, want.log()[:, :, None])
     assert torch.equal(model.classify(x).activations, output.lengths)
     assert not torch.equal(model.train()(x).lengths, output.lengths)

@@ -69,7 +69,7 @@ def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | 
 
 
 def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tensor:
-    """[B, C, H, W] to [B, T, D, H', W'], squashed; what is padded is halved, and the odd one is at the end."""
+    """[B, C, H, W] to [B, T, D, H', W'], squashed. Padding is half on each side; an odd place goes to the end."""
     more = [(-(-n // stride) - 1) * stride + 3 - n for n in maps.shape[2:]]
     padded = F.pad(maps, [each for n in reversed(more) for each in (n // 2, n - n // 2)])
     s = F.conv2d(padded, weight, stride=stride).unflatten(1, (-1, dim))
@@ -77,7 +77,7 @@ def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tenso
 
 
 def plain_3d_routing(poses: Tensor, weight: Tensor, bias: Tensor, num_iterations: int) -> Tensor:
-    """Rajasegaran et al. 2019, algorithm 1, with the squash over components and places that the authors' code has."""
+    """Rajasegaran et al. 2019, algorithm 1, with the squash of the authors' code, over components and places."""
     J, D = bias.shape
     votes = torch.stack([F.conv2d(each, weight, padding=1).unflatten(1, (J, D)) for each in poses.unbind(1)], 1)
     logits = torch.zeros_like(votes[:, :, :, 0])
@@ -158,7 +158,7 @@ def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
 def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
     model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8)
     with torch.no_grad():
-        model.routing.W.mul_(20)  # coupling that is not equal
+        model.routing.W.mul_(20)  # so that couplings differ
         model.cells[2].skip.conv.weight.mul_(5)
     x = images(torch.float64)
     found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
@@ -183,7 +183,7 @@ def test_capsnet_has_the_papers_parameters() -> None:
 
 
 def test_deepcaps_has_the_authors_parameters() -> None:
-    """13 359 424 for 64 x 64 x 3 without the decoder, as their code counts what it trains."""
+    """13 359 424 for 64 x 64 x 3 without the decoder: the trained parameters of the authors' code."""
     for channels, size, places, whole, drawn in (
         (3, 64, 8 * 8 + 4 * 4, 13_359_424, 67_571),
         (1, 28, 4 * 4 + 2 * 2, 8_441_920, 58_417),

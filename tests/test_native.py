@@ -1,4 +1,4 @@
-"""The compiled extension: what it says of itself, every instruction set in it, and why it does not load."""
+"""The compiled extension: its build information, every instruction set, and the reasons why it does not load."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_build_info() -> None:
     assert native.extension.peak_flops() > 1e6  # an emulated processor reaches 3e7
 
 
-# The inputs are one number. Results are 4 MiB each, scratch is 16 votes.
+# The inputs are one number in memory. A result takes 4 MiB, scratch memory takes 16 votes.
 NO_MEMORY = """
 import resource, torch, capsfast
 torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def test_launch_plans(shape: tuple[int, ...], votes_given: bool) -> None:
     ("B", "I"), [(1, 1152), (5, 1152), (128, 1152), pytest.param(4, 1_000_000, marks=pytest.mark.slow)]
 )
 def test_peak_memory_is_far_below_the_votes(B: int, I: int, direction: str) -> None:
-    """The canonical layer, whose votes are 94 MB at B=128, several times that with einsum; and a weight of 5 GB."""
+    """The canonical layer, whose votes take 94 MB at B=128 and einsum several times as much; and a weight of 5 GB."""
     from capsfast.bench.cases import Case
     from capsfast.bench.contenders import contender
     from capsfast.bench.memory import peak_growth, why_not
@@ -118,7 +118,7 @@ def test_an_instruction_set_that_is_not_there_is_an_error() -> None:
 
 @needs_extension
 def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
-    """Else a layout, a cut of the input capsules or a cut of the output capsules is untested code."""
+    """Otherwise a layout, or a cut of the input or output capsules, would be untested."""
     plans = [(Shape._make(shape), plan(shape, threads=threads)) for shape in SHAPES for threads in (1, 2)]
     plans += [(Shape._make(shape), plan(shape, threads=2, votes_given=True)) for shape in SHAPES]
     assert {found["layout"] for _, found in plans} == {"lanes", "rows", "capsules"}
@@ -128,7 +128,7 @@ def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
     for layout in ("lanes", "rows"):
         mine = [(shape, found) for shape, found in plans if found["layout"] == layout]
         assert {found["out_tile"] < shape.J for shape, found in mine} == {False, True}, layout
-    # dW of whole vectors of rows that are those of one output capsule, and of others.
+    # dW in place, with vectors of rows from one output capsule and from several.
     in_place = {found["weight_in_place"] and shape.D % found["lanes"] == 0 for shape, found in plans}
     assert in_place == {False, True}
     assert any(found["weight_in_place"] and shape.D % found["lanes"] for shape, found in plans)
@@ -137,7 +137,7 @@ def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
 @needs_extension
 @pytest.mark.parametrize("name", [pytest.param("portable", marks=pytest.mark.slow), "avx2"])
 def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) -> None:
-    """What other machines run. The choice is made once a process, so the tests of the ops run again in their own."""
+    """The kernels of other machines. A process chooses once, so the tests of the ops run again in a new process."""
     assert native.extension is not None
     if name not in native.extension.build_info()["instruction_sets"]:
         pytest.skip(f"this build has no {name} kernels")  # not x86
@@ -158,7 +158,7 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
         [*command, "-k", chosen_tests], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
     )
     assert ran.returncode == 0, ran.stdout[-5000:]
-    # A file that moved would leave next to nothing to run.
+    # If a test file moved, almost nothing would run.
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
     assert int(passed[1]) > (300 if everything else 60)
@@ -173,7 +173,7 @@ def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_extension
 def test_a_build_from_other_sources_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library whose ops take other arguments would misread them."""
+    """A library whose ops take other arguments would misread the arguments."""
     monkeypatch.setattr(native, "SCHEMAS", native.SCHEMAS[1:])
     extension, reason = native._load()
     assert extension is None
@@ -197,7 +197,7 @@ def test_a_missing_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_the_library_of_another_checkout_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An editable install offers its own to a package of the same name that was imported from elsewhere."""
+    """An editable install offers its library to any package of this name, even if imported from elsewhere."""
     other = SimpleNamespace(origin=str(tmp_path / "_C.so"), submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: other)
     extension, reason = native._load()
@@ -277,7 +277,7 @@ def test_the_library_loads_where_there_is_no_python(tmp_path: Path) -> None:
 
 @needs_extension
 def test_a_small_batch_keeps_what_the_caches_hold() -> None:
-    """More votes than are kept at a time: samples of the batch one group after the other, which must not be seen."""
+    """More votes than are kept at a time: groups of samples run one after the other, without a visible difference."""
     B, I, J, D, K = 5, 24_000, 10, 16, 4
     assert plan((B, I, J, D, K))["votes_kept"]
     draw = torch.Generator().manual_seed(0)
@@ -295,7 +295,7 @@ def test_a_small_batch_keeps_what_the_caches_hold() -> None:
     torch.testing.assert_close(v, torch.cat([each[0] for each in alone]))
     torch.testing.assert_close(du, torch.cat([each[1] for each in alone]), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(dweight, torch.stack([each[2] for each in alone]).sum(0), rtol=1e-5, atol=1e-6)
-    # A sum over the batch beside dW keeps the samples together.
+    # If another gradient is a sum over the batch, the samples stay together.
     bias = torch.zeros(J, D, requires_grad=True)
     leaves = (u.clone().requires_grad_(), weight.clone().requires_grad_(), bias)
     total = capsfast.dynamic_routing(*leaves[:2], 3, logits=logits, bias=bias, backend="cpp").square().sum()
@@ -306,7 +306,7 @@ def test_a_small_batch_keeps_what_the_caches_hold() -> None:
 
 @needs_extension
 def test_what_does_not_fill_a_tile_is_a_small_batch() -> None:
-    """Beside whole tiles as well, whose gradients it adds to. A tile that is nearly full is one."""
+    """Also next to whole tiles, to whose gradients it adds. A nearly full tile counts as a tile."""
     I, J, D, K = 37, 3, 5, 4
     lanes = plan((64, I, J, D, K))["lanes"]
     small = [plan((B, I, J, D, K))["small_batch"] for B in (1, lanes - 1, lanes, lanes + 1, 2 * lanes - 1)]
@@ -323,7 +323,7 @@ def test_what_does_not_fill_a_tile_is_a_small_batch() -> None:
 
     v, du, dweight = run(slice(0, lanes + 1))
     tile, rest = run(slice(0, lanes)), run(slice(lanes, lanes + 1))
-    # Each part is what it is alone, so only dW may differ, by rounding.
+    # Each part gives the results that it gives alone. Only dW may differ, by rounding.
     assert torch.equal(v, torch.cat([tile[0], rest[0]]))
     assert torch.equal(du, torch.cat([tile[1], rest[1]]))
     torch.testing.assert_close(dweight, tile[2] + rest[2])
@@ -331,7 +331,7 @@ def test_what_does_not_fill_a_tile_is_a_small_batch() -> None:
 
 @needs_extension
 def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
-    """Where the votes of one sample are too many to be kept."""
+    """If the votes of one sample are too many to be kept."""
     assert native.extension is not None
     name = native.extension.build_info()["instruction_set"]
     if name == "portable":
@@ -340,14 +340,14 @@ def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
     assert [each["layout"] for each in found] == ["lanes"] * 3
     assert [each["lanes"] for each in found] == [8, 8, 16]
     assert [each["instruction_set"] for each in found] == ["avx2", "avx2", name]
-    # Positions of a slice, which are at most those of one tile here: two threads have a sample each.
+    # Lanes for the positions of a slice, here at most one tile: each of two threads has a sample.
     found = [plan((2, 5, 3, 6), positions=S, threads=2) for S in (1, 8, 9, 49)]
     assert [each["layout"] for each in found] == ["lanes"] * 4
     assert [each["lanes"] for each in found] == [8, 8, 16, 16]
     assert [each["instruction_set"] for each in found] == ["avx2", "avx2", name, name]
 
 
-# The orders in which layers keep their weights, as the ways from theirs to [I, J, D, K].
+# The orders in which layers keep their weights, as permutations to [I, J, D, K].
 ORDERS = ((0, 1, 3, 2), (1, 0, 2, 3), (1, 0, 3, 2), (0, 3, 1, 2), (3, 2, 1, 0))
 
 
@@ -356,7 +356,7 @@ ORDERS = ((0, 1, 3, 2), (1, 0, 2, 3), (1, 0, 3, 2), (0, 3, 1, 2), (3, 2, 1, 0))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dtype) -> None:
     back = [order.index(axis) for axis in range(4)]
-    # A batch that keeps its votes, and one in lanes; J D, D and K on both sides of a vector.
+    # A batch that keeps its votes, and a batch in lanes; J D, D and K below and above a vector.
     for B, I, J, D, K in (
         (3, 20, 5, 16, 8),
         (17, 20, 5, 16, 8),
@@ -381,7 +381,7 @@ def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dt
 
 @needs_extension
 def test_numbers_of_many_input_capsules_and_short_votes() -> None:
-    """They are copied on the way to the lanes, with more of them in a chunk than an input capsule has votes."""
+    """Activations are copied before they go to lanes, in chunks larger than the votes of an input capsule."""
     draw = torch.Generator().manual_seed(0)
     u, weight = torch.randn(1, 1024, 4, generator=draw), torch.randn(1024, 2, 2, 4, generator=draw)
     precision, strided = torch.rand(1, 2, 2, generator=draw), torch.rand(1, 1024, 2, generator=draw)[..., 0]
@@ -410,13 +410,13 @@ def test_numbers_of_many_input_capsules_and_short_votes() -> None:
 @needs_extension
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_given_votes_of_every_length(dtype: torch.dtype) -> None:
-    """Where D is no multiple of a vector the last one overlaps with the one before it."""
+    """If D is not a multiple of a vector, the last vector overlaps with the vector before."""
     draw = torch.Generator().manual_seed(0)
     for D in (*range(1, 35), 65):
         votes = torch.randn(2, 19, 3, D, generator=draw, dtype=dtype)
         query, center = torch.randn(2, 2, 3, D, generator=draw, dtype=dtype)
         precision = torch.rand(2, 3, D, generator=draw, dtype=dtype)
-        # Infinite: a repeated lane that is multiplied by zero instead of cleared gives NaN.
+        # Infinite: a repeated lane that is multiplied by zero, instead of cleared, gives NaN.
         query[0, 0, -1] = float("inf")
 
         def found(backend: str, votes: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:

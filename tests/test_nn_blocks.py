@@ -1,4 +1,4 @@
-"""Layers of windows that route a block at a time, against the same layers that route all windows at once."""
+"""Layers of windows that route block by block, against the same layers that route all windows at once."""
 
 import copy
 from typing import Any
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 def blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int, growth: float = 100.0) -> None:
-    """``growth``: 0 for no graph that is kept; every block is routed again in the backward."""
+    """``growth``: 0 keeps no graph; the backward then routes every block again."""
     monkeypatch.setattr(_blocks, "BLOCK_BYTES", nbytes)
     monkeypatch.setattr(_blocks, "GROWTH", growth)
     monkeypatch.setattr(_blocks, "LEAST_GROWTH", 0)
@@ -115,7 +115,7 @@ def test_gradients_in_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.func.functional_call lends parameters, which are gone when the backward routes again."""
+    """torch.func.functional_call lends parameters, which are gone when the backward routes the block again."""
     blocks(monkeypatch, 2**12, 0.0)
     layer, images = layer_and_images("conv")
     other = copy.deepcopy(layer)
@@ -170,7 +170,7 @@ def test_hooks_of_parts_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class OfTheBatch(Routing):
-    """A routing of one's own that says nothing about samples."""
+    """A user's routing that does not say that samples are independent."""
 
     def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
         poses = votes.moments().first

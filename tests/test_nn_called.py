@@ -1,4 +1,4 @@
-"""A layer that is taken for another one of its name says which one was called, and which one fits."""
+"""If a layer is mistaken for another layer of its name, the error says which one was called and which one fits."""
 
 import functools
 import inspect
@@ -122,7 +122,7 @@ SHAPES = {order: kinds.shape_of(order, SIZES) for order in kinds.CONVERSIONS if 
 
 @pytest.mark.parametrize("order", SHAPES)
 def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) -> None:
-    """What the message says, done: the votes are those of the weight as it was."""
+    """Follows the remedy in the message; the votes must be the votes of the original weight."""
     layer = capsfast.DynamicRouting(I, J, K, D)
     w = torch.randn(SHAPES[order])
     with pytest.raises(

@@ -18,7 +18,7 @@ SIZE = (5, 6)
 
 
 def looped(layer: ConvCaps2d, poses: Tensor) -> Tensor:
-    """At every place the capsules that are inside of the image, group by group."""
+    """At every place, routes the capsules inside the image, group by group."""
     routing = layer.routing
     groups, (kh, kw) = routing.held.groups, layer.kernel_size
     H, W = layer.grid(poses.shape[3:])
@@ -154,7 +154,7 @@ def test_every_weight_goes_here_too(by: Backend, weight: Weight) -> None:
 
 
 def test_the_initial_deviation_keeps_the_length() -> None:
-    """The weighted sum of equal coupling is as long as the input capsules, with one iteration twice as long."""
+    """With equal coupling the weighted sum is as long as the input capsules, with one iteration twice as long."""
     poses = torch.randn(16, 8, 6, 7, 7)
     for num_iterations, wanted in ((1, 2), (3, 1)):
         for options in ({}, {"softmax": "in"}, {"weight": Groups(4)}, {"weight": LowRank(8)}):

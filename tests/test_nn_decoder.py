@@ -107,8 +107,7 @@ def test_decoder_of_the_paper() -> None:
 
 
 def spread(x: Tensor, conv: nn.Module, stride: int, size: tuple[int, ...]) -> Tensor:
-    """The place (y, x) writes its kernel from (stride·y, stride·x) on, at stride 1 around itself; what lies outside is
-    lost."""
+    """The place (y, x) writes its kernel from (stride·y, stride·x) on, at stride 1 around itself, cut at the border."""
     H, W = x.shape[2:]
     whole = x.new_zeros(len(x), conv.weight.shape[1], stride * H + 3, stride * W + 3)
     for row in range(H):

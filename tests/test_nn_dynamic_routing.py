@@ -1,4 +1,4 @@
-"""capsfast.DynamicRouting: replaces a hand-written layer, and behaves as a module should."""
+"""capsfast.DynamicRouting: replaces a hand-written layer, and is a well-behaved module."""
 
 import io
 from typing import Any
@@ -16,7 +16,7 @@ I, J, K, D = 20, 5, 8, 16
 
 
 class HandWritten(nn.Module):
-    """What people have today: the signature, parameter and arithmetic that the module takes over."""
+    """A layer as people write it. The module takes over its signature, parameter and arithmetic."""
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, num_iterations: int = 3) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ def margin_loss(v: Tensor, label: Tensor) -> Tensor:
     return (target * (0.9 - length).relu() ** 2 + 0.5 * (1 - target) * (length - 0.1).relu() ** 2).sum(1).mean()
 
 
-# A shared weight has 1152 times fewer entries, and softmax "in" makes 1152 times shorter sums.
+# A shared weight has 1152 times fewer entries, and softmax "in" makes sums 1152 times smaller.
 @pytest.mark.parametrize(
     ("variant", "rate"), [("plain", 0.001), ("learned", 0.001), ("shared", 0.01), ("options", 0.01)]
 )
 @pytest.mark.emulated(variant=[])
 def test_the_initial_values_train(backend: Backend, variant: str, rate: float) -> None:
-    # As many input capsules as the paper's network: where randn weights stand still.
+    # As many input capsules as in the paper's network, where randn weights do not learn.
     layer = capsfast.DynamicRouting(1152, 4, 8, 8, backend=backend.name, **VARIANTS[variant]).to(backend.device)
     label = torch.arange(16, device=backend.device) % 4
     u = capsfast.squash(torch.randn(4, 1152, 8)[label.cpu()] + 0.3 * torch.randn(16, 1152, 8)).to(backend.device)

@@ -1,4 +1,4 @@
-"""Interest capsules against loops over votes in memory, written from the papers and from what published code does."""
+"""Interest capsules against loops over votes in memory, written from the papers and after published code."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ def rand(*size: int) -> Tensor:
 
 
 def shrink(s: Tensor, power: float, c: float, eps: float) -> Tensor:
-    """The squash as published code has it, with a power of the length."""
+    """The squash of published code, with a power of the length."""
     n = s.pow(2).sum(-1, keepdim=True)
     if power == 1:
         return n / (c + n) * s / (n + eps).sqrt()
@@ -92,7 +92,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def drawn() -> list[dict[str, Any]]:
-    """Every option for itself and, of all combinations, some."""
+    """Every option alone, and some combinations."""
     first = {name: values[0] for name, values in CHOICES.items()}
     alone = [first | {name: value} for name, values in CHOICES.items() for value in values[1:]]
     product = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
@@ -139,7 +139,7 @@ def test_every_option_and_drawn_combinations(part: int) -> None:
 
 
 def test_mind() -> None:
-    """Li et al. 2019, algorithm 1, user by user as it is written, with the number of interests of the user."""
+    """Li et al. 2019, algorithm 1, literally, user by user with the user's number of interests."""
     layer = made(count="floor", num_iterations=3)
     u = rand(B, I, K)
     found = layer(u, LENGTHS)
@@ -278,7 +278,7 @@ def test_traced_histories(history: str) -> None:
 )
 def test_users_without_behaviours(options: dict[str, Any]) -> None:
     layer = made(**options)
-    # Behind the softmax a mask leaves masked behaviours their share, so that what they hold counts.
+    # With a mask after the softmax, masked behaviours keep their share, so their numbers count.
     held = 1.0 if "mask_after" in options else torch.nan
     u = torch.full((3, I, K), held, dtype=torch.float64).requires_grad_()
     v, mask = layer(u, torch.zeros(3, dtype=torch.int64))
@@ -303,7 +303,7 @@ def test_initial_logits() -> None:
     other.reset_parameters()
     other.load_state_dict(fixed.state_dict())
     assert torch.equal(other(u).vectors, fixed(u).vectors)
-    # A prefix of the positions has a prefix of the draw.
+    # A shorter history gets a prefix of the random logits.
     torch.testing.assert_close(fixed(u[:, :7]).vectors, fixed(u, torch.full((B,), 7)).vectors)
     for start, shape in (("random", (I, J)), ("random_per_user", (B, I, J))):
         layer = made(initial_logits=start, max_length=None, logits_std=0.5)
@@ -392,7 +392,7 @@ def test_ranks_share_fixed_logits_and_gradients(tmp_path: Path) -> None:
 @pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the reference has all derivatives")
 @pytest.mark.parametrize("weight", ["shared", "output"])
 def test_errors_name_a_function_that_was_called(weight: str) -> None:
-    # So many behaviours that with one matrix for all pairs no votes are formed.
+    # With so many behaviours, and one matrix for all pairs, no votes are formed.
     layer, u = InterestCapsules(J, K, K, weight=weight, max_length=60, dtype=torch.float64), rand(B, 60, K)
     (gradient,) = torch.autograd.grad(layer(u).vectors.square().sum(), u, create_graph=True)
     message = r'capsfast\.dynamic_routing: the fused backends .*backend="reference"'

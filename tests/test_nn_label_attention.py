@@ -1,4 +1,4 @@
-"""Attention of the item that is to be found, and scores of items: values, gradients, users who lack interests."""
+"""Label-aware attention, and scores of items: values, gradients, users who lack interests."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What every layer does as a module of torch: copies, checkpoints, dtypes, devices, compilation, gradients."""
+"""Every layer as a torch module: copies, checkpoints, dtypes, devices, compilation, gradients."""
 
 import copy
 import io
@@ -73,9 +73,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
     "scored matrices": (lambda: MatrixRouting(I, J, 4, 6, 2), ((I, 4), (I,))),
     "any scored matrices": (lambda: MatrixRouting(None, J, 4, 6, 2, model="k-means"), ((I, 4), (I,))),
 }
-# All capsules but one are masked, and another rounding may mask others.
+# Decoders mask all capsules but one, and another rounding may choose another capsule.
 CHOOSES = ("decoder", "conv decoder")
-# Float32 is what the last step has under autocast.
+# Under autocast their last step is in float32.
 SUMMED_BY_TORCH = (
     "em",
     "groups of em",

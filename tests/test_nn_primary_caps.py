@@ -1,4 +1,4 @@
-"""PrimaryCaps against loops over places, and the weights of lists of convolutions."""
+"""PrimaryCaps against loops over places, and weights from lists of convolutions."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SIZE = (9, 7)
 
 
 class OneConvOfEachType(nn.Module):
-    """A convolution makes the K numbers of one capsule type."""
+    """Each convolution makes the K numbers of one capsule type."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class OneConvOfEachType(nn.Module):
 
 
 class OneConvOfEachComponent(nn.Module):
-    """A convolution makes one of the K numbers of all capsules."""
+    """Each convolution makes one of the K numbers of all capsules."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class OneConv(nn.Module):
 
 
 class Viewed(OneConv):
-    """What lies behind one another makes a capsule."""
+    """Numbers that follow each other in memory make a capsule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return plain.squash(self.conv(x).view(len(x), -1, DIM))
 
 
 class ViewedStack(OneConvOfEachComponent):
-    """The same of several convolutions."""
+    """The same with several convolutions."""
 
     def forward(self, x: Tensor) -> Tensor:
         maps = torch.stack([capsule(x) for capsule in self.capsules], 1)
@@ -104,7 +104,7 @@ def test_capsules_are_ordered_by_type_row_and_column() -> None:
     ],
 )
 def test_other_orders_of_the_channels(kind: Any, order: str, bias: bool) -> None:
-    """The weights of other code as they are, or of its list of convolutions: values and gradients."""
+    """Loads weights of other code, unchanged or from a list of convolutions; compares values and gradients."""
     old = nn.Sequential(kind(bias)).double()
     new = nn.Sequential(PrimaryCaps(C, TYPES, DIM, 3, 2, bias=bias, order=order)).double()
     state = old.state_dict()
@@ -124,7 +124,7 @@ def test_a_viewed_capsule_is_of_neighbouring_places() -> None:
     x = images()
     maps = layer.conv(x)  # [B, 8, 4, 3], so six capsules of each channel
     assert_same(layer(x)[:, 6 * 5 + 1], torch.stack([maps[:, 5, 0, 2], maps[:, 5, 1, 0]], 1))
-    # As many types as components, so a list of either kind: its channels are joined as they come.
+    # As many types as components, so the kind of the list is open: channels are joined in their order.
     convs = nn.ModuleList(nn.Conv2d(C, 4, 3) for _ in range(4)).double()
     layer = PrimaryCaps(C, 4, 4, 3, 1, order="view", dtype=torch.float64)
     layer.load_state_dict({f"units.{name}": value for name, value in convs.state_dict().items()})

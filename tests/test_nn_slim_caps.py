@@ -1,4 +1,4 @@
-"""Slim convolutional capsules against a loop over types, windows and positions; their memory and their arguments."""
+"""Slim convolutional capsules against a loop over types, windows and positions; memory and arguments."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
 
 
 def meetings(layer: Any, before: tuple[int, ...], after: tuple[int, ...]) -> list[Any]:
-    """(position before, position after, place of the window), all that there are."""
+    """All triples (position before, position after, place of the window)."""
     found = []
     for offset in itertools.product(*map(range, layer.kernel_size)):
         # A convolution steps through its input, a transposed one through its output.
@@ -225,7 +225,7 @@ def test_every_routing_at_every_position(name: str, window: str) -> None:
 @each_of_votes
 @pytest.mark.parametrize("window", ["2d all", "up all"])
 def test_votes_that_are_of_no_position(name: str, window: str) -> None:
-    """They are 0, as are their activations, where a window lies in the padding or no kernel reaches."""
+    """Votes and activations are 0 if a window lies in the padding, or if no kernel reaches the position."""
     kind, given, _ = WINDOWS[window]
     layer = kind(I, J, K, D, **{**given, "conv_bias": False}, routing=name)
     poses, activation = poses_of(2, torch.float32), torch.rand(B, I, *SIZE[2]).requires_grad_()
@@ -238,7 +238,7 @@ def test_votes_that_are_of_no_position(name: str, window: str) -> None:
 
 
 def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:
-    """``[B, I, *spatial]``, of the positions that a vote is of; 0 where there is none."""
+    """``[B, I, *spatial]``, the mean over the positions that make a vote; 0 if there is none."""
     of: dict[tuple[int, ...], list[Tensor]] = {}
     for source, target, _ in meetings(layer, tuple(activation.shape[2:]), after):
         of.setdefault(target, []).append(activation[(..., *source)])
@@ -250,7 +250,7 @@ def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> T
 
 
 class Weighted(Routing):
-    """The mean vote, weighted by the activations, which are looked at."""
+    """The mean vote, weighted by the activations."""
 
     uses_activation = True
 
@@ -277,11 +277,11 @@ def test_activations_are_means_over_the_window(window: str) -> None:
 
 
 class Stored(TorchDispatchMode):
-    """How many numbers each operation of the block has written to memory that was not among its inputs."""
+    """How many numbers each operation in the block wrote to new memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, Any] = {}  # kept, so that no address is used again
+        self.seen: dict[int, Any] = {}  # keeps tensors alive, so that no address is reused
         self.numel: list[tuple[int, str]] = []
 
     def _new(self, values: Any) -> Iterator[Tensor]:
@@ -304,12 +304,12 @@ class Stored(TorchDispatchMode):
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 @pytest.mark.parametrize("window", ["2d", "2d own kernels", "3d", "up", "up 3d"])
 def test_votes_are_in_memory_once(window: str) -> None:
-    """Beside them less than a twentieth, and in backward their gradient once; with positions behind or before types."""
+    """Besides votes less than a twentieth, and in the backward their gradient once; positions after or before types."""
     kind, given, _ = WINDOWS[window]
     layer = kind(30, J, K, D, **given)
     axes = layer.conv.weight.dim() - 2
     forms = [torch.contiguous_format]
-    if layer.shared:  # for kernels of their own, types are joined to the channels, which copies the poses
+    if layer.shared:  # otherwise types are joined to the channels, which copies the poses
         forms.append(torch.channels_last if axes == 2 else torch.channels_last_3d)
     for form in forms:
         maps = torch.randn(2 * 30, K, *(9, 8, 7)[:axes]).contiguous(memory_format=form)

@@ -1,4 +1,4 @@
-"""The ways to hold a weight, under every routing, and routing of given votes: against dense plain routing."""
+"""All kinds of weights with every routing, and routing of given votes, against plain routing with dense weights."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ from .support.routings import randomize
 B, I, J, D, K = 5, 12, 6, 4, 3
 INF = float("inf")
 
-# The shapes of the parameters beside it.
+# Weights and the shapes of their parameters.
 WEIGHTS: dict[Weight, dict[str, tuple[int, ...]]] = {
     FullWeight(): {"W": (I, J, D, K)},
     SharedWeight(): {"W": (1, J, D, K)},
@@ -52,7 +52,7 @@ WEIGHTS: dict[Weight, dict[str, tuple[int, ...]]] = {
     Groups(2, LowRank(2, positions=None)): {"W": (1, J, D, 2), "A": (1, 2, K)},
     Groups(2, LowRank(2, "UV", 3)): {"U": (4, D, 2), "V": (J, K, 2)},
 }
-# A routing asks the weight for its votes and passes, and each of these has other ones.
+# A routing asks the weight for votes and passes; each of these weights makes them differently.
 FEW = (FullWeight(4), LowRank(2, "UV"), Groups(3), Groups(2, LowRank(2)))
 each_weight = pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def layer_of(weight: Weight, **options: Any) -> capsfast.DynamicRouting:
 
 
 def of_inputs(rows: Tensor) -> Tensor:
-    """A row of each input capsule: those of a type, which lie behind one another, have one."""
+    """The row of each input capsule. Capsules of a type follow each other and share a row."""
     return torch.stack([rows[i * len(rows) // I] for i in range(I)])
 
 
@@ -134,7 +134,7 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str
     ids=str,
 )
 def test_every_routing_has_every_weight(by: Backend, name: str, weight: Weight) -> None:
-    """Without groups it is the routing of the whole matrices."""
+    """Without groups, compares with routing by the full matrices."""
     torch.manual_seed(0)
     layer = RoutedCaps(I, J, K, D, routing=name, weight=weight, init_std=0.5, dtype=torch.float64)
     randomize(layer)
@@ -161,7 +161,7 @@ def test_a_pass_over_groups_is_one_with_logits_that_part_them(normalize: str) ->
         given[name] = torch.rand(B, J, D, dtype=torch.float64)
     given |= {"prior": torch.randn(B, J, dtype=torch.float64), "normalize": normalize}
     parted = logits.masked_fill(~same_group(3), -INF)
-    if normalize == "none":  # coefficients as they are
+    if normalize == "none":  # coefficients are not normalised
         parted = parted.nan_to_num(neginf=0.0)
         given = {name: given[name] for name in ("activation", "second", "normalize")}
     votes = layer.votes(u, mask, out_mask)
@@ -218,7 +218,7 @@ def test_masks_and_logits_are_cut_with_the_groups(by: Backend) -> None:
 
 @each_weight
 def test_parameters(weight: Weight) -> None:
-    """Their names and shapes are those of checkpoints, their order that of an optimizer's state."""
+    """Names and shapes must fit checkpoints, the order must fit an optimizer's state."""
     layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, learned_logits=True, bias=True)
     wanted = WEIGHTS[weight] | {"logits": (I, J // weight.groups), "bias": (J, D)}
     assert [*layer.state_dict()] == [*WEIGHTS[weight], "routing.logits", "routing.bias"]
@@ -241,7 +241,7 @@ def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
 
 
 class Rows(TorchDispatchMode):
-    """The most rows of a tensor ``[rows, J, D, K]`` that the block makes."""
+    """The largest number of rows of a tensor ``[rows, J, D, K]`` that the block makes."""
 
     most = 0
 
@@ -254,7 +254,7 @@ class Rows(TorchDispatchMode):
 
 
 def test_what_is_repeated_for_positions() -> None:
-    """The rows of W, once; nothing for a single type, nor where u is transformed first."""
+    """The rows of W, once. Nothing for a single type, or if u is transformed first."""
     u = torch.randn(B, I, K)
     for weight, rows in ((FullWeight(4), I), (FullWeight(I), 0), (LowRank(2, positions=4), 0)):
         layer = capsfast.DynamicRouting(I, J, K, D, weight=weight)
@@ -264,7 +264,7 @@ def test_what_is_repeated_for_positions() -> None:
 
 
 def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
-    """The order of PrimaryCaps: what its positions hold may change places, if coupling does not tell them apart."""
+    """In the order of PrimaryCaps, positions of a type may be permuted, if the coupling does not tell them apart."""
     primary = PrimaryCaps(1, 4, K, 3, dtype=torch.float64)
     x = torch.randn(B, 1, 7, 5, dtype=torch.float64)
     u = primary(x)

@@ -14,7 +14,7 @@ B, I, J, K, D = 3, 13, 4, 5, 6
 
 
 def plain(u: Tensor, p: dict[str, Tensor], num_iterations: int, normalize: bool) -> Tensor:
-    """Votes ``[B, I, J, D]``, the shares that are used and those that are ignored, one by one."""
+    """Computes votes ``[B, I, J, D]``, the used shares and the ignored shares explicitly."""
 
     def standard(v: Tensor) -> Tensor:
         if v.shape[2] == 1:

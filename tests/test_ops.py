@@ -1,4 +1,4 @@
-"""The registered ops beneath the functions: the outputs that only the backward sees, and opcheck."""
+"""The registered ops below the functions: the outputs that only the backward sees, and opcheck."""
 
 import math
 from dataclasses import replace
@@ -27,8 +27,7 @@ CASES = (
     Case(softmax="in", logits="IJ"),
     Case(gradient="last", squash_last=False, coupling=False),
 )
-# With positions, what has none is spread over them by the functions. A single position is what a graph asks for that
-# was traced with more.
+# The functions expand tensors without positions. A graph that was traced with many positions may run with one.
 POSITIONS = (
     replace(LOADED, out_mask=False, spatial=(5,)),
     replace(EVERYTHING, out_mask=False, prior=False, spatial=(5,)),
@@ -42,7 +41,7 @@ def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
 
 
 def passes(problem: Problem) -> list[tuple[Tensor, Tensor]]:
-    """By iteration: the routing logits [B, I, J] (-inf where masked) and the weighted sum without bias, in float64."""
+    """For each iteration the logits [B, I, J] (-inf if masked) and the weighted sum without bias, in float64."""
     problem = problem.to(torch.float64)
     case, inputs, masks = problem.case, problem.inputs, problem.masks
     x = inputs["votes"] if problem.op == "route_votes" else product(inputs["u"], inputs["weight"])
@@ -94,7 +93,7 @@ def check_outputs(problem: Problem, outputs: list[Tensor]) -> None:
     assert (norm.shape, norm.dtype) == ((2, r, B, 4) if case.softmax == "in" else (0,), wide)
     assert all(out.is_contiguous() for out in (v, c, s, norm))
 
-    # 16-bit inputs are exact in float32, and nothing between them and s is rounded to 16 bits.
+    # 16-bit inputs are exact in float32, and s and the steps before it are not rounded to 16 bits.
     tolerance = 1e-11 if dtype == torch.float64 else 2e-5
     alive = problem.masks.get("out_mask", torch.ones(B, 4, dtype=torch.bool))
     for t, (b, wanted) in enumerate(passes(problem)):
@@ -164,7 +163,7 @@ def test_all_ops_are_checked_here() -> None:
     }
     stems = ("dynamic_routing", "routing_pass")
     found = {prefix + stem for prefix in PREFIX.values() for stem in stems}
-    # What has no CUDA kernels for the emulator: test_factored_routing.py, test_em_update.py.
+    # Ops without CUDA kernels: see test_factored_routing.py and test_em_update.py.
     found |= {"factored_routing", "em_update", "triton_em_update"}
     assert names == {name for stem in found for name in (stem, f"{stem}_backward")}
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
@@ -185,7 +184,7 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: Op, case: C
 
 @pytest.mark.only(weight=False, linear=False)
 def test_a_single_position_is_one_of_many(backend: Backend, op: Op) -> None:
-    """As a graph asks for that was traced with more. The functions do without its axis."""
+    """A graph that was traced with many positions calls this. The functions drop an axis of length 1."""
     case = Case(logits="BIJ") if op.family is Case else PassCase(query=True, logits="BIJ", second=True, lse=True)
     problem = op.make(Shape(2, 3, 3, 4, 1), replace(case, spatial=(6,)), backend.widest, backend.device)
     arguments, found = registered(problem), []
@@ -208,7 +207,7 @@ def test_kernels_and_fakes_refuse_a_shape_that_does_not_fit(backend: Backend, op
     for n, value in enumerate(arguments[:-1]):
         if n < len(op.tensors) or not isinstance(value, Tensor):
             continue
-        # The launchers of Triton's kernels count on the functions.
+        # The launchers of Triton's kernels rely on the checks of the functions.
         for device in ("meta",) if backend.name == "triton" else (backend.device, "meta"):
             wrong = [*arguments[:n], torch.cat([value, value], -1), *arguments[n + 1 :]]
             with pytest.raises(RuntimeError, match="shape that does not fit"):
@@ -225,5 +224,5 @@ def test_the_number_of_needed_gradients_is_checked(op: str) -> None:
         with pytest.raises(RuntimeError, match=f"needed must have 4 entries, got {len(needed)}"):
             cpp.op(op, backward=True)(*arguments[:-1], needed)
     wrong = [9 if n == 6 else value for n, value in enumerate(registered(problem))]
-    with pytest.raises(RuntimeError, match=r"J must be that of the weight|must have 1 or J outputs"):
+    with pytest.raises(RuntimeError, match=r"J must equal the J of weight|must have 1 or J outputs"):
         cpp.op(op)(*wrong)

@@ -1,4 +1,4 @@
-"""``capsfast.plot``: what the pictures show."""
+"""``capsfast.plot``: the content of the pictures."""
 
 import warnings
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_coupling_and_entropy() -> None:
 
 @pytest.mark.parametrize(("value", "scale"), [(-3.0, "linear"), (3.0, "log")])
 def test_curves(tmp_path: Path, value: float, scale: str) -> None:
-    """A loss may be below 0, a part of it 0 throughout; both axes say what they are of."""
+    """A loss may be negative, and a part of it always 0; both axes have labels."""
     metrics = {"loss": [(0, 5.0), (9, value)], "reconstruction": [(0, 0.0), (9, 0.0)], "test_accuracy": [(9, 0.5)]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

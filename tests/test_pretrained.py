@@ -1,4 +1,4 @@
-"""Networks that are saved and loaded: those that come with the package, folders, the Hugging Face Hub."""
+"""Saved and loaded networks: from the package, from folders, from the Hugging Face Hub."""
 
 import copy
 import json
@@ -90,9 +90,9 @@ def test_knows_digits_of_another_data_set(network: Any) -> None:
 
 
 def test_finds_two_digits_over_each_other() -> None:
-    """By chance both would be right in 2 %. These digits are not MNIST's, so the bounds are far below the record.
+    """By chance both would be right in 2 %. These digits are not from MNIST, so the bounds are far below the record.
 
-    The decoder makes a digit from its capsule, more like this one than like the other one.
+    The decoder rebuilds each digit from its capsule, more similar to this digit than to the other.
     """
     images, labels = digits()
     model = EfficientCapsNet.from_pretrained("multi-mnist")
@@ -137,7 +137,7 @@ def test_options_in_place_of_those_that_were_saved(tmp_path: Path) -> None:
 
 
 class Own(EfficientCapsNet):
-    """A user's network has a constructor of its own."""
+    """A user's network with another constructor."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(1, 8, 3, conv_channels=width, reconstruction=False)

@@ -1,4 +1,4 @@
-"""What the table of published layers says of them is so: options of capsfast reproduce each, or none do."""
+"""The table of published layers is true: the options of its row reproduce a layer, or no options do."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_the_options_of_a_row_reproduce_its_layer(row: Published) -> None:
 
 @pytest.mark.parametrize("row", REPRODUCIBLE, ids=lambda row: row.name)
 def test_other_options_do_not(row: Published) -> None:
-    """Else the table could name any: one more iteration, or the other softmax, is a visible difference."""
+    """Otherwise any options would pass: one more iteration, or the other softmax, must make a visible difference."""
     torch.manual_seed(0)
     with float64():
         layer, given = grown(row)

@@ -23,7 +23,7 @@ FLOOR = 1e-4
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """What the blocks of the page define."""
+    """The names that the blocks of the page define."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(PAGE):
         exec(compile(block, str(PAGE), "exec"), namespace)
@@ -72,7 +72,7 @@ def em(u: Tensor, weight: Tensor, a: Tensor, beta_a: Tensor, beta_u: Tensor) -> 
 
 
 def inverted_attention(u: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, beginning with poses of 0."""
+    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, starting from poses of 0."""
     votes = plain.votes(u, weight)
     pose = torch.zeros_like(votes[:, 0])
     for _ in range(3):
@@ -129,7 +129,7 @@ def prototypes(u: Tensor, weight: Tensor, points: Tensor) -> tuple[Tensor, Tenso
 
 
 def across_windows(poses: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Every pose has one softmax, over the output capsules of all windows that it is in."""
+    """Every pose has one softmax, over the output capsules of all windows that contain it."""
     windows = query.shape[1]
     votes = torch.stack([plain.votes(poses[:, n : n + 3], weight) for n in range(windows)], 1)  # [B, windows, 3, J, D]
     e = (votes * query[:, :, None]).sum(-1).exp()
@@ -148,7 +148,7 @@ def poses_and(*others: tuple[int, ...], weight: tuple[int, ...] = (I, J, D, K)) 
     return lambda: [rand(B, I, K), rand(*weight, scale=0.5), *(rand(*size) for size in others)]
 
 
-# The plain code, tensors that both get, and what the function of the page gets besides.
+# The plain code, tensors for both functions, and further arguments of the function of the page.
 CASES: dict[str, Case] = {
     "dynamic": (lambda u, weight: plain.route(plain.votes(u, weight))[0], poses_and(), {}),
     "em": (
@@ -212,7 +212,7 @@ def test_every_routing_of_the_table_is_compared() -> None:
 
 @plain.on_cpu
 def test_em_of_far_votes_does_not_cancel(by: Backend, page: dict[str, Any]) -> None:
-    """Votes around 300. Their variance, which the activation depends on, is lost in moments about 0."""
+    """Votes around 300. The activation depends on their variance, which raw moments would lose."""
     torch.manual_seed(0)
     with torch.no_grad():
         u, weight, activation = torch.randn(B, 300, K), 0.1 * torch.randn(300, J, D, K), torch.rand(B, 300)

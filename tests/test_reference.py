@@ -114,7 +114,7 @@ def test_the_fused_formulas_give_the_same(num_iterations: int, gradient: str) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
 def test_sixteen_bits_are_rounded_once(op: str, dtype: torch.dtype) -> None:
-    """As by the fused kernels, sums are those of float32."""
+    """Sums are formed in float32, as in the fused kernels."""
     problem = make(Shape(4, 50, 6, 8, 5), Case(num_iterations=7, logits="IJ", bias=True), op, dtype)
     wide = run(problem.to(torch.float32), "reference")
     for name, value in run(problem, "reference").items():
@@ -140,7 +140,7 @@ def test_weight_of_one_row_is_the_weight_repeated() -> None:
 
 
 def test_three_of_these_iterations_are_not_two() -> None:
-    # Layers that count the first pass extra need num_iterations + 1; here every weighted sum counts.
+    # Layers that do not count the first pass need num_iterations + 1; here every weighted sum counts.
     results = [run(make(SHAPE, Case(num_iterations=r)), "reference", need=())["v"] for r in (1, 2, 3, 4)]
     for one, next_one in pairwise(results):
         assert (one - next_one).abs().max() > 1e-4
@@ -203,7 +203,7 @@ def loops(given: dict[str, Any], how: str, leaky: bool) -> dict[str, Any]:
         else:
             r[n, i, j] = b[n, i, j]
         r[n, i, j] *= given["activation"][n, i]
-    # A leaky softmax over nothing is that of its one more entry.
+    # A leaky softmax over nothing has only its extra entry.
     log_sum = np.where(np.isinf(lse), 0.0, lse) if leaky else lse
     return {
         "mass": r.sum(1),

@@ -1,7 +1,7 @@
-"""What all four functions compute on every backend: values, gradients, dtypes, shapes, strides, the op that ran.
+"""All four functions on every backend: values, gradients, dtypes, shapes, strides, the op that ran.
 
-Shapes are written for a weight; route_votes and votes_pass take them without K. Bad numbers, masks and empty sums are
-in test_routing_edges.py.
+Shapes are for a weight; route_votes and votes_pass ignore K. test_routing_edges.py tests bad numbers, masks and empty
+sums.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from .support.problems import (
 pytestmark = [pytest.mark.kernels, pytest.mark.every_op]
 
 AnyCase = Case | PassCase
-# Every size is on both sides of some tile: 1, below, at and above 8 and 16.
+# Sizes around tiles: 1, and below, at and above 8 and 16.
 SHAPES = (
     *EMULATED,
     (1, 113, 10, 16, 8),
@@ -59,8 +59,8 @@ SHAPES = (
     (17, 3, 400, 8, 8),
     (1, 100_000, 2, 1, 1),
     (2, 1153, 10, 16, 8),
-    # K in blocks and what is left of them, under whole vectors of rows and others; many output capsules whose dW is
-    # added up in place.
+    # K in blocks with a rest, with whole and partial vectors of rows; many output capsules whose dW is added up in
+    # place.
     (18, 7, 3, 16, 11),
     (33, 9, 4, 32, 24),
     (16, 11, 5, 8, 12),
@@ -68,7 +68,7 @@ SHAPES = (
     (17, 5, 8, 6, 5),
     (18, 9, 200, 12, 8),
 )
-# Rows and columns of pose matrices: R of 4, 1, 5, 16 and more outputs than are held at a time.
+# Rows and columns of pose matrices: R of 4, 1, 5, 16; and more outputs than are held at a time.
 OF_POSES = (
     ((3, 11, 4, 16, 4), 4),
     ((19, 9, 3, 6, 3), 2),
@@ -77,8 +77,8 @@ OF_POSES = (
     ((16, 6, 3, 32, 8), 2),
     ((20, 3, 130, 16, 4), 4),
 )
-# Positions: fewer and more than lanes and than half of them, one axis and three, more outputs than are held at a time,
-# a single one.
+# Positions: fewer and more than the lanes, and than half the lanes; one axis and three; more outputs than are held at a
+# time; a single position.
 OF_POSITIONS = (
     ((2, 5, 4, 5, 1), (3, 7)),
     ((1, 3, 3, 16, 1), (37,)),
@@ -103,7 +103,7 @@ POSES = tuple(
         normalized(EVERYTHING, "in"),
     )
 )
-# More than half a tile of positions, and less: kernels of half the width.
+# More than half a tile of positions, and fewer, for which kernels have half the width.
 POSITIONS = tuple(
     replace(case, spatial=spatial)
     for spatial, cases in {
@@ -121,7 +121,7 @@ POSITIONS = tuple(
     }.items()
     for case in cases
 )
-# What touches every line between them, for tests that vary something else than options.
+# Cases that together run every line, for tests that do not vary options.
 FULL = (
     LOADED,
     LOADED_OUT,
@@ -136,7 +136,7 @@ of_the_weight = pytest.mark.of_the_weight(case=[Case(shared=True)])
 
 
 def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape]:
-    """Few samples and many: kernels have a way for each. more: where there are neither positions nor poses."""
+    """Few samples and many, which take different kernels. more: sizes for cases without positions and poses."""
     if case.spatial:
         return [Shape(2, 2, 2, 3, 1) if backend.emulated else Shape(2, 4, 3, 6, 1)]
     if backend.emulated:
@@ -175,7 +175,7 @@ def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
 def test_a_shared_weight_without_votes(
     backend: Backend, op: Op, case: AnyCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As calls are taken that are large enough."""
+    """The way that large calls take."""
     monkeypatch.setattr(shared_weights, "WORTH_IT", dict.fromkeys(shared_weights.WORTH_IT, -(2**60)))
     for shape in sizes(backend, case):
         problem = op.make(shape, case, torch.float32, backend.device)
@@ -218,7 +218,7 @@ def test_every_shape_of_pose_matrices_and_positions(
     check(op.make(Shape._make(size), case, backend.widest, backend.device), backend)
 
 
-# Whole tiles of samples, chunks of input capsules, blocks of rows, output capsules whose votes are held; and parts.
+# Whole and partial tiles of samples, chunks of input capsules, blocks of rows, and tiles of output capsules.
 @pytest.mark.rows(triton=(0, 2))
 @pytest.mark.passes
 @pytest.mark.shapes(
@@ -232,7 +232,7 @@ def test_second_moments_of_equal_coupling(backend: Backend, op: Op, shape: Shape
             check(op.make(shape, case, dtype, backend.device), backend)
 
 
-# The bound itself, two times the error of the float32 einsum, at the sizes people train.
+# The bound itself, twice the error of the float32 einsum, at real sizes.
 @pytest.mark.rows(4)
 @pytest.mark.shapes((1, 1152, 10, 16, 8), (128, 128, 10, 16, 8), (33, 64, 32, 16, 16), (2, 20_000, 4, 8, 8))
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_scores_of_all_the_coupling_have_no_gradient(backend: Backend, op: Op, c
 @pytest.mark.passes
 @pytest.mark.against_reference
 def test_a_center_near_the_mean_keeps_the_variance(backend: Backend) -> None:
-    """Votes 100 from the origin with deviations of 0.1: their second moment about 0 would hold nothing of those."""
+    """Votes 100 from the origin with deviations of 0.1, which a second moment about 0 would lose."""
     draw = torch.Generator().manual_seed(0)
     mean = 100 + torch.randn(4, 1, 5, 6, generator=draw, dtype=torch.float64)
     votes = mean + 0.1 * torch.randn(4, 50, 5, 6, generator=draw, dtype=torch.float64)
@@ -312,7 +312,7 @@ def test_sixteen_bits_with_float32_parameters(backend: Backend, op: Op, case: An
 
 
 def test_defaults_are_those_of_the_paper(backend: Backend, op: Op) -> None:
-    """And what is not asked for doesn't come back."""
+    """Also tests that outputs that were not asked for are not returned."""
     case = Case(coupling=False) if op.family is Case else PassCase()
     problem = op.make(Shape(3, 7, 4, 5, 6), case, backend.widest, backend.device)
     found = getattr(capsfast, op.name)(*problem.inputs.values(), backend=backend.name)
@@ -333,7 +333,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: AnyC
     with recorded_ops() as ops:
         run(problem, backend.name)
     if case is SHARED:
-        # One product makes the votes that all output capsules share.
+        # A single product makes votes that all output capsules share.
         assert (f"capsfast::{backend.prefix}routing_pass" in ops) == backend.fused
         return
     if case == Case(shared=True) and backend.name == "cpp":
@@ -345,7 +345,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: AnyC
     assert_path(backend, op.name, ops, backward=False)
 
 
-# test_reference.py does this for every option of the definition, with which test_every_option compares.
+# test_reference.py does this for every option of the reference, and test_every_option compares with the reference.
 @pytest.mark.needs(torch.float64)
 @pytest.mark.parametrize(
     "case",
@@ -404,9 +404,9 @@ def test_expanded_tensors(backend: Backend, op: Op, case: AnyCase, axis: int) ->
         problem = op.make(shape, case, torch.float32, backend.device)
         for name in (*op.tensors, "logits"):
             value = problem.inputs[name]
-            if axis < value.dim() and (axis, name) != (1, "weight"):  # all votes of a capsule would be equal
+            if axis < value.dim() and (axis, name) != (1, "weight"):  # else all votes of a capsule would be equal
                 problem.inputs[name] = value.narrow(axis, 0, 1).expand(value.shape)
-        # What v.sum().backward() sends.
+        # The gradient that v.sum().backward() sends.
         result = "v" if op.family is Case else "first"
         size = problem.gradients[result].shape
         problem.gradients[result] = torch.ones((), device=backend.device).expand(size)
@@ -557,7 +557,7 @@ def test_pose_matrices_are_vectors_with_a_block_diagonal_weight(backend: Backend
 @pytest.mark.parametrize("case", [LOADED, LOADED_OUT, *EACH_WAY[:2]], ids=str)
 @pytest.mark.only(weight=False, linear=False)
 def test_every_position_is_a_sample(backend: Backend, op: Op, case: AnyCase) -> None:
-    """The same numbers without positions, from a batch that has them as samples."""
+    """The same numbers as from a batch with positions as samples."""
     shape = Shape(2, 2, 2, 3, 1) if backend.emulated else Shape(2, 4, 3, 6, 1)
     problem = op.make(shape, replace(case, spatial=(3, 7)), backend.widest, backend.device)
     B, S = 2, 21
@@ -605,7 +605,7 @@ def test_a_single_position_is_routed_as_votes_without(backend: Backend, op: Op, 
 @pytest.mark.parametrize("case", [PLAIN, LOADED_OUT, Case(softmax="in")], ids=str)
 @pytest.mark.only(linear=False)
 def test_votes_that_output_capsules_share(backend: Backend, op: Op, case: Case) -> None:
-    """A size 1 for J in the routing ops: equal to the votes repeated, in every gradient."""
+    """A J of size 1 in the routing ops equals repeated votes, in every gradient."""
     B, I, J, D, K = (3, 4, 3, 5, 3) if backend.emulated else (18, 21, 5, 16, 8)
     problem = op.make(Shape(B, I, J, D, K), replace(case, shared=True), backend.widest, backend.device)
     name, axis = op.tensors[-1], 2 if op.tensors == ("votes",) else 1
@@ -621,7 +621,7 @@ def test_votes_that_output_capsules_share(backend: Backend, op: Op, case: Case) 
 @pytest.mark.passes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [9, 1])
-@pytest.mark.rows(triton=(0, 0))  # as the others: torch's product, then float32
+@pytest.mark.rows(triton=(0, 0))  # as on other backends: torch's product, then float32
 def test_votes_that_are_shared_are_not_rounded_to_sixteen_bits(backend: Backend, rows: int, dtype: torch.dtype) -> None:
     shape, case = Shape(2, 9, 17, 7, 3), Case(num_iterations=4, softmax="in", logits="IJ", bias=True)
     for problem in (
@@ -637,7 +637,7 @@ def test_votes_that_are_shared_are_not_rounded_to_sixteen_bits(backend: Backend,
 
 @pytest.mark.passes
 def test_shared_votes_that_no_output_takes(backend: Backend) -> None:
-    """They are copied where they have 16 bits or gaps, to memory that must have room for them."""
+    """Votes with 16 bits or gaps are copied, to memory that must have room for them."""
     for dtype in (torch.float32, torch.bfloat16):
         for stride in (1, 2):
             votes = torch.randn(2, 9, 1, 16 * stride, device=backend.device).to(dtype).requires_grad_()

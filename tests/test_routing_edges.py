@@ -40,13 +40,13 @@ def test_nan_and_inf_stay_in_their_sample(backend: Backend, op: Op, case: AnyCas
             got = run(problem, backend.name)
             others = [each for each in range(shape.B) if each != n]
             for name in ("v" if op.family is Case else "first", f"d{op.poses}"):
-                # A bad pose is in all votes of its input capsule, a bad vote in the sum of one output capsule.
+                # A bad pose spoils all votes of its input capsule, a bad vote the sum of one output capsule.
                 assert not got[name][n].isfinite().all(), name
             for name, value in got.items():
                 if batched(name, value):
                     assert torch.equal(value[others], clean[name][others]), name
             if op.name == "dynamic_routing":
-                # Every sample adds to dW, so it must not look healthy.
+                # Every sample adds to dW, so dW must not look healthy.
                 assert got["dweight"][2].isnan().all()
 
 
@@ -115,7 +115,7 @@ def test_the_weight_of_a_masked_capsule_may_hold_anything(backend: Backend, B: i
     ids=str,
 )
 def test_masks_that_leave_nothing(backend: Backend, op: Op, case: AnyCase, leaky: bool) -> None:
-    """In some samples of a batch, then in all."""
+    """Masks that leave nothing in some samples of a batch, then in all samples."""
     for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
         for last in (0, shape.B):
             problem = op.make(shape, replace(case, leaky=leaky), torch.float32, backend.device)
@@ -152,7 +152,7 @@ def test_huge_logits(backend: Backend, op: Op, case: AnyCase) -> None:
         for dtype in {torch.float32, backend.widest}:
             problem = op.make(Shape._make(shape), case, dtype, backend.device)
             given = problem.inputs["logits"]
-            # All samples, or every second one.
+            # In all samples, or in every second sample.
             huge = given if case.logits == "IJ" else given[::2].transpose(0, 1)
             huge[0] = 1e4
             huge[1] = -1e4
@@ -177,7 +177,7 @@ def test_an_lse_below_the_logits_overflows_to_infinity(backend: Backend) -> None
 
 @pytest.mark.parametrize("case", [PLAIN, Case(softmax="in")], ids=str)
 def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, case: Case) -> None:
-    # Agreements of 1e5 and more: the coupling is one-hot, and exp of them would overflow.
+    # Agreements of 1e5 and more, whose exp() would overflow: the coupling is one-hot.
     shape = Shape(17, 4, 4, 16, 8) if backend.emulated else Shape(17, 9, 4, 16, 8)
     problem = op.make(shape, case, torch.float32, backend.device)
     problem.inputs[op.poses] *= 1e5
@@ -208,7 +208,7 @@ def test_zero_vectors_have_finite_gradients(backend: Backend, op: Op, case: Case
 def test_empty_sizes(backend: Backend, op: Op, case: AnyCase) -> None:
     for empty in Shape._fields:
         if empty == "J" and case is SHARED:
-            continue  # size 1 for J says there is one
+            continue  # a size of 1 for J means one shared vote
         if case.poses and empty == "K":
             continue  # empty matrices are refused
         shape = Shape(3, 7, 4, 6, 5)._replace(**{empty: 0})
@@ -263,5 +263,5 @@ def test_memory_grows_by_less_than_a_twentieth_of_the_votes() -> None:
         ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root)
         assert ran.returncode == 0, ran.stderr
         grown.append(float(ran.stdout))
-    # What else the process allocates for the first time adds to it now and then.
+    # Other first allocations of the process sometimes add to the growth.
     assert min(grown) < 0.05

@@ -1,4 +1,4 @@
-"""Every routing by name: against plain code, and in every place that takes a routing."""
+"""Every routing by name: against plain code, and in every layer that takes a routing."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ def definition(layer: RoutedCaps, name: str, u: Tensor, activation: Tensor) -> t
 
 def gradients(found: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     torch.manual_seed(2)
-    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # whatever the strides
+    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # contiguous, whatever the strides of outputs
     got = torch.autograd.grad(found, leaves, seeds, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, got, strict=True)]
 
@@ -82,7 +82,7 @@ def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
 
 
 def at_samples(value: Tensor, axes: int) -> Tensor:
-    """The last axes are those of positions, which become samples."""
+    """Turns the last axes, of positions, into samples."""
     return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
 
 
@@ -181,7 +181,7 @@ def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> N
 
 @each_name
 def test_pose_matrices(name: str) -> None:
-    """Matrices of 2 rows are what the block-diagonal weight makes of their numbers."""
+    """Matrices of 2 rows equal vectors with the block-diagonal weight."""
     torch.manual_seed(0)
     layer = RoutedCaps(I, J, K, D, routing=name, pose_rows=2, dtype=torch.float64)
     whole = RoutedCaps(I, J, K, D, routing=name, dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
 
 @each_name
 def test_convolution_is_a_layer_at_every_place(name: str) -> None:
-    """In the middle, and in a corner, where padding is masked."""
+    """In the middle, and in a corner, where the padding is masked."""
     torch.manual_seed(0)
     conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64, **ALONE.get(name, {}))
     assert all(value.dtype == torch.float64 for value in conv.parameters())
@@ -255,9 +255,9 @@ def test_the_origin_of_many_votes_is_that_of_some(given: bool) -> None:
     votes = votes_of("test", product if given else (u, weight), mask=mask)
     coupling = (activation * mask)[:, ::STRIDE]
     wanted = torch.einsum("bi,bijd->bjd", coupling, product[:, ::STRIDE]) / coupling.sum(1)[:, None, None]
-    wanted[0] = 0  # no input capsule is left
+    wanted[0] = 0  # all input capsules are masked
     plain.assert_same(votes.origin(activation), wanted)
-    # Where some of the samples have next to no mass there, all are asked.
+    # If the chosen input capsules have almost no mass in some samples, all are used.
     activation[1, ::STRIDE] = 1e-5
     coupling = activation * mask
     wanted = torch.einsum("bi,bijd->bjd", coupling, product) / coupling.sum(1)[:, None, None]
@@ -267,7 +267,7 @@ def test_the_origin_of_many_votes_is_that_of_some(given: bool) -> None:
 
 @pytest.mark.parametrize("name", ["em", "variational"])
 def test_far_votes_of_few_active_capsules_do_not_cancel(name: str) -> None:
-    """Votes around 1000 with a deviation of 0.1, and a few capsules active: none of them those of a sample."""
+    """Votes around 1000 with a deviation of 0.1, and few active capsules, none of which is in the chosen subset."""
     torch.manual_seed(0)
     I = 4 * STRIDE**2
     votes = 1000 + 0.1 * torch.randn(2, I, 3, 4)
@@ -331,7 +331,7 @@ def test_a_routing_that_decides_nothing_has_no_coupling_to_record() -> None:
 
 
 class Mean(Routing):
-    """The mean vote. Activations are not looked at."""
+    """The mean vote. Ignores activations."""
 
     def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
         poses = votes.moments().first / votes.I
@@ -352,7 +352,7 @@ def test_the_fastest_layer_of_a_name() -> None:
 
 
 class Bare(Mean):
-    """Without the options that a layer adds."""
+    """A routing without the options that a layer adds."""
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, backend: str | None = None) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, backend=backend)
@@ -446,7 +446,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 def routes(route: Callable[[Any], Any]) -> None:
-    """With a route of one's own, over votes that are made and over votes of 2 by 3 positions."""
+    """Runs a user's route() over votes from a weight, and over votes of 2 by 3 positions."""
 
     class Own(Routing):
         def route(self, votes: Any, activation: Tensor | None) -> Any:

@@ -25,7 +25,7 @@ def images(height: int = 7, width: int = 6, dtype: torch.dtype = torch.float64) 
 
 
 def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int, **options: Any) -> Tensor:
-    """What a convolution made, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
+    """Routes the output of a convolution, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
     H, W = maps.shape[2:]
     votes = maps.view(B, types, -1, D, H * W).permute(0, 4, 1, 2, 3).flatten(0, 1)
     v, _ = plain.route(votes, num_iterations, **{"kind": "exp", **options})
@@ -33,7 +33,7 @@ def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int, **
 
 
 def doubled(poses: Tensor, weight: Tensor, like: Tensor) -> Tensor:
-    """Ahead of each other the places of the input, with a zero between them, are convolved with the kernel turned."""
+    """A transposed convolution: zeros between the places of the input, and a convolution with the flipped kernel."""
     spread = poses.new_zeros(poses.shape[0] * poses.shape[1], poses.shape[2], *(2 * n - 1 for n in poses.shape[3:]))
     spread[:, :, ::2, ::2] = poses.flatten(0, 1)
     more = [like.shape[3 + axis] - spread.shape[2 + axis] for axis in (0, 1)]
@@ -43,7 +43,7 @@ def doubled(poses: Tensor, weight: Tensor, like: Tensor) -> Tensor:
 
 
 def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsOutput:
-    """Two halvings, from the model's parameters."""
+    """A network with two levels of halved size, from the model's parameters."""
     p = dict(model.named_parameters())
 
     def slim(name: str, poses: Tensor, r: int = 3, step: int = 1) -> Tensor:
@@ -88,7 +88,7 @@ def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
     assert 0 < (output.lengths > 0.5).double().mean() < 1 or size == (1, 3)
 
 
-# The layers of the authors' SegCaps-R3: capsule types and their size.
+# The layers of the authors' SegCaps-R3: capsule types and sizes.
 R3 = {
     "down.0": (2, 16),
     "route_down.0": (4, 16),
@@ -114,7 +114,7 @@ def plain_r3(model: SegCaps, x: Tensor) -> Tensor:
         if like is not None:
             maps = doubled(poses, weight, like)
         else:
-            # What an odd number of places is padded by, for half the places, has its odd one at the end.
+            # When the number of places is halved, odd padding has its extra place at the end.
             first, step = (1, 2) if name.startswith("down") else (weight.shape[2] // 2, 1)
             maps = F.conv2d(F.pad(poses.flatten(0, 1), (first, weight.shape[2] // 2) * 2), weight, stride=step)
         rounds = 1 if name == "down.0" else 3

@@ -1,4 +1,4 @@
-"""Models that leave Python: exported programs, packages run by C++, ONNX, traces."""
+"""Models outside Python: exported programs, packages run by C++, ONNX, traces."""
 
 import os
 import shutil
@@ -26,13 +26,13 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "serve"
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    # Sizes that capsfast compares while it is traced; capsfast/checks.py has the filter that users have.
+    # capsfast compares sizes during a trace. For users capsfast/checks.py has the filter.
     pytest.mark.filterwarnings("ignore::torch.jit._trace.TracerWarning"),
 ]
 
 
 class Served(nn.Module):
-    """Images ``[B, 1, 8, 8]`` to what four layers make of them. Between them all fused ops, and two dtypes."""
+    """Images ``[B, 1, 8, 8]`` to the results of four layers, which use all fused ops and two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,12 +135,12 @@ def test_saved_files_run_where_there_is_the_library_alone(
 
 @pytest.fixture(scope="module")
 def package(exported: torch.export.ExportedProgram, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, and with the program of examples/serve, compiled at the same time."""
+    """A folder with the package and the program of examples/serve. Both compile at the same time."""
     assert shutil.which("make") and (os.environ.get("CXX") or shutil.which("g++")), "serving needs make and g++"
     folder = tmp_path_factory.mktemp("package")
     build = ["make", "-C", str(EXAMPLE), f"SERVE={folder}/serve", f"PYTHON={sys.executable}", "CXXFLAGS=-O0"]
     with subprocess.Popen(build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as compiling:
-        # What compiles soonest: neither headers for further packages, nor a fast wrapper.
+        # The fastest compilation: no precompiled headers, and no optimised wrapper.
         quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
         to_package(exported, None, folder / "model.pt2", options=quick)
         said, _ = compiling.communicate()
@@ -165,7 +165,7 @@ def test_a_package_runs_in_a_program_without_python(served: Served, package: Pat
     (package / "input").write_bytes(images.numpy().tobytes())
     files = [capsfast.export.library(), package / "model.pt2", package / "input", package / "output"]
     command = [str(word) for word in (package / "serve", *files, *images.shape)]
-    # The loader of libraries says which it opens.
+    # The dynamic loader lists the libraries that it opens.
     ran = subprocess.run(command, capture_output=True, text=True, env={"LD_DEBUG": "files"})
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "libtorch_cpu" in ran.stderr and "libpython" not in ran.stderr and "libtorch_python" not in ran.stderr
@@ -193,7 +193,7 @@ def test_the_program_says_what_is_wrong(package: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
-    """With every option. What only a backward reads, behind what the functions return, is left out."""
+    """With every option. Compares only the outputs that functions return, not those for the backward."""
     shape, decomposed, fused = Shape(3, 7, 4, 5, 6), decompositions(), named("cpp").op(op)
     if op in ("dynamic_routing", "route_votes"):
         more = [problems.Case(spatial=(3,))] if op == "route_votes" else []
@@ -201,7 +201,7 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
         outputs = 2
     else:
         more = [replace(passes.EVERYTHING, spatial=(3,), out_mask=False, prior=False)] if op == "votes_pass" else []
-        # Votes that all output capsules share are not made by the op.
+        # The op does not make votes that all output capsules share.
         cases = [case for case in (*passes.CASES, *more) if "J" not in case.shared]
         calls = [problems.registered(passes.make(shape, case, op, dtype)) for case in cases]
         outputs = 5
@@ -213,14 +213,14 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-# Never taken for a program (see the next test, and test_em_update.py).
+# Ops that are never part of a program (see the next test, and test_em_update.py).
 STEMS = ("factored_routing", "em_update", "triton_em_update")
 IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in STEMS for end in ("", "_backward")}
 
 
 def test_every_op_has_a_decomposition() -> None:
     def own(names: set[str]) -> set[str]:
-        """Without those of the emulator, where a test of this process has installed it."""
+        """Without the ops of the emulator, which another test in this process may have installed."""
         return {name for name in names if name.startswith("capsfast::") and "::emulated_" not in name}
 
     registered = own({name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()})
@@ -255,7 +255,7 @@ def test_programs_hold_no_op_of_the_cpu_alone(way: str, monkeypatch: pytest.Monk
         real = torch.ops.capsfast.factored_routing
         patch.setitem(factored_routing.OP.kernels, "cpp", lambda *args: taken.append(1) or real(*args))
         model(u)
-        assert len(taken) == 2  # of eager calls
+        assert len(taken) == 2  # by eager calls
     if way == "trace":
         traced = torch.jit.trace(model, u)
         assert "factored_routing" not in str(traced.inlined_graph)
@@ -268,7 +268,7 @@ def test_programs_hold_no_op_of_the_cpu_alone(way: str, monkeypatch: pytest.Monk
 
 
 class Wide(nn.Module):
-    """float32 for all results: what numpy has a name for."""
+    """Converts results to float32, because numpy has no bfloat16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def test_zero_vectors_give_zero_and_finite_derivatives(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", SQUASH)
 def test_sixteen_bits_cost_one_rounding(kind: str, dtype: torch.dtype) -> None:
-    # scale 1e-4: |s|^2 and eps vanish in float16. scale 300: |s|^2 overflows in it.
+    # In float16 |s|^2 and eps vanish with scale 1e-4, and |s|^2 overflows with scale 300.
     info = torch.finfo(dtype)
     for scale in (1e-4, 1.0, 300.0):
         s = (torch.randn(50, 4) * scale).to(dtype)

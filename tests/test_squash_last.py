@@ -1,4 +1,4 @@
-"""squash_last=False in every layer that routes dynamically: what it returns, squashed, is what the layer returns."""
+"""squash_last=False in every layer with dynamic routing: squashing its output gives the usual output."""
 
 from collections.abc import Callable
 from typing import Any

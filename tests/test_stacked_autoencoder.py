@@ -1,4 +1,4 @@
-"""The stacked capsule autoencoder, part by part against plain code."""
+"""The stacked capsule autoencoder, part by part, against plain code."""
 
 import math
 from typing import Any
@@ -208,7 +208,7 @@ def test_numbers_of_parameters() -> None:
 
 @pytest.mark.slow
 def test_learns() -> None:
-    """Bars of one of two directions: after some steps the image is explained better than by the background."""
+    """Bars in one of two directions: after some steps the model explains images better than the background does."""
     torch.manual_seed(0)
     model = small(num_parts=2, conv_channels=16)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

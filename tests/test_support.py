@@ -1,4 +1,4 @@
-"""The helpers: a test-suite that cannot fail proves nothing."""
+"""Tests of the helpers: a test suite that cannot fail proves nothing."""
 
 import math
 

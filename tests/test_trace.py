@@ -1,4 +1,4 @@
-"""capsfast.adopt.trace: what one trace of forward and backward shows, and what it takes for harmless."""
+"""capsfast.adopt.trace: what a trace of forward and backward reports, and what it treats as harmless."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ LEFT_OUT = torch.full((3,), 2.0)
 
 
 def traced(run: Callable[..., Tensor], symbolic: bool = False, **more: Tensor) -> Trace:
-    """Of a function of ``u [5, 3]`` and of more tensors by name, of which those with numbers are floats."""
+    """Traces a function of ``u [5, 3]`` and of more tensors by name; non-empty ones are floats."""
     given = {"u": torch.randn(5, 3, requires_grad=True), **more}
     numbers = [name for name, each in given.items() if each.is_floating_point()]
     return trace(lambda tensors: [run(**tensors)], given, numbers, "u", symbolic)
 
 
 def hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The square of u, whose gradient is changed on the way back."""
+    """The square of u, with a hook that changes its gradient."""
 
     def run(u: Tensor) -> Tensor:
         found = u * u

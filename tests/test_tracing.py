@@ -1,4 +1,4 @@
-"""torch.fx and torch.jit.trace: functions are one node, layers are leaves, and traces hold for every batch."""
+"""torch.fx and torch.jit.trace: a function is one node, layers are leaves, and traces hold for every batch."""
 
 import importlib
 import inspect
@@ -44,7 +44,7 @@ def gradients(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 class Functions(nn.Module):
-    """All functions, with arguments by position and by name, in a forward of somebody else's."""
+    """All functions, with positional and keyword arguments, in the forward of a user's module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_nodes_have_every_argument(name: str) -> None:
     assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
 
 
-# A layer, and the axes of its first input behind the batch.
+# A layer, and the axes of its first input after the batch.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, learned_logits=True, bias=True), (6, 5)),
     "shared": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, shared_weight=True, softmax="in"), (6, 5)),
@@ -144,13 +144,13 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{
         f"routing {name}": (lambda kind=kind: kind(6, 4, 5, 3), (6, 4, 3))
         for name, kind in ROUTINGS.items()
-        if name != "self"  # looks at the input capsules
+        if name != "self"  # self-routing needs the input capsules
     },
 }
 
 LABELS, IMAGES, WEIGHT = torch.tensor([0, 2]), torch.rand(2, 1, 4, 4), torch.randn(6, 4, 3, 5)
 ITEMS, LENGTHS, SCORES = torch.rand(2, 5), torch.tensor([6, 2]), torch.rand(2, 3)
-# A layer of several inputs, the axes of that which is traced behind a batch of 2, and a call.
+# A layer with several inputs, the axes of the traced input after a batch of 2, and a call.
 OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Any, Any], Any]]] = {
     "histories": (
         lambda: capsfast.nn.InterestCapsules(3, 5, 4, max_length=6, count="floor"),
@@ -176,7 +176,7 @@ OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[
 def test_every_layer_is_traced_here() -> None:
     public = [getattr(capsfast.nn, name) for name in capsfast.nn.__all__]
     layers = {kind for kind in public if isinstance(kind, type) and issubclass(kind, nn.Module)}
-    # What routings of one's own derive from routes nothing itself.
+    # Base classes of users' routings do not route anything themselves.
     layers -= {capsfast.nn.Routing, capsfast.nn.IterativeRouting}
     assert layers <= {type(make()) for make, *_ in (*LAYERS.values(), *OF_SEVERAL.values())}
 
@@ -215,7 +215,7 @@ def test_scores_of_items_are_a_node() -> None:
 
 
 class Noting(torch.fx.Tracer):
-    """Asks about leaves, and notes what it is called for."""
+    """Records the modules that it is called for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_layers_are_leaves(name: str) -> None:
 
 
 class Masked(nn.Module):
-    """Calls a layer by names alone."""
+    """Calls a layer with keyword arguments only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_leaves_take_arguments_by_name() -> None:
     model = Masked()
 
     class Pairs(torch.fx.Tracer):
-        """Lets a result be unpacked into two."""
+        """Allows to unpack a result into two."""
 
         def iter(self, proxy: torch.fx.Proxy) -> Any:
             return iter((proxy[0], proxy[1]))
@@ -307,7 +307,7 @@ def test_what_fx_cannot_trace_says_so() -> None:
 
 
 class Logged(Tensor):
-    """A tensor that lists the functions it is given to."""
+    """A tensor that records the functions that it is passed to."""
 
     seen: tuple[str, ...] = ()
 
@@ -329,7 +329,7 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
 @pytest.mark.rows(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
-    """check_trace, which is on, compares two traces of the layer node by node, and their values."""
+    """check_trace is on: it compares two traces of the layer node by node, and their values."""
     make, axes = LAYERS[name]
     layer = make().eval()
     model = Parts(layer) if name == "network" else layer
@@ -343,7 +343,7 @@ def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
 
 
 class Parts(nn.Module):
-    """What TorchScript can return of a network: a tuple without names and without None."""
+    """A network whose result TorchScript can return: a tuple without names and without None."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ else:
 
 
 def test_each_class_has_compiled_code_of_its_own() -> None:
-    """torch.compile gives up on code that it has compiled for many modules, and their sizes become its guesses."""
+    """torch.compile stops compiling code that many modules share, and guesses dynamic sizes from these modules."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return x.relu()

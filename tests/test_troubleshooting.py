@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what the library says, word for word."""
+"""docs/troubleshooting.md quotes messages of the library word for word."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 def texts(*files: Path) -> set[str]:
-    """All strings of Python files, with … for what is filled in."""
+    """All strings of Python files, with … in the place of values."""
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

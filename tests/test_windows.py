@@ -29,10 +29,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 class PlainWindowVotes(Votes):
-    """Windows whose votes and coupling coefficients are all in memory, with a softmax for each input capsule."""
+    """All votes and coupling coefficients of windows in memory, with a softmax for each input capsule."""
 
     def __init__(self, votes: Tensor, child: Tensor, start: str = "child") -> None:
-        """votes ``[B, windows, I, J, D]``; child ``[windows, I]``, which input capsule that is, -1 for padding."""
+        """votes ``[B, windows, I, J, D]``; child ``[windows, I]``, the index of the input capsule, -1 for padding."""
         self.votes, self.child, self.start = votes, child, start
         self.places = votes.shape[:2]
         self.I, self.J, self.D = votes.shape[2:]
@@ -65,7 +65,7 @@ class PlainWindowVotes(Votes):
         for number in range(int(self.child.max()) + 1):
             window, place = (self.child == number).nonzero(as_tuple=True)
             if len(window):
-                of_child = b[:, window, place].flatten(1)  # all output capsules of all windows that it is in
+                of_child = b[:, window, place].flatten(1)  # all output capsules of all windows that contain the child
                 leak = torch.zeros_like(of_child[:, : int(leaky)])
                 share = torch.cat([of_child, leak], 1).softmax(1)[:, : of_child.shape[1]]
                 r[:, window, place] = share.unflatten(1, (-1, self.J))
@@ -93,7 +93,7 @@ class PlainWindowVotes(Votes):
 
 
 def children(layer: ConvCaps2d) -> Tensor:
-    """Which input capsule the entries of every window are, ``[windows, I]``; -1 for padding."""
+    """The input capsule of each entry of every window, ``[windows, I]``; -1 for padding."""
     rows = []
     for y, x in torch.cartesian_prod(*(torch.arange(n) for n in layer.grid(SIZE))).tolist():
         row = []
@@ -186,7 +186,7 @@ def test_windows_that_do_not_overlap_do_not_compete(gradient: str, learned_logit
 
 @pytest.mark.parametrize("name", ["em", "dynamic", "variational"])
 def test_one_iteration_from_windows_is_that_of_windows(name: str) -> None:
-    """Also the initial weight of dynamic routing."""
+    """The initial weight of dynamic routing is the same, too."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"routing": name, "padding": 1, "num_iterations": 1, "dtype": f64}
     alone = ConvCaps2d(C, J, K, D, **options)
@@ -205,7 +205,7 @@ def test_one_iteration_from_windows_is_that_of_windows(name: str) -> None:
 
 @pytest.mark.parametrize("learned_logits", [False, True])
 def test_the_initial_weight_fits_the_first_coupling(learned_logits: bool) -> None:
-    """Learned logits start at 0 and count as scores, so with them the start is that of a child."""
+    """Learned logits start at 0 and count as scores, so then the softmax starts over the parents of a child."""
 
     def deviation(**options: Any) -> float:
         torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_the_initial_weight_fits_the_first_coupling(learned_logits: bool) -> Non
 
 
 def test_shares_of_a_child_sum_to_1() -> None:
-    """Also where scores differ by thousands, and where no output capsule is left."""
+    """Also if scores differ by thousands, and if all output capsules are masked."""
     layer = ConvCaps2d(C, J, K, D, padding=1, routing="em", competition="child")
     votes = layer.votes(images(torch.float32)[0])
     query = 1e3 * torch.randn(votes.B, J, D)
@@ -234,7 +234,7 @@ def test_output_capsules_of_windows_can_be_masked() -> None:
     given = torch.einsum("ijdk,bik->bijd", layer.routing.W, layer.unfold(images()[0])).detach().requires_grad_()
     out_mask = torch.ones(inner.B, J, dtype=torch.bool)
     out_mask[:, 1] = False
-    out_mask[: inner.B // B] = False  # no output capsule in the first sample
+    out_mask[: inner.B // B] = False  # all output capsules of the first sample are masked
     votes = WindowVotes(GivenVotes("test", given, out_mask=out_mask), inner.windows)
     for query in (None, torch.randn(inner.B, J, D, dtype=f64, requires_grad=True)):
         found = votes.moments(query=query, return_weights=True, leaky=query is None)
@@ -247,7 +247,7 @@ def test_output_capsules_of_windows_can_be_masked() -> None:
 
 
 def test_no_tensor_of_all_windows_and_all_places() -> None:
-    """Beside the unfolded poses, the largest is as large as windows times kernel area."""
+    """Besides the unfolded poses, the largest tensor has the size of windows times kernel area."""
     torch.manual_seed(0)
     layer = ConvCaps2d(1, 6, 1, 12, routing="em", competition="child")
     poses = torch.randn(1, 1, 1, 14, 14).requires_grad_()
@@ -258,7 +258,7 @@ def test_no_tensor_of_all_windows_and_all_places() -> None:
 
 
 def test_competition_in_other_forms() -> None:
-    """Pose matrices, in 16 bits, and diagnosed."""
+    """With pose matrices, in 16 bits, and in diagnose()."""
     torch.manual_seed(0)
     layer = ConvCaps2d(C, J, K, K, routing="em", competition="child", pose_rows=2, stride=2, padding=1)
     poses, activation = images(torch.float32)

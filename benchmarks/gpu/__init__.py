@@ -1,1 +1,1 @@
-"""What benchmarks/gpu_check.py runs."""
+"""The programs that benchmarks/gpu_check.py runs."""

@@ -1,4 +1,4 @@
-"""A pytest plugin: one of n processes that share the tests. SHARD="2/5" keeps every fifth, from the third on."""
+"""A pytest plugin that splits the tests among processes. SHARD="2/5" keeps every fifth test, from the third on."""
 
 import os
 

@@ -1,6 +1,6 @@
 """The steps that need torch, each in a process: ``python -m gpu.steps NAME --device cuda``.
 
-A step writes what it found to the file that the variable STEP_RESULT names, also before it has ended.
+A step writes its results to the file in the variable STEP_RESULT, also before it ends.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# The first setuptools that reads pyproject.toml as it is.
+# The first setuptools that can read this pyproject.toml.
 SETUPTOOLS = 77
-# Starting a case takes so long where the compiler is a contender.
+# The time to start a case if the compiler is a contender.
 CASE_SECONDS = 30.0
 HOST_CALLS = 16
 
@@ -37,7 +37,7 @@ def publish(result: dict[str, Any]) -> None:
 
 
 def fused(device: str) -> list[str]:
-    """The backends that are available and serve ``device``; first those that compile nothing."""
+    """The backends that are available and serve ``device``. Backends that compile nothing come first."""
     import capsfast
 
     states = {name: each for name, each in capsfast.backends().items() if name != "reference"}
@@ -61,7 +61,7 @@ def machine(asked: argparse.Namespace) -> None:
 
 
 def build(asked: argparse.Namespace) -> None:
-    """The extension in place, for the GPU of this machine alone, without an index to install from."""
+    """Builds the extension in place, only for the GPU of this machine, without a package index."""
     import setuptools.dist
     from torch.utils.cpp_extension import include_paths
 
@@ -70,10 +70,10 @@ def build(asked: argparse.Namespace) -> None:
     try:
         version("pybind11")
     except PackageNotFoundError:
-        # torch has its headers.
+        # torch includes the headers of pybind11.
         sys.modules["pybind11"] = types.SimpleNamespace(get_include=lambda: include_paths()[0])  # type: ignore[assignment]
     if int(version("setuptools").split(".")[0]) < SETUPTOOLS:
-        # A build in place needs nothing of pyproject.toml.
+        # A build in place does not need pyproject.toml.
         setuptools.dist.Distribution.parse_config_files = lambda self, *files, **options: None  # type: ignore[method-assign]
     os.chdir(ROOT)
     sys.argv = ["setup.py", "build_ext", "--inplace"]
@@ -113,7 +113,7 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def sweep(asked: argparse.Namespace) -> None:
-    """All contenders on the canonical layer and around it, the most telling first, until the time is used up."""
+    """All contenders on the canonical layer and around it, important cases first, until the time is used up."""
     from capsfast.bench import record
     from capsfast.bench.cases import CANONICAL, DIRECTIONS
     from capsfast.bench.contenders import contenders
@@ -138,7 +138,7 @@ def sweep(asked: argparse.Namespace) -> None:
         how = {"seconds": 0.0, "least_rounds": 1, "with_memory": False} if asked.rehearse else {"seconds": 1.0}
         try:
             found = measure(case, able, device, **how)
-        except RuntimeError as error:  # the device's memory, or a kernel of no contender in particular
+        except RuntimeError as error:  # out of memory, or an asynchronous error that no contender owns
             found = [Row(case, "all", "failed", first_line(error))]
         rows += found
         record.save(path, surroundings, rows)
@@ -153,7 +153,7 @@ def sweep(asked: argparse.Namespace) -> None:
 
 
 def call(asked: argparse.Namespace) -> None:
-    """In a process of its own: seconds of the first calls, which compile, and of the host's part of a later call."""
+    """In a separate process: seconds of the first calls, which compile, and of the host's part of a later call."""
     from capsfast.bench.cases import CANONICAL
     from capsfast.bench.contenders import OURS, contender
     from capsfast.bench.inputs import input_set, step
@@ -193,7 +193,7 @@ def call(asked: argparse.Namespace) -> None:
 
 
 def cost(asked: argparse.Namespace) -> None:
-    """What a first call costs, with kernels compiled and from Triton's cache, and what a later one costs the host."""
+    """The cost of a first call, with and without Triton's cache, and the host's cost of a later call."""
     found: dict[str, Any] = {}
     for name in fused(asked.device):
         found[name] = {}
@@ -215,10 +215,10 @@ def cost(asked: argparse.Namespace) -> None:
                 )
 
 
-# B, I, J, D, K: one sample, a padded tile, input capsules enough for clusters of blocks and votes of a sample that fit
-# no shared memory, many outputs.
+# B, I, J, D, K: one sample; a padded tile; enough input capsules for clusters, with votes of a sample that fit no
+# shared memory; many outputs.
 SHAPES = ((1, 33, 10, 16, 8), (17, 21, 5, 7, 3), (2, 6000, 10, 16, 8), (33, 9, 300, 4, 4))
-# Every tensor and both softmaxes between them.
+# Together every tensor and both softmaxes.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"softmax": "in", "leaky": True, "num_iterations": 2},
@@ -227,7 +227,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def exercise(asked: argparse.Namespace) -> None:
-    """Forward and backward of both ops for compute-sanitizer. Inputs are copied there: initcheck sees a copy."""
+    """Forward and backward of both ops for compute-sanitizer. Copies inputs there: initcheck sees copies."""
     import capsfast
 
     device = torch.device(asked.device)
@@ -251,7 +251,7 @@ def exercise(asked: argparse.Namespace) -> None:
 
 
 def profiled(asked: argparse.Namespace) -> None:
-    """The canonical layer forward and backward by each backend, between the marks that ncu heeds."""
+    """The canonical layer forward and backward on each backend, between marks for ncu."""
     from capsfast.bench.cases import CANONICAL
     from capsfast.bench.contenders import OURS, contender
     from capsfast.bench.inputs import input_set, step

@@ -10,7 +10,8 @@
 #endif
 
 #define CAPSFAST_INLINE inline __attribute__((always_inline))
-// One copy for all kernels that call it: for what costs far more than a call, in templates with many instances.
+// Compiles a function once for all kernels that call it. For functions that cost far more than a call, in templates
+// with many instances.
 #define CAPSFAST_ONCE __attribute__((noinline))
 
 namespace capsfast {
@@ -21,12 +22,12 @@ enum class Isa : int { portable, avx2, avx512 };
 Isa isa();
 const char* isa_name(Isa which);
 
-// The kernels of a set, see ops/cpu/passes.h. Vectors of one register.
+// The kernels of an instruction set (see ops/cpu/passes.h), with vectors of one register.
 template <class T>
 struct Kernels;
 template <class T>
 const Kernels<T>& kernels(Isa which);
-// Those for tiles of samples: vectors of as many registers as serve best.
+// The kernels for tiles of samples. A vector has as many registers as is fastest.
 template <class T>
 const Kernels<T>& tile_kernels(Isa which);
 

@@ -1,10 +1,10 @@
-// What the kernels build on. Their .inl files are compiled once for each instruction set, inside a namespace and a target
-// region of that set (ops/cpu/routing_avx2.cpp). Headers come before the region: inside it their inline functions would be
-// compiled for the set, and the linker could choose that copy for code that runs on older machines.
+// What the kernels build on. The .inl files are compiled once for each instruction set, inside a namespace and a target
+// region of that set (ops/cpu/routing_avx2.cpp). Headers come before the region. Inside it their inline functions would
+// be compiled for the set, and the linker could choose that copy for code that runs on older machines.
 #pragma once
 
-// Whoever includes isa.h first has a namespace. An .inl that is opened alone, as by an editor, is read as a portable
-// kernel.
+// A file that compiles kernels includes isa.h first. Without it an editor has opened an .inl alone, and reads it as a
+// portable kernel.
 #ifndef CAPSFAST_INLINE
 #define CAPSFAST_OPENED_ALONE
 #endif

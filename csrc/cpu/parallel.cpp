@@ -24,8 +24,8 @@ inline void pause() {
 #endif
 }
 
-// Within a call what a thread waits for comes within microseconds. Where it does not, there are more threads than cores
-// for them, and one that waits gives way.
+// Within a call, a wait takes microseconds. If it takes longer, there are more threads than free cores, and the waiting
+// thread yields its core.
 template <class Ready>
 void wait_for(const Ready& ready) {
   for (int n = 0; !ready(); ++n) {
@@ -46,9 +46,10 @@ class Enter {
   Standing before_;
 };
 
-// Whether help pays, of the calls of one thread: not where they wait for it longer than it works, as where something
-// else keeps a core. Both are sums that fade, and a few calls decide, so that one interruption is not taken for that.
-// Without help nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
+// Decides whether the calls of one thread use helpers. Helpers do not pay if the call waits for them longer than they
+// work, for example because another program keeps a core busy. Both times are fading sums over a few calls, so one
+// interruption does not decide. A call without helpers cannot tell when they would pay again. So helpers are tried
+// again after some calls, and after more calls each time they fail.
 class Help {
  public:
   bool wanted() { return without_ == 0 || --without_ == 0; }
@@ -74,8 +75,8 @@ class Help {
   int calls_ = 0, without_ = 0, pause_ = kFewest;
 };
 
-// A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for
-// the others for ever, so such a process, if its parent had opened one before, does without.
+// A forked process has the memory of its parent, but only one of the parent's threads. If the parent had opened an
+// OpenMP region, a region in the child would wait for the missing threads for ever. So such a child opens none.
 std::atomic<bool> forked{false};
 
 void note_forks() {
@@ -97,14 +98,14 @@ int64_t num_threads() {
   return team != nullptr ? team->members() : static_cast<int64_t>(torch::stable::get_num_threads());
 }
 
-// A part that is claimed belongs to the loop that runs: the next begins when all parts are done, this one too. So what
-// to do is read after that, not before.
+// A claimed part belongs to the loop that runs now: the next loop begins only when all parts are done, this one too. So
+// a thread reads the fields of the loop after its claim, not before.
 int64_t Team::claim(int64_t member) {
   int64_t parts = open_.load(std::memory_order_relaxed);
   while (parts > 0) {
     if (!open_.compare_exchange_weak(parts, parts - 1, std::memory_order_acquire, std::memory_order_relaxed)) continue;
     if (taken_ == nullptr) return count_ - parts;
-    // As many have come here as parts are taken, so one is left.
+    // As many threads have come here as parts are taken, so a part is left.
     for (int64_t part = count_ * member / members_;; part = part + 1 < count_ ? part + 1 : 0) {
       if (!taken_[part].exchange(true, std::memory_order_relaxed)) return part;
     }
@@ -143,7 +144,7 @@ void Team::share(int64_t count, bool own, Part part, const void* loop) {
 }
 
 void Team::help(int64_t member) {
-  // A thread pool might run this on the caller's own thread, which would wait for itself.
+  // A thread pool might run this on the thread of the caller, which would then wait for itself.
   if (std::this_thread::get_id() == caller_) return;
   const Enter enter(nullptr);
   while (open_.load(std::memory_order_relaxed) != kClosed) {
@@ -172,7 +173,7 @@ void run_call(bool shared, void (*call)(const void*), const void* context) {
   const Clock::time_point start = Clock::now();
   double called = 0, returned = 0;
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
-    // Threads may be fewer than asked for: within another parallel region there is but the caller.
+    // There may be fewer threads than asked for: inside another parallel region there is only the caller.
     if (begin > 0) return team.help(begin);
     called = seconds_since(start);
     try {

@@ -1,10 +1,10 @@
 // How a call shares its work among threads.
 //
-// Uses torch's own thread pool through the stable ABI, so that torch.set_num_threads holds here too. A call opens one
-// parallel region: the thread that came with the call runs it, the others help with the loops it comes to. A loop waits
-// for those that took a part of it and for no one else: a thread that the system does not run, as something else is
-// busy on its core, would hold up all at the end of every loop. Only beginning and end of the region wait for all. A
-// thread whose calls spend their time with waiting does without help for a while.
+// Uses torch's own thread pool through the stable ABI, so torch.set_num_threads holds here too. A call opens one
+// parallel region. The calling thread runs the call; the other threads help with its loops. A loop waits only for the
+// threads that took a part of it. If it waited for all, a thread that the system does not run, because another program
+// keeps its core busy, would hold up every loop. Only the beginning and the end of the region wait for all threads. If
+// calls of a thread spend their time waiting, its next calls do without helpers for a while.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -22,25 +22,21 @@ namespace capsfast {
 // The threads of one call: member 0, which runs the call, and helpers.
 class Team {
  public:
-  // What a loop does with one of its parts.
   using Part = void (*)(const void* loop, int64_t part, int64_t member);
 
   explicit Team(int64_t members) : members_(members), caller_(std::this_thread::get_id()) {}
   int64_t members() const { return members_; }
 
-  // Member 0: has parts [0, count) of a loop done, by whoever is there. They are handed out one at a time, in order. An
-  // exception of a part is thrown here, when the others are done. If `own`, not in order: member m begins with its own
-  // share of the parts, the m-th, so that loops over the same data find it in the cache of the same core; then it helps
-  // with others.
+  // Member 0: runs parts [0, count) of a loop on all members. Parts are handed out one at a time, in order. If a part
+  // throws, this function throws the exception when the other parts are done. If `own`, parts are not in order: member
+  // m begins with the m-th share of the parts, so that loops over the same data find the data in the cache of the same
+  // core. Then it helps with other shares.
   void share(int64_t count, bool own, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.
   void help(int64_t member);
-  // Member 0: no more loops.
-  void close() { open_.store(kClosed, std::memory_order_release); }
-  // How long member 0 has waited for others, in seconds.
-  double waited() const { return waited_; }
-  // How long helpers have worked, in seconds.
-  double helped() const { return 1e-9 * double(helped_.load(std::memory_order_relaxed)); }
+  void close() { open_.store(kClosed, std::memory_order_release); }  // member 0: no more loops
+  double waited() const { return waited_; }                          // seconds that member 0 waited for others
+  double helped() const { return 1e-9 * double(helped_.load(std::memory_order_relaxed)); }  // seconds of work
 
  private:
   static constexpr int64_t kClosed = -1;
@@ -50,9 +46,10 @@ class Team {
 
   const int64_t members_;
   const std::thread::id caller_;
-  // The loop. Written before `open_` is, when nobody has a part of the one before; read by those who claimed a part.
+  // The loop. Written before `open_`, when no thread has a part of the loop before. Only threads that claimed a part
+  // read it.
   int64_t count_ = 0;
-  std::unique_ptr<std::atomic<bool>[]> taken_;  // of every part, if members have their own
+  std::unique_ptr<std::atomic<bool>[]> taken_;  // of every part, if members have their own share
   Part part_ = nullptr;
   const void* loop_ = nullptr;
   double waited_ = 0;
@@ -63,24 +60,24 @@ class Team {
   alignas(64) std::atomic<int64_t> helped_{0};  // nanoseconds
 };
 
-// Where a thread stands: in a call that it runs, with its team, or within a part of a loop, or in a call that is not
-// shared: both without a team.
+// Where a thread stands. If it runs a shared call it has a team. Inside a part of a loop, or in a call that is not
+// shared, it has none.
 struct Standing {
   bool inside = false;
   Team* team = nullptr;
 };
 Standing& standing();
 
-// How many threads the call may use, and so into how many parts it is worth cutting.
+// How many threads the call may use.
 int64_t num_threads();
 
 // How many threads may do parts of a loop.
 inline int64_t members() { return standing().team == nullptr ? 1 : standing().team->members(); }
 
-// Runs call(loop) with a team, or if it is not worth sharing without one.
+// Runs call(context): with a team if `shared` and helpers pay, else without.
 void run_call(bool shared, void (*call)(const void*), const void* context);
 
-// Runs f(): a call, whose loops are shared if that pays.
+// The same for a function object f().
 template <class F>
 void with_team(bool shared, const F& f) {
   run_call(shared, [](const void* context) { (*static_cast<const F*>(context))(); }, &f);
@@ -99,12 +96,12 @@ void for_tasks(int64_t count, const F& f, bool own = false) {
   for (int64_t task = 0; task < count; ++task) f(task, int64_t{0});
 }
 
-// Calls f(begin, end) on parts of [0, count) of at least `grain` elements, but for the last.
+// Calls f(begin, end) on equal parts of [0, count). Several parts have at least half of `grain` elements each.
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
   if (count <= 0) return;
   if (standing().team == nullptr) return f(int64_t{0}, count);
-  // More parts than threads, so that one that is late leaves them to others.
+  // More parts than threads, so that a late thread leaves parts to the others.
   const int64_t parts = std::min((count + grain - 1) / grain, 4 * num_threads());
   for_tasks(parts, [&](int64_t part, int64_t) { f(count * part / parts, count * (part + 1) / parts); });
 }

@@ -1,5 +1,5 @@
 // Multiply-adds on registers alone: their rate bounds every kernel of this instruction set. A round is one multiply-add
-// in each of 12 independent chains: enough to keep two units busy whose latency is up to 6 cycles.
+// in each of 12 independent chains, which keep two units with a latency of up to 6 cycles busy.
 #pragma once
 
 #include "vec.inl"

@@ -10,8 +10,8 @@
 #pragma clang fp contract(fast)
 #endif
 
-// A vector longer than a register: two halves. The compiler has vectors of any length, but GCC keeps those that no
-// register holds in memory from one round of a loop to the next.
+// A vector longer than a register: two halves. The compiler has vectors of any length, but GCC keeps vectors that fit
+// no register in memory from one round of a loop to the next.
 template <class Half>
 struct Pair {
   Half low, high;
@@ -88,8 +88,8 @@ inline constexpr T kLowest =
 template <class T>
 inline constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
 
-// Lanes of a vector of a tile of samples: one register where a multiply-add takes its factor from memory, broadcast.
-// Elsewhere a broadcast is an instruction of its own, and serves the registers of several.
+// Lanes of a vector of a tile of samples. One register, if a multiply-add can broadcast its factor from memory.
+// Otherwise a broadcast is an instruction of its own, so a vector has several registers that share it.
 template <class T>
 inline constexpr int kTileLanes = kTileBytes / static_cast<int>(sizeof(T));
 
@@ -114,7 +114,7 @@ CAPSFAST_INLINE void store(T* p, Vec<T, L> v) {
   }
 }
 
-// a in the lanes of a comparison where it holds, else b.
+// a in the lanes where the mask holds, else b.
 template <class Mask, class V>
 CAPSFAST_INLINE V where(Mask mask, V a, V b) {
   if constexpr (kIsPair<V>) {
@@ -124,8 +124,8 @@ CAPSFAST_INLINE V where(Mask mask, V a, V b) {
   }
 }
 
-// Stores past the cache to a p that is a multiple of a vector: the line is not read before it is written. Other threads
-// see it after fence().
+// Stores past the cache: the cache line is not read before it is written. p is a multiple of the size of a vector.
+// Other threads see the numbers after fence().
 template <int L, class T>
 CAPSFAST_INLINE void store_past_cache(T* p, Vec<T, L> v) {
 #if CAPSFAST_X86
@@ -157,8 +157,8 @@ CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
 }
 
 #if CAPSFAST_X86
-// Vectors of which only the first n < L lanes are there, with the masks of AVX-512 and AVX2. A template is compiled
-// only where it is called, so the portable kernels may have it.
+// Loads the first n < L lanes with the masks of AVX-512 and AVX2. A template is compiled only where it is called, so
+// the portable kernels may include it.
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
   if constexpr (kBytes == 64) {
@@ -192,7 +192,7 @@ CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
 #if CAPSFAST_X86
     if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
 #endif
-    // In registers: a vector that is loaded where its numbers were just stored waits for them. Longer ones have masks.
+    // In registers: a load from memory that was just stored to would wait. Longer vectors have masks.
     Vec<T, L> v{};
     for (int l = 0; l < L; ++l) {
       if (l < n) v[l] = p[l];
@@ -201,7 +201,7 @@ CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
   }
 }
 
-// n < 2 H numbers in two runs of the largest power of two that fits, which may overlap.
+// Copies n < 2 H numbers as two runs, which may overlap. The length of a run is the largest power of two that fits.
 template <int H, class T>
 CAPSFAST_INLINE void copy_part(T* p, const T* from, int64_t n) {
   if (n >= H) {
@@ -219,7 +219,7 @@ CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
   copy_part<L / 2>(p, lanes, n);
 }
 
-// Adds x to *high, and what that addition rounds off to *low (Knuth's two-sum).
+// Adds x to *high, and the rounding error of this addition to *low (Knuth's two-sum).
 template <class V>
 CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
   const V total = *high + x, back = total - *high;
@@ -235,7 +235,7 @@ CAPSFAST_INLINE Vec<T, L> clear_first(Vec<T, L> x, int64_t n) {
   return lane < static_cast<T>(n) ? Vec<T, L>{} : x;
 }
 
-// The result is b where a is not greater. So a NaN in b is kept and one in a is dropped. Dropping is harmless in a
+// The result is b where a is not greater. So a NaN in b is kept, and a NaN in a is dropped. Dropping is harmless in a
 // softmax: the exponential of the NaN logit is NaN again.
 template <class V>
 CAPSFAST_INLINE V max(V a, V b) {
@@ -282,15 +282,16 @@ CAPSFAST_INLINE Vec<T, L> swap_blocks(Vec<T, L> a, Vec<T, L> b) {
   return shuffle_of<T, L>(a, b, block_sequence<L, H, high>(std::make_integer_sequence<int, L>{}));
 }
 
-// Lane n of what two vectors are in groups of four lanes, alternating: their first two or, if `high`, their last two.
+// Takes two lanes of each group of four lanes of a and b: the first two or, if `high`, the last two. Lanes of a and b
+// alternate in the result.
 template <class T, int L, bool high, int... N>
 CAPSFAST_INLINE Vec<T, L> alternate(Vec<T, L> a, Vec<T, L> b, std::integer_sequence<int, N...>) {
   return shuffle_of<T, L>(
       a, b, std::integer_sequence<int, (N / 4 * 4 + N % 4 / 2 + (high ? 2 : 0) + (N % 2 != 0 ? L : 0))...>{});
 }
 
-// Transposes the L x L matrix m in place, in log2(L) rounds. A round exchanges off-diagonal blocks of H x H. The last
-// two have instructions of their own, in the other order.
+// Transposes the L x L matrix m in place, in log2(L) rounds. A round exchanges off-diagonal blocks of H x H. For
+// numbers of 4 bytes the last two rounds have instructions of their own, in the other order.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   if constexpr (H == 2 && sizeof(T) == 4) {
@@ -319,14 +320,15 @@ CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   }
 }
 
-// Lane n of the result is the sum of the lanes of m[n]. With another H: lane 2 g H + n is that of group g of 2 H
+// Lane n of the result is the sum of the lanes of m[n]. With another H: lane 2 g H + n is the sum of group g of 2 H
 // neighbouring lanes of m[n]. Overwrites m.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   if constexpr (H >= 1) {
 #pragma GCC unroll 16
     for (int i = 0; i < H; ++i) {
-      // Folds vectors i and i + H into one, whose alternating blocks of H lanes belong to the one and the other.
+      // Folds vectors i and i + H into one vector. Its blocks of H lanes belong to vector i and to vector i + H in
+      // turn.
       m[i] = swap_blocks<T, L, H, false>(m[i], m[i + H]) + swap_blocks<T, L, H, true>(m[i], m[i + H]);
     }
     return sums<T, L, H / 2>(m);

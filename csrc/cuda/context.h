@@ -10,8 +10,8 @@
 
 namespace capsfast::gpu {
 
-// Whether launches may be cooperative. Such a launch needs the whole device, so it waits for kernels that stay on some
-// multiprocessors for long, as those of communication do. The environment variable is read once.
+// Whether launches may be cooperative. A cooperative launch needs the whole device, so it waits for kernels that stay
+// on some multiprocessors for long, such as communication kernels. The environment variable is read once.
 inline bool cooperative_wanted() {
   static const bool wanted = [] {
     const char* value = std::getenv("CAPSFAST_COOPERATIVE");

@@ -1,7 +1,7 @@
 // Everything that kernels use of CUDA: indices, barriers, shuffles, memory, copies, tensor cores, launches. Kernels
 // include no header of CUDA itself.
 //
-// With CAPSFAST_EMULATED this is the implementation of tests/emulator instead, which runs on the host and checks every
+// With CAPSFAST_EMULATED the implementation comes from tests/emulator instead. It runs on the host and checks every
 // access.
 #pragma once
 
@@ -17,17 +17,17 @@
 #include "limits.h"
 
 #define CAPSFAST_DEVICE __device__ __forceinline__
-// A function that is called, so that it is compiled once for all kernels of a file and takes none of their registers.
+// A function that is not inlined: it is compiled once for all kernels of a file and takes none of their registers.
 #define CAPSFAST_CALLED __device__ __noinline__
-// Before the argument of a kernel that hands it on to such a function: else it would be copied.
+// For the argument of a kernel that passes it on to such a function. Without this mark the argument would be copied.
 #define CAPSFAST_IN_PLACE const __grid_constant__
 // A kernel whose blocks have at most `threads` threads. The compiler leaves each thread so few registers that a
 // multiprocessor can run `blocks` blocks at the same time.
 #define CAPSFAST_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 
-// Global<const T> has a conversion to itself, which is never used: nvcc warns about it.
+// nvcc warns that Global<const T> has a conversion to itself. The conversion is never used.
 #pragma nv_diag_suppress 554
-// And about grid_barrier where grid.h is not included. A kernel that lacked it would not get through ptxas.
+// nvcc also warns that grid_barrier is undefined where grid.h is not included. If a kernel needed it, ptxas would fail.
 #pragma nv_diag_suppress 821
 
 namespace capsfast::gpu {
@@ -37,8 +37,8 @@ struct Grid {
 };
 
 CAPSFAST_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
-// The same index, read from the hardware at each call. The compiler cannot merge two calls, so it does not keep the
-// index and what is computed from it in registers between them.
+// The same index, read from the hardware at each call. The compiler cannot merge two calls. So between calls it keeps
+// neither the index nor what is computed from it in registers.
 CAPSFAST_DEVICE int reread_thread_idx() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -52,8 +52,8 @@ CAPSFAST_DEVICE int64_t blocks_x() { return gridDim.x; }
 CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
-// A barrier of all threads of a cooperative launch. After it every thread sees what any wrote to memory before it. Its
-// definition is in grid.h, for the files that compile such kernels: cooperative_groups.h is long.
+// A barrier of all threads of a cooperative launch. After the barrier every thread sees what any thread wrote before
+// it. grid.h has the definition, for the files that need it: cooperative_groups.h is long.
 CAPSFAST_DEVICE void grid_barrier();
 
 // A cluster is a number of neighbouring blocks along x. They run at the same time and can read each other's shared
@@ -75,7 +75,8 @@ CAPSFAST_DEVICE int cluster_rank() {
   return 0;
 #endif
 }
-// A barrier of all threads of the cluster. Needed before a block leaves whose shared memory another may still read.
+// A barrier of all threads of the cluster. A block must pass it before it exits if another block may still read its
+// shared memory.
 CAPSFAST_DEVICE void cluster_barrier() {
 #ifdef CAPSFAST_CLUSTERS
   __cluster_barrier_arrive();
@@ -136,8 +137,8 @@ class Global {
   __host__ __device__ operator Global<const T>() const { return {data_, 0}; }
 
  private:
-  // Where a kernel chooses between pointers, the compiler loses track of the kind of memory they point to. Accesses
-  // then take generic instructions, which find out at run time.
+  // If a kernel chooses between pointers, the compiler no longer knows what kind of memory they point to. Then it emits
+  // generic accesses, which find out at run time.
   CAPSFAST_DEVICE T* global() const {
     __builtin_assume(__isGlobal(data_));
     return data_;
@@ -158,7 +159,7 @@ class Shared {
   CAPSFAST_DEVICE T& operator[](int n) const { return data_[n]; }
   // Elements n and n + 1, for even n.
   CAPSFAST_DEVICE Pair pair(int n) const { return *reinterpret_cast<const Pair*>(data_ + n); }
-  // As many elements as Vector holds, from n on, loaded or stored at once. n is a multiple of their number.
+  // Loads or stores as many elements as Vector holds at once, from n on. n is a multiple of their number.
   template <class Vector>
   CAPSFAST_DEVICE Vector vector(int n) const {
     return *reinterpret_cast<const Vector*>(data_ + n);
@@ -214,8 +215,9 @@ CAPSFAST_DEVICE void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], cons
         "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(0.0f));
 }
 
-// Starts copying 16 bytes from device memory to shared memory, without registers on the way; both addresses are
-// multiples of 16. A thread may read what it has copied after copies_wait(), the others after a barrier that follows.
+// Starts copying 16 bytes from device memory to shared memory, without registers on the way. Both addresses are
+// multiples of 16. The copying thread may read the bytes after copies_wait(), other threads after a barrier that
+// follows.
 template <class T>
 CAPSFAST_DEVICE void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -262,20 +264,20 @@ class Launching {
   cudaLaunchConfig_t config_ = {};
 };
 
-// Launches and checks for errors, without waiting for the kernel. False if all blocks were to run at the same time and
-// the driver refuses that: the device may have less room than it reports, for example if processes share it.
+// Launches the kernel and checks for errors, without waiting for the kernel. False if all blocks must run at the same
+// time and the driver refuses this. The device may have less room than it reports, for example if processes share it.
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
-  // A driver that has no cooperative launches of clusters may call their attributes invalid.
+  // A driver without cooperative launches of clusters may call the attributes invalid.
   const bool refused =
       code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorNotSupported ||
       (together.cluster > 1 && (code == cudaErrorInvalidConfiguration || code == cudaErrorInvalidValue));
   if (together.grid && refused) {
-    static_cast<void>(cudaGetLastError());  // clears the error, which a later check would report
+    static_cast<void>(cudaGetLastError());  // clears the error, or a later check would report it
     return false;
   }
   check(code, "a kernel launch");

@@ -13,7 +13,7 @@ namespace capsfast::gpu {
 template <class Args>
 using Kernel = void (*)(Args);
 
-// What is asked of the device itself. device.h defines these functions, and the emulator does.
+// The questions to the device. device.h defines these functions; so does the emulator.
 struct Driver {
   static int device();  // the current one
   // The most shared memory that a block may have, in bytes.
@@ -34,8 +34,8 @@ class Limits {
     return limits;
   }
 
-  // Lets blocks of the kernel ask for `bytes` of shared memory. What a kernel may ask for holds for the launches of all
-  // threads, so it never becomes less: beyond what every kernel may ask for it is all that the device has.
+  // Lets blocks of the kernel ask for `bytes` of shared memory. The limit of a kernel holds for the launches of all
+  // threads, so it must never shrink. Above the default limit it is set to all that the device has.
   void allow_shared(const void* kernel, int bytes) {
     if (bytes == 0) return;
     const int device = Driver::device();
@@ -51,7 +51,8 @@ class Limits {
     allowed_[{kernel, device}] = allowed;
   }
 
-  // How many clusters of `size` blocks the device runs at the same time; with size 0, how many blocks a multiprocessor.
+  // How many clusters of `size` blocks the device runs at the same time. With size 0: how many blocks a multiprocessor
+  // runs.
   int64_t max_active(const void* kernel, int size, int threads, int shared_bytes) {
     allow_shared(kernel, shared_bytes);
     const Question question{kernel, Driver::device(), size, threads, shared_bytes};
@@ -66,7 +67,7 @@ class Limits {
 
  private:
   static constexpr int kUsualSharedBytes = 48 * 1024;
-  static constexpr size_t kMostAnswers = 1024;  // shared memory depends on the shapes, of which there is no end
+  static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;
@@ -79,14 +80,12 @@ void allow_shared(Kernel<Args> kernel, int bytes) {
   Limits::get().allow_shared(reinterpret_cast<const void*>(kernel), bytes);
 }
 
-// How many blocks of a kernel a multiprocessor runs at the same time.
 template <class Args>
 int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
   return Limits::get().max_active(reinterpret_cast<const void*>(kernel), 0, threads, shared_bytes);
 }
 
-// How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
-// without clusters.
+// 0 if the kernel was compiled for an architecture without clusters.
 template <class Args>
 int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
   return Limits::get().max_active(reinterpret_cast<const void*>(kernel), size, threads, shared_bytes);

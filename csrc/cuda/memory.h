@@ -16,9 +16,9 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // Uninitialised, or all bits 0, until this object ends. That may be before the kernels have run: the caching
-  // allocator reuses memory in the order of the stream. Never null, because a null pointer is an absent argument to a
-  // kernel.
+  // Memory that is uninitialised or, if `zeroed`, all bits 0. It lives until this object ends. The object may end
+  // before the kernels have run: the caching allocator reuses memory in the order of the stream. Never null, because to
+  // a kernel a null pointer means an absent argument.
   void* allocate(int64_t bytes, bool zeroed);
 
  private:

@@ -1,5 +1,5 @@
-// torch's tensor by name alone. Files with kernels get along without its headers, which nvcc would read once for every
-// architecture that it compiles for.
+// Declares torch's tensor without its headers. nvcc would read the headers once for every architecture that it compiles
+// for.
 #pragma once
 
 namespace torch::stable {

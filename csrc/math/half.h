@@ -45,7 +45,7 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float half_to_float(u
 #else
   const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7FFFu;
-  // The exponent bias of float exceeds that of float16 by 112. The product also normalises subnormal numbers.
+  // The exponent bias of float is 112 more than the bias of float16. The product also normalises subnormal numbers.
   const float scaled = float_of_bits(magnitude << 13) * 0x1p112f;
   const uint32_t finite = bits_of_float(scaled);
   const uint32_t special = (magnitude << 13) | 0x7F800000u;  // inf and NaN

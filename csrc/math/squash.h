@@ -62,7 +62,7 @@ CAPSFAST_HOST_DEVICE inline T radial_derivative(Squash kind, T n, T eps) {
   return 0;
 }
 
-// What an iteration makes of x, its weighted sum and bias: v = factor(last, |x|^2) x.
+// How an iteration squashes x, its weighted sum plus the bias: v = factor(last, |x|^2) x.
 struct Squashing {
   Squash kind = Squash::paper, last = Squash::paper;  // last: of the last iteration
   double eps = 1e-8;
@@ -71,7 +71,7 @@ struct Squashing {
   CAPSFAST_HOST_DEVICE T factor(bool is_last, T n) const {
     return radial<T>(is_last ? last : kind, n, T(eps));
   }
-  // Of the factor, by n.
+  // The derivative of the factor with respect to n.
   template <class T>
   CAPSFAST_HOST_DEVICE T derivative(bool is_last, T n) const {
     return radial_derivative<T>(is_last ? last : kind, n, T(eps));

@@ -1,11 +1,12 @@
-// What torch hands to an op, as the kernels take it: arguments off the stack, tensors of the stable ABI as views.
+// Turns what torch hands to an op into what the kernels take: arguments off the stack, tensors of the stable ABI as
+// views.
 //
-// Python checks the arguments. Checked again here are only shapes, devices and dtypes, which would make the kernels read
-// out of bounds.
+// Python checks the arguments. This file checks again only what could make the kernels read out of bounds: shapes,
+// devices and dtypes.
 //
-// An Engine is where an op runs. It has the device's name `device`, `holds(tensor)`, and `forward<T>`, `backward<T>`,
-// `pass_forward<T>` and `pass_backward<T>`, where T is the type that sums are formed in. These take the problem, its
-// inputs and outputs, and a tensor `like` whose device and allocator new memory comes from.
+// An Engine is where an op runs. It has the name of the device, `device`, and `holds(tensor)`. Its functions
+// `forward<T>`, `backward<T>`, `pass_forward<T>` and `pass_backward<T>` form sums in type T. They take the problem, its
+// inputs and outputs, and a tensor `like`: new memory comes from the device and allocator of `like`.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
@@ -42,7 +43,7 @@ class Stack {
     return *this;
   }
 
-  // Which gradients are needed, of so many.
+  // Which of `count` gradients are needed.
   std::vector<bool> needed(size_t count) {
     std::vector<bool> found;
     *this >> found;
@@ -104,7 +105,8 @@ inline ScalarType wide_type(const Tensor& like) {
   return like.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A new tensor. torch::stable::new_empty looks the op up by its name at each call: 2 us, and most calls make five.
+// A new tensor. torch::stable::new_empty would look the op up by its name at each call, which takes 2 us; most calls
+// make five tensors.
 inline Tensor empty(const Tensor& like, const int64_t* sizes, size_t axes, ScalarType type) {
   int32_t device, index, layout;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
@@ -117,7 +119,7 @@ inline Tensor empty(const Tensor& like, const int64_t* sizes, size_t axes, Scala
   return Tensor(made);
 }
 
-// Of these sizes and, where there are positions, an axis of them.
+// A new tensor of these sizes, with a last axis of positions if there are any.
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type, int64_t positions = -1) {
   int64_t all[5];
   size_t axes = 0;
@@ -126,27 +128,27 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
   return empty(like, all, axes, type);
 }
 
-// A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
-// positions: the tensor ends in an axis of them. huge_pages: ask for them. Not for dvotes, as large as the votes: where
-// memory was given back to the host of a virtual machine, fresh huge pages were found to cost more than small ones.
+// A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted. positions:
+// the tensor ends in an axis of positions. huge_pages: ask for huge pages. dvotes, as large as the votes, does without:
+// if a virtual machine had given memory back to its host, fresh huge pages cost more than small pages.
 inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool positions = false,
                             bool huge_pages = true) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = empty(tensor, tensor.sizes().data(), tensor.sizes().size(), tensor.scalar_type());
   if (huge_pages && gradient.is_cpu())
     advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
-  // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
+  // If any axis is empty, perhaps no kernel fills what remains of the gradient, which is 0.
   if (empty_problem) torch::stable::zero_(gradient);
   if (gradient.numel() > 0) *view = view_of(gradient, positions);
   return gradient;
 }
 
-// The gradients of what the votes are made from.
+// The gradients of the tensors that make the votes.
 struct VoteGradients {
   Tensor u, weight;
 };
 
-// a: a struct with u and weight. Where u are votes, the kernels write dvotes where else dW goes.
+// a: a struct with u and weight. If u holds votes, the kernels write dvotes in the place of dW.
 template <class A>
 VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>& needed, BackwardOutputs& out) {
   out.weight_rows = a.weight.has_value() ? a.weight->size(0) : 0;
@@ -199,7 +201,8 @@ struct Arguments {
     p.out_mask = mask_of("out_mask", out_mask, p, p.J);
   }
 
-  // The sizes and the votes: those of u and weight or, without a weight, u itself with J output capsules.
+  // The sizes and the votes. Votes are made from u and weight; without a weight, u holds the votes for J output
+  // capsules.
   static Problem problem_of(const Tensor& u, const OptionalTensor& weight, std::optional<int64_t> J) {
     if (!weight.has_value()) return of_votes(u, J.value_or(u.dim() > 2 ? u.size(2) : 0));
     Problem p = of_product(u, *weight);

@@ -46,7 +46,7 @@ class DynamicRouting : Arguments<Engine> {
     const bool positions = p.positions >= 0;
     Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
     Tensor coupling = return_coupling ? empty(a.u, {p.B, p.I, p.J}, type, p.positions) : empty(a.u, {0}, type);
-    // Neither is kept where there are positions.
+    // With positions neither s nor norm is kept.
     Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, p.D}, wide);
     Tensor norm = p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
     ForwardOutputs out;
@@ -131,7 +131,7 @@ class DynamicRouting : Arguments<Engine> {
  private:
   static Problem votes_of_all(const RoutingArguments& a) {
     const Problem p = problem(a);
-    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must be that of the weight");
+    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
     return p;
   }
 };

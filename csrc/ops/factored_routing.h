@@ -26,7 +26,7 @@ class FactoredRouting : Arguments<CpuEngine> {
            coupling = return_coupling ? empty(call.u, {p.B, p.I, p.J}, type) : empty(call.u, {0}, type),
            z = empty(call.u, {p.B, p.iterations, p.J, p.K}, wide);
     if (p.empty()) {
-      // Sums over nothing: what is left is the squashed bias.
+      // All sums are empty; only the squashed bias is left.
       torch::stable::zero_(z);
       torch::stable::zero_(v);
       torch::stable::zero_(coupling);

@@ -1,4 +1,4 @@
-// Translates the words of the op schemas to what the kernels use. capsfast/options.py lists the same words.
+// Translates the words of the op schemas to enumerators for the kernels. capsfast/options.py lists the same words.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>

@@ -1,4 +1,4 @@
-// What routing_pass computes beyond routing.h: what a pass scores votes against, and its moments.
+// What routing_pass adds to routing.h: the arguments that score votes, and the moments.
 //
 //   x = W u - center;  b = logits + prior + x . query - sum_d precision x^2 / 2;  r = normalize(b) activation
 //   mass = sum_i r;  first = sum_i r x;  second = sum_i r x^2
@@ -16,11 +16,11 @@ struct PassInputs {
   View prior;      // [B, J]
 };
 
-// Contiguous, in the type that sums are formed in; weights in that of the votes. `data` is null where an output is not
-// wanted. norm is written for Normalize::in: a number m that the largest logit exceeds by 8 at most, and
-// 1 / sum_i exp(b - m).
+// Contiguous, in the type that sums are formed in; weights have the type of the votes. `data` is null where an output
+// is not wanted. norm is written for Normalize::in only. It holds a number m, which the largest logit exceeds by 8 at
+// most, and 1 / sum_i exp(b - m).
 struct PassOutputs {
-  int64_t batch = 0;     // B of norm: all samples, also where the call works on a part of them
+  int64_t batch = 0;     // B of norm: all samples, even if the call works on a part
   View mass;             // [B, J]
   View first;            // [B, J, D]
   View second;           // [B, J, D]
@@ -29,7 +29,7 @@ struct PassOutputs {
   void* norm = nullptr;  // [2, B, J]
 };
 
-// The gradients of the moments, null where one is zero, and the moments themselves.
+// The gradients of the moments, null where a gradient is zero, and the moments themselves.
 struct PassSaved {
   int64_t batch = 0;                            // as in PassOutputs
   View dmass, dfirst, dsecond, dweights, dlse;  // shapes as above
@@ -37,7 +37,7 @@ struct PassSaved {
   const void* norm = nullptr;                   // [2, B, J]
 };
 
-// Contiguous gradients; `data` is null if one is not wanted. votes and routing options as in BackwardOutputs.
+// Contiguous gradients; `data` is null if a gradient is not wanted. Votes and routing options as in BackwardOutputs.
 struct PassGradients {
   BackwardOutputs common;            // du, dweight, dlogits
   View dquery, dprecision, dcenter;  // [B, J, D]

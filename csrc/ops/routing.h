@@ -13,8 +13,9 @@ namespace capsfast {
 
 enum class Storage : int { f32, f64, bf16, f16 };
 
-// A strided tensor; strides in elements. `data` is null if the argument is absent. Where votes have positions, the last
-// axis of a tensor with an axis B is theirs, of stride `position`; shapes in these headers leave it out.
+// A strided tensor; strides in elements. `data` is null if the argument is absent. If votes have positions, every
+// tensor with an axis B ends in an axis of positions, with stride `position`. Shapes in these headers leave that axis
+// out.
 struct View {
   void* data = nullptr;
   Storage storage = Storage::f32;
@@ -22,7 +23,7 @@ struct View {
   int64_t position = 0;
 };
 
-// A bool matrix. `data` is null if there is no mask: then everything is valid.
+// A bool matrix. If there is no mask, `data` is null and everything is valid.
 struct MaskView {
   const uint8_t* data = nullptr;
   int64_t stride[2] = {0, 0};
@@ -30,62 +31,62 @@ struct MaskView {
   bool at(int64_t row, int64_t column) const { return data[row * stride[0] + column * stride[1]] != 0; }
 };
 
-// How routing logits b become coupling coefficients: a softmax over the output or over the input capsules, a sigmoid,
-// b itself, or exp(b - lse) with a given lse. The routing ops have the first two.
+// How routing logits b become coupling coefficients: a softmax over the output or over the input capsules, a sigmoid, b
+// itself, or exp(b - lse) with a given lse. The routing ops take only the two softmaxes.
 enum class Normalize : int { out, in, sigmoid, none, lse };
 
 struct Problem {
   int64_t B = 0, I = 0, J = 0, D = 0, K = 1;
   int64_t P = 1;           // poses of an input capsule that share its weights (pose matrices); D is P R
-  int64_t positions = -1;  // S of votes [B, I, J, D, S], each of which is routed for itself; negative: no such axis
+  int64_t positions = -1;  // S of votes [B, I, J, D, S], where each position is routed alone; negative: no such axis
   int64_t iterations = 1;
   Normalize normalize = Normalize::out;
   bool gradient_last = false;  // gradient="last": the agreement is a constant
-  bool leaky = false;          // every softmax has one more entry, of logit 0, whose coupling is thrown away
+  bool leaky = false;          // every softmax has one more entry, with logit 0; its coupling is dropped
   Squashing squash;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
   bool votes_given = false;     // votes instead of u and weight, K = 1
-  bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
-  bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
-  bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over it
-  bool tiled = false;           // not a small batch, whatever B is: the part of a batch that goes to tiles of samples
+  bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over input capsules
+  bool shared_outputs = false;  // one vote (stride 0) for all output capsules: dvotes is the sum over output capsules
+  bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over the batch
+  bool tiled = false;           // not a small batch, whatever B is: this part of the batch goes to tiles of samples
   bool side_by_side = false;    // votes lie in lanes: samples are positions, or capsule_lanes
-  // Lanes are input capsules of a sample, and what the kernels take for an input capsule is a block of L of them: votes
-  // [B][ceil(I / L)][J D][L], 0 in lanes without an input capsule and for masked ones.
+  // Lanes are input capsules of a sample, and a block of L input capsules takes the place of an input capsule. Votes
+  // are [B][ceil(I / L)][J D][L], 0 for masked input capsules and in lanes without an input capsule.
   bool capsule_lanes = false;
   View u;                          // [B, I, P K]
   View weight;                     // [I, J, R, K]; the stride over I is 0 if shared
-  Storage dweight = Storage::f32;  // of dW: that of the tensor `weight`, which may have been copied
+  Storage dweight = Storage::f32;  // of dW: the storage of the op's weight, while `weight` may be a copy
   View votes;                      // [B, I, J, D]; the stride over J is 0 if shared_outputs
   View logits;                     // [B, I, J]; the stride over B is 0 for logits [I, J]
   View bias;                       // [J, D]
   MaskView mask;                   // [B, I]
   MaskView out_mask;               // [B, J]
 
-  // Of a pass of its own only.
-  bool moments = false;    // it is one: with mass, and what goes with an input capsule
-  bool quadratic = false;  // votes are taken about a center, scored by squares, or have second moments
+  // Only for the op routing_pass.
+  bool moments = false;    // this is a routing_pass: it has mass, activation and lse
+  bool quadratic = false;  // the pass subtracts a center, scores squares, or has second moments
   View activation;         // [B, I], multiplies the coupling
   View lse;                // [B, I], for Normalize::lse
 
   bool softmax_in() const { return normalize == Normalize::in; }
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0 || positions == 0; }
-  int64_t R() const { return D / P; }                  // numbers of the vote of one pose
-  int64_t weight_size() const { return J * R() * K; }  // numbers of the weight of an input capsule
-  int64_t pose_size() const { return P * K; }          // numbers of an input capsule
-  // Numbers of the votes of an input capsule. Votes that no output capsule takes (J = 0) are there too.
+  int64_t R() const { return D / P; }                  // size of the vote of one pose
+  int64_t weight_size() const { return J * R() * K; }  // size of the weight of an input capsule
+  int64_t pose_size() const { return P * K; }          // size of all poses of an input capsule
+  // Size of the votes of an input capsule. A shared vote takes memory even if J = 0.
   int64_t votes_size() const { return (shared_outputs ? 1 : J) * D; }
-  // Whether votes are such that a block of them is a matrix.
+  // Whether a block of votes is a matrix.
   bool keys() const { return votes_given && shared_outputs && !quadratic; }
   int64_t samples() const { return positions < 0 ? B : B * positions; }
 };
 
 // Contiguous tensors. v and coupling have the storage of the inputs. s and norm are kept for the backward, in the type
-// that sums are formed in. norm is written for the softmax over the input capsules only: norm[0] is a number m that
-// the largest logit exceeds by 8 at most, norm[1] is 1 / sum_i exp(b - m). Where votes have positions neither is kept.
+// that sums are formed in; with positions they are not kept. norm is written for the softmax over the input capsules
+// only. norm[0] is a number m, which the largest logit exceeds by 8 at most; norm[1] is 1 / sum_i exp(b - m).
 struct ForwardOutputs {
-  int64_t batch = 0;     // B of s and norm: all samples, also where the call works on a part of them
+  int64_t batch = 0;     // B of s and norm: all samples, even if the call works on a part
   View v;                // [B, J, D]
   View coupling;         // [B, I, J]; data is null if it is not wanted
   void* s = nullptr;     // [r, B, J, D], without bias
@@ -101,10 +102,10 @@ struct BackwardInputs {
   const void* norm = nullptr;  // [2, r, B, J]
 };
 
-// Contiguous gradients; `data` is null if one is not wanted.
+// Contiguous gradients; `data` is null if a gradient is not wanted.
 struct BackwardOutputs {
   View du;       // [B, I, P K]
-  View dweight;  // [I or 1, J, R, K]; where votes are given dvotes [B, I, J or 1, D]
+  View dweight;  // [I or 1, J, R, K]; if votes are given, dvotes [B, I, J or 1, D]
   View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
   View dbias;    // [J, D]
   bool per_sample_logits = false;

@@ -70,7 +70,7 @@ class RoutingPass : Arguments<Engine> {
     stack >> mass >> first >> second >> weights >> lse_out >> norm;
     a.take_options(stack);
     const std::vector<bool> needed = stack.needed(9);
-    // Without a gradient of the second moment, and without squares in the score, it plays no part.
+    // If the second moment has no gradient, the backward does not need it.
     a.second = a.second && dsecond.has_value();
     Problem p = problem(a);
     const PassInputs in = inputs(p, a);

@@ -2,9 +2,9 @@
 //
 //   serve LIBRARY PACKAGE INPUT OUTPUT SIZE...
 //
-// LIBRARY: what capsfast.export.library() names. PACKAGE: of a model that takes one float32 tensor, on the CPU.
-// INPUT: a file of its numbers; the sizes of its axes are SIZE... . OUTPUT: a file for the numbers of all results, one
-// after the other, as float32. The sizes of each result are printed on a line of its own.
+// LIBRARY: the file that capsfast.export.library() names. PACKAGE: of a CPU model that takes one float32 tensor.
+// INPUT: a file with the numbers of the tensor; SIZE... are its axes. OUTPUT: a file for the numbers of all results,
+// one after the other, as float32. Prints the sizes of each result on a line.
 
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
@@ -38,7 +38,7 @@ void write_tensor(std::ofstream& file, const at::Tensor& given) {
 }
 
 void serve(char** words, const std::vector<int64_t>& sizes) {
-  // Before the package, which asks for the ops by name.
+  // Loads the library first, because the package looks the ops up by name.
   if (!dlopen(words[1], RTLD_NOW | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
   const c10::InferenceMode guard;
   torch::inductor::AOTIModelPackageLoader model(words[2]);

@@ -1,1 +1,1 @@
-"""The second tier, for ``make test-all``: what is slow, or guards the tools around the library."""
+"""The second tier, for ``make test-all``: slow tests, and tests of the tools around the library."""

@@ -1,6 +1,6 @@
 """The CPU kernels on AArch64: compiled for it without torch, run by qemu, compared with plain loops in double.
 
-No time is measured. What the compiler made of the votes of a block is printed (pytest -rP), as information.
+Does not measure time. Prints the instructions for the votes of a block (pytest -rP), as information.
 """
 
 import platform
@@ -64,5 +64,5 @@ def test_a_weight_is_a_lane_of_a_multiply_add(program: Path) -> None:
         }.items()
     }
     print(count)
-    # How many is no law; that there are none would mean a load for every multiply-add.
+    # The number may change. Zero would mean a load for every multiply-add.
     assert count["by lane"] > 0

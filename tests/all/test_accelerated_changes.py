@@ -1,4 +1,4 @@
-"""Layers that capsfast.accelerate fused and that are changed later: they do what they would have done."""
+"""Layers that change after capsfast.accelerate fused them: they compute what the changed layer computes."""
 
 import collections
 import copy
@@ -47,7 +47,7 @@ class Twice(Squash):
 
 
 class Optioned(nn.Module):
-    """A layer whose options stand in all places where options stand."""
+    """A layer with options in every place where a layer can have options."""
 
     most = 3
 
@@ -79,7 +79,7 @@ class Optioned(nn.Module):
 
 @pytest.fixture(scope="module")
 def optioned() -> Optioned:
-    """Fused. Not to be changed."""
+    """A fused layer. Tests must not change it."""
     torch.manual_seed(0)
     layer = Optioned()
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_a_device_without_autocast() -> None:
 
 
 class Option(layers.Router):
-    """Its forward takes a number of iterations from one of several places."""
+    """Its forward reads the number of iterations from one of several places."""
 
     most = 2
 
@@ -261,7 +261,7 @@ def test_options_in_arguments_and_in_the_class(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_kind_of_call_has_to_be_the_same_call() -> None:
-    """The mask of the second call is all ones, so that leaving it out makes no difference in the example."""
+    """The mask of the second call is all ones, so ignoring it makes no difference in the example."""
 
     class Two(nn.Module):
         def __init__(self) -> None:

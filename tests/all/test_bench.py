@@ -48,7 +48,7 @@ def test_the_capsule_counts_that_pytest_compares() -> None:
     cases = sweep("capsules")
     assert {case.direction for case in cases} == set(DIRECTIONS)
     assert {case.I for case in cases} == {64, 256, 1152, 4608} and {case.J for case in cases} == {2, 10, 32, 320}
-    # On this many samples every contender has its votes in memory.
+    # With these sizes the votes of every contender fit in memory.
     assert not any(each.why_not(case, CPU) for case in cases for each in contenders() if each.serves(CPU))
 
 
@@ -75,7 +75,7 @@ def test_contender_is_skipped_where_it_would_need_too_much_memory() -> None:
     assert "GiB, the limit is 8.0 GiB" in contender(EAGER).why_not(wide, CPU)
     assert contender(EAGER).why_not(TINY, CPU) == ""
     assert "the limit is 0.0 GiB" in contender(EAGER).why_not(CANONICAL, CPU, free=2**20)
-    # Inputs and gradients count against what is free alone.
+    # Inputs and gradients only count against the free memory.
     longest = sweep("long")[-1]
     assert contender(CPP).why_not(longest, CPU, free=22 * 2**30) == ""
     assert "the limit is 6.0 GiB" in contender(CPP).why_not(longest, CPU, free=8 * 2**30)
@@ -182,7 +182,7 @@ def test_steps_take_turns_and_none_always_follows_the_same() -> None:
     timings = interleave(steps, CPU, seconds=0.0, least_rounds=3)
     turns = [name for n, name in enumerate(seen) if n == 0 or seen[n - 1] != name]
     assert "".join(turns) == "abcbcacab"
-    # The first call of a turn is not counted.
+    # The first call of each turn does not count.
     assert {name: timing.calls for name, timing in timings.items()} == {name: seen.count(name) - 3 for name in "abc"}
 
 
@@ -253,7 +253,7 @@ def row(case: Case, name: str, seconds: float, flops: float | None = None, size:
 
 
 def rows_of(cases: list[Case]) -> list[Row]:
-    """Of all of them capsfast takes a millisecond a sample."""
+    """Rows in which capsfast takes a millisecond a sample."""
     factors = {CPP: 1.0, COMPILED: 3.0, EAGER: 6.0}
     return [row(case, name, factor * case.B * 1e-3, 1e9) for case in cases for name, factor in factors.items()]
 
@@ -305,7 +305,7 @@ def test_the_page_of_the_docs_is_the_report_of_the_records() -> None:
     if root is None:
         pytest.skip("an installed copy has no records")
     page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    # A record that was measured just now may wait for the report.
+    # A new record may not be in the report yet.
     records = [path for path in (root / "benchmarks" / "results").glob("*.json") if f"## {path.stem}\n" in page]
     assert records
     without_pictures = "".join(block for block in page.split("\n\n") if not block.startswith("!["))

@@ -1,4 +1,4 @@
-"""pytest benchmarks: one group for a case, no contender left out without a word, no wrong result timed."""
+"""pytest benchmarks: one group for a case, a reason for every skipped contender, no wrong result timed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of this one that was not built."""
+    """A copy of this checkout without a build."""
     root = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "gpu", "results")
     for folder in ("capsfast", "benchmarks"):
@@ -28,8 +28,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(checkout: Path, *words: str, installed: Path) -> subprocess.CompletedProcess[str]:
-    """``python -m ...`` as a user has it: in the checkout, which goes before what is installed."""
-    # A real installation beside this one may have an extension too: -I would hide the folder that stands for it.
+    """``python -m ...`` as a user runs it: in the checkout, which comes before an installed package."""
+    # A real installation may have an extension too. -I would hide the folder that stands for it.
     environment = {**os.environ, "PYTHONPATH": str(installed), "TRITON_INTERPRET": "0"}
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300

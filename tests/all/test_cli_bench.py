@@ -1,4 +1,4 @@
-"""``python -m capsfast bench`` and ``report``: what they print and keep, and how they end that can't go on."""
+"""``python -m capsfast bench`` and ``report``: what they print and write, and how they end if they cannot go on."""
 
 import dataclasses
 import errno
@@ -31,7 +31,7 @@ SMALL = [Case(B=2, I=8, J=3, D=4, K=2, r=2), Case(B=2, I=8, J=3, D=4, K=2, r=2, 
 
 
 class Measured:
-    """In the place of measure(): rows at once; the calls that were made."""
+    """Replaces measure(): returns rows at once and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Case, dict[str, Any]]] = []
@@ -69,7 +69,7 @@ def bench(*words: str | Path) -> Any:
 @pytest.mark.parametrize("op", OPS)
 def test_bench_prints_and_writes(tmp_path: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    # A compiler or an interpreter of kernels would take seconds for each case.
+    # Compiling or interpreting kernels would take seconds for each case.
     able = [each for each in contenders.contenders() if each.name in (CPP, EAGER)]
     cases = [dataclasses.replace(case, op=op, K=case.K if op == OPS[0] else 0) for case in SMALL]
     monkeypatch.setattr(measuring, "contenders", lambda: able)
@@ -142,7 +142,7 @@ def test_missing_fused_backends_are_named(monkeypatch: pytest.MonkeyPatch, quick
     result = bench()
     assert result.exit_code == 0
     assert "capsfast cpp is not measured: there is no [extension]" in result.output
-    # A record without the package it is about would replace one that has it.
+    # A record without capsfast would replace a record with it.
     monkeypatch.setattr(measuring, "contenders", lambda: [contenders.contender(EAGER)])
     monkeypatch.setattr(measuring, "_results", lambda: tmp_path)
     result = bench("--record")
@@ -160,7 +160,7 @@ def test_record_goes_into_the_checkout(monkeypatch: pytest.MonkeyPatch, quick: M
     surroundings, rows = record.load(path)
     assert path.stem == record.machine_name(surroundings["machine"])
     assert [row.case for row in rows] == SMALL
-    # A record is measured for longer than a first look.
+    # A record takes longer measurements than a first look.
     assert (quick.calls[0][1]["seconds"], quick.calls[0][1]["least_rounds"]) == (2.0, 5)
     monkeypatch.setattr(measuring, "checkout", lambda: None)
     result = bench("--record")

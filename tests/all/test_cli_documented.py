@@ -24,7 +24,7 @@ COMMANDS = [
     for line in block.splitlines()
     if "-m capsfast " in line
 ]
-# What the pages call a user's own.
+# The user's own classes that the pages name.
 MY_MODULE = """
 from lightning.pytorch.callbacks import Callback
 
@@ -35,14 +35,14 @@ class MyCallback(Callback):
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are parsed with all their options; what they do is tested elsewhere, with less data."""
+    """Parses commands with all their options. Other tests run them, with less data."""
     name, *arguments = shlex.split(line)
     if name not in OF_LIGHTNING:
         get_command(app).commands[name].make_context(name, arguments)
         return
     (tmp_path / "my_module.py").write_text(MY_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    # A checkpoint that is not there is not read.
+    # The named checkpoints do not exist, so they are not read.
     monkeypatch.setattr(training.Command, "_of_checkpoint", lambda self: {"seed": 0})
     monkeypatch.setattr(training.Command, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(training.Command, "_run_subcommand", lambda self, subcommand: None)

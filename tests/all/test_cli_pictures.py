@@ -1,4 +1,4 @@
-"""The commands that look at what ``python -m capsfast train`` trained."""
+"""The commands that inspect a checkpoint of ``python -m capsfast train``."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 of 8 x 8 to train on, 20 to test on."""
+    """60 images of 8 x 8 for training, 20 for tests."""
     path = tmp_path_factory.mktemp("images")
     write_set(path, size=8)
     return path
@@ -125,7 +125,7 @@ def test_errors_are_in_the_name_of_the_command(digits: Path, tmp_path: Path, com
 
 
 def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) -> None:
-    """40 PNG files of two classes, dark and light ones, in a network that is told their names."""
+    """40 PNG files of two classes, dark and light. The network knows these names."""
     for n in range(40):
         name = "dark" if n % 2 else "light"
         pixels = torch.randint(0, 80, (14, 10)) + (0 if n % 2 else 170)

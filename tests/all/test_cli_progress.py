@@ -36,7 +36,7 @@ def test_a_pipe_gets_plain_lines_while_the_work_goes_on() -> None:
         [sys.executable, "-c", WORK, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None and child.stdin is not None
-        # The child waits for its input: a line that was not flushed would never come.
+        # The child waits for input, so a line that was not flushed would never come.
         assert [child.stdout.readline().rstrip("\n") for _ in range(3)] == [
             *LINES,
             "[0:00] 1 of 2 done; second: checking",
@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_bar() -> None:
         while True:
             try:
                 part = os.read(ours, 4096)
-            except OSError:  # the terminal's other end is closed
+            except OSError:  # the other end of the terminal is closed
                 break
             if not part:
                 break

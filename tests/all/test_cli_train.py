@@ -40,7 +40,7 @@ def test_train_learns_and_keeps_a_record(digits: Path) -> None:
     assert record["environment"]["versions"]["torch"] == torch.__version__
     content = read_checkpoint(digits)
     assert record["parameters"] == sum(each.numel() for each in content["state_dict"].values())
-    # The curve is that of the log: after every epoch a test, and the parts of the loss.
+    # The record has the curve of the log: a test after every epoch, and the parts of the loss.
     assert [step for step, _ in record["curve"]["test_accuracy"]] == [44, 89, 134]
     assert record["curve"]["test_accuracy"][-1][1] == pytest.approx(record["results"]["test_accuracy"], rel=1e-4)
     assert {"loss", "margin", "reconstruction", "images_per_s", "lr"} <= record["curve"].keys()
@@ -48,7 +48,7 @@ def test_train_learns_and_keeps_a_record(digits: Path) -> None:
 
 
 def test_progress_bar_shows_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, which rich takes the output for here."""
+    """On a terminal: here rich takes the output for one."""
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
     result = run("train", *CAPSNET, "--epochs", "1", "--limit-train-batches", "5", "--out", tmp_path)
     assert result.exit_code == 0
@@ -105,9 +105,9 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
 
 
 def test_resume_on_the_command_line(digits: Path, tmp_path: Path) -> None:
-    """From step 60, inside the second epoch, with nothing but the checkpoint named."""
+    """From step 60, inside the second epoch, with only the checkpoint as an argument."""
     resumed = trained(tmp_path, "--resume", str(digits.parent / "step.ckpt"), "--accelerator", "cpu", epochs=3)
-    # step.ckpt is the one of step 120.
+    # step.ckpt is from step 120.
     one, other = read_checkpoint(digits), read_checkpoint(resumed)
     assert one["global_step"] == other["global_step"] == 135
     assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
@@ -228,7 +228,7 @@ def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path) -> 
 
 
 def test_a_run_takes_the_place_of_no_other(tmp_path: Path) -> None:
-    """Unless it is told to; what is left of the one before is then gone."""
+    """Unless asked to overwrite: then all files of the old run are removed."""
     small = [*CAPSNET, "--limit-train-batches", "2", "--limit-val-batches", "1", "--epochs", "1"]
     first = trained(tmp_path / "run", *small, "--checkpoint-every", "2")
     before = first.read_bytes()
@@ -261,7 +261,7 @@ def test_a_checkpoint_goes_with_no_configuration_file(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:capsfast.train. the network learns nothing")
 def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
-    """With a learning rate that destroys what was learnt, the first tests are the best."""
+    """The learning rate destroys what the network has learnt, so the first tests are the best."""
     last = trained(tmp_path, *CAPSNET, "--decay-rate", "1e9", "--decay-steps", "100", "--patience", "2", epochs=9)
     record = json.loads((tmp_path / "record.json").read_text())
     tested = [value for _, value in record["curve"]["test_accuracy"]]
@@ -314,7 +314,7 @@ class MyCallback(Callback):
 
 
 def test_classes_of_ones_own_through_stop_resume_and_evaluate(tmp_path: Path) -> None:
-    """By class path, each command in a process of its own."""
+    """By class path, each command in its own process."""
     (tmp_path / "mine.py").write_text(OWN)
 
     def command(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""How ``train`` and the commands beside it end that can't go on: status, one line, and what is left."""
+"""How ``train`` and other commands end if they cannot go on: status, one line, and the files that are left."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def run(*arguments: str | Path) -> Any:
 
 
 def line_of(result: Any, code: int) -> str:
-    """All that a command says, when that is one line of the error stream."""
+    """The only line that a command prints, on the error stream."""
     assert result.exit_code == code, result.output
     (line,) = result.stderr.splitlines()
     assert result.output == result.stderr
@@ -47,7 +47,7 @@ def line_of(result: Any, code: int) -> str:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 of 8 x 8 to train on, 20 to test on: 8 steps an epoch."""
+    """60 images of 8 x 8 for training, 20 for tests: 8 steps an epoch."""
     path = tmp_path_factory.mktemp("images")
     write_set(path, size=8)
     return path
@@ -60,7 +60,7 @@ def new_run(images: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(new_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one epoch; only read."""
+    """A checkpoint after one epoch. Tests only read it."""
     out = tmp_path_factory.mktemp("run")
     result = run(*new_run, "--epochs", "1", "--out", out)
     assert result.exit_code == 0, result.output
@@ -69,7 +69,7 @@ def checkpoint(new_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a disk that fills up: the file is begun, and then does not take the rest."""
+    """As on a disk that fills up: a file takes its first bytes, then no more."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Pa
 
 
 def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None:
-    with files_of_at_most(3_000):  # which config.yaml is below
+    with files_of_at_most(3_000):  # config.yaml is smaller
         result = run(*new_run, "--epochs", "1000", "--log-every-n-steps", "1", "--out", tmp_path / "out")
     assert line_of(result, 1).startswith(f"capsfast train: File too large: {tmp_path / 'out'}")
 
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_the_numbers_before(checkpoint: Path, tmp_path: Path)
 def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
     checkpoint: Path, new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Below a file, where not even root can make a folder."""
+    """Below a file not even root can make a folder."""
 
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_in_one_line(
     assert result.exit_code == 130
     *before, last = result.stderr.strip().splitlines()
     assert last == f"capsfast {command}: interrupted"
-    # What went on, where it is said at all.
+    # Only this command prints its progress.
     assert before == (["[0:00] 0 of 20 done; test images"] if command == "evaluate" else [])
     assert names(tmp_path / "out") == []
 
@@ -188,7 +188,7 @@ def test_ctrl_c_before_training_says_that_there_is_nothing(
 def test_sigterm_names_itself_and_the_command_that_goes_on(
     new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the options of the run that the checkpoint does not hold, in a folder that needs quotes."""
+    """The command has the options that the checkpoint does not hold, and a folder that needs quotes."""
     original = Learner.training_step
 
     def step(self: Learner, batch: Any, batch_idx: int) -> Any:
@@ -208,14 +208,14 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
     before = (out / "config.yaml").read_text()
     assert run(*words).exit_code == 0
     assert read_checkpoint(out / "last.ckpt")["global_step"] == 24
-    # What it was told is what it was told before, and holds for the one after it.
+    # The resumed run keeps its configuration, also for the next run.
     assert (out / "config.yaml").read_text() == before and "val_check_interval: 4" in before
     assert run(*words, "--epochs", "4").exit_code == 0
     assert read_checkpoint(out / "last.ckpt")["global_step"] == 32
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:
-    """A process of its own group, as a terminal starts it, that has written a line that starts so."""
+    """Starts a command in its own process group, as a terminal does, and waits for a line starting with ``until``."""
     process = subprocess.Popen(
         [sys.executable, "-m", "capsfast", *command],
         stdout=subprocess.PIPE,
@@ -233,7 +233,7 @@ def begun(command: list[str], until: str) -> subprocess.Popen[str]:
 
 
 def group_is_gone(process: subprocess.Popen[str], seconds: float = 30) -> bool:
-    """The first process may end a moment before the others."""
+    """Waits, because the first process may end a moment before the others."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -249,7 +249,7 @@ def group_is_gone(process: subprocess.Popen[str], seconds: float = 30) -> bool:
     "more", [["--workers", "2"], pytest.param(["--devices", "2", "--strategy", "ddp"], marks=pytest.mark.slow)]
 )
 def test_ctrl_c_of_a_terminal_ends_all_processes(images: Path, tmp_path: Path, more: list[str]) -> None:
-    """Lines come while it runs; the signal goes to all processes, and the first one alone reports."""
+    """Lines come during the run. The signal goes to all processes, and only the first process reports."""
     options = ["--data", str(images), *SMALL, "--epochs", "100000", "--accelerator", "cpu", "--out", str(tmp_path)]
     process = begun(["train", *options, *more], "step 1/")
     os.killpg(process.pid, signal.SIGINT)

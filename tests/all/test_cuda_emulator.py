@@ -1,4 +1,4 @@
-"""The emulator that runs the CUDA kernels in the other tests: right kernels pass, planted faults are found."""
+"""The emulator that runs the CUDA kernels in other tests: right kernels pass, planted faults are found."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_a_result_that_depends_on_the_order_of_blocks_differs_from_launch_to_lau
 
 
 def test_tensor_core_products() -> None:
-    # Numbers of 11 bits are what the tensor core multiplies without loss.
+    # The tensor core multiplies numbers of 11 bits exactly.
     values = np.random.default_rng(0).integers(-1000, 1000, 128)
     found, out = run("product", size=128, values=values)
     assert found == ""
@@ -78,7 +78,7 @@ def test_tensor_core_products() -> None:
 
 def test_tensor_core_products_have_ten_bits_of_mantissa() -> None:
     values = np.zeros(128)
-    values[0] = 1 + 2.0**-11 + 2.0**-12  # below the last bit; nearer to the next number of 10 bits than to 1
+    values[0] = 1 + 2.0**-11 + 2.0**-12  # between two numbers of 10 bits, nearer to the larger one
     values[1:8] = 0
     exact = np.outer(values[:1], values[:8])
     dropped = run("product", size=128, values=values)[1].reshape(16, 8)[0, 0]

@@ -1,4 +1,4 @@
-"""The emulator's clusters, cooperative launches and asynchronous copies, and the devices it can be."""
+"""The emulator's clusters, cooperative launches, asynchronous copies and devices."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,7 +100,7 @@ def test_a_missing_barrier_of_the_grid_shows() -> None:
     assert all(np.isnan(result).any() for result in results)
     results = [run("gather", "missing barrier before the write", size=256)[1] for _ in range(4)]
     assert len({result.tobytes() for result in results}) == 2
-    # A barrier of the cluster does not do.
+    # A barrier of the cluster is not enough.
     results = [run("both", "barrier of the cluster alone", size=256)[1] for _ in range(4)]
     assert any(np.isnan(result).any() for result in results)
 
@@ -175,7 +175,7 @@ def test_the_device_is_asked_once() -> None:
     with device():
         take_questions(kernels="planted")
         first = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
-        assert take_questions(kernels="planted") == 2 * 3 + 2  # and what a block can have, and that the kernel may
+        assert take_questions(kernels="planted") == 2 * 3 + 2  # and the limits of a block and of the kernel
         again = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
         assert take_questions(kernels="planted") == 0
         assert first == again == [2, 1, 1, 2, 1, 1]
@@ -207,7 +207,7 @@ def test_answers_do_not_pile_up() -> None:
 def test_a_device_is_restored() -> None:
     usual = settings()
     with device():
-        assert settings() == usual  # what is set without arguments is what is there without a setting
+        assert settings() == usual  # settings without arguments are the defaults
     with device(multiprocessors=3, cooperative=False):
         assert settings() == [3, 99 * 1024, 100 * 1024, 1, 0, 0]
         with device(shared_bytes=1000, shared_bytes_together=5000, clusters=False):

@@ -1,4 +1,4 @@
-"""What the compiler made of the CUDA kernels: registers, stack and shared memory of each, by architecture."""
+"""Registers, stack and shared memory of each compiled CUDA kernel, by architecture."""
 
 import re
 from collections import Counter
@@ -13,10 +13,10 @@ STATIC_SHARED = 48 * 1024
 GENERAL = ("accumulate_kernel", "row_norm_kernel", "gradient_kernel")
 SIZES = ((12, 1), (20, 1), (20, 2), (24, 1))
 SIZES_WITH_OPTIONS = ((20, 1), (24, 2))
-# Bytes a thread. Kernels of the rows family have every register there is in their loop over input capsules; what a pass
-# has besides, such as where its segment ends, may lie in memory meanwhile.
+# Bytes a thread. Kernels of the rows family use all registers in their loop over input capsules; other numbers of a
+# pass, such as the end of its segment, may lie in memory meanwhile.
 STACK_OF_ROWS = 64
-# With 24 tiles, with two steps or with options that is not enough, and some of the loop lies there as well.
+# With 24 tiles, two steps or options the registers do not suffice: some numbers of the loop lie in memory, too.
 STACK_OF_LARGE_ROWS = 512
 
 
@@ -29,7 +29,7 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def rows_kernels() -> list[str]:
-    """Labels of the rows family's."""
+    """Labels of the kernels of the rows family."""
     all_traits = [
         f"Rows<{tiles}, {steps}, {exact}, plain>" for tiles, steps in SIZES for exact in ("true", "false")
     ] + [f"Rows<{tiles}, {steps}, true, {options}>" for tiles, steps in SIZES_WITH_OPTIONS for options in ("any", "in")]

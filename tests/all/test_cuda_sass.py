@@ -1,6 +1,6 @@
-"""How many instructions the CUDA kernels execute for an input capsule of the canonical layer, and which.
+"""The number and kinds of instructions of the CUDA kernels for an input capsule of the canonical layer.
 
-What a change of the kernels or of the compiler costs in instructions takes no GPU to see.
+So the cost of a new kernel or compiler in instructions is visible without a GPU.
 """
 
 import re
@@ -13,7 +13,7 @@ from ..support.sass import PASSES, Executed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cuda-kernels.md"
-# A warp's instructions for 16 samples and one input capsule: a few more than they are, as compilers differ.
+# Limits for a warp's instructions for 16 samples and one input capsule, with a margin for other compilers.
 MOST = {
     ("first pass", True): 112,
     ("first pass", False): 46,
@@ -27,7 +27,7 @@ MOST = {
 SIZES = (12, 20)
 
 
-# A loop over something, with a way for numbers that are far apart, and the address of each instruction.
+# A loop with a branch for numbers that are far apart; each instruction has its address.
 LISTING = """
         /*0000*/                   S2R R3, SR_TID.X ;                          /* 0x0000000000037919 */
         /*0010*/                   LDS.128 R4, [R3] ;                          /* 0x0000000000037919 */
@@ -81,7 +81,7 @@ def test_a_capsule_takes_few_instructions(name: str, exact: bool) -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "single"])
 @pytest.mark.parametrize("tiles", SIZES)
 def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
-    """So that no limit holds because the loop that it is for was not found, or a way around its work."""
+    """Otherwise a limit could hold because the wrong loop, or a way without the work, was found."""
 
     def kinds(name: str, *which: str) -> list[int]:
         counts = executed(name, exact, tiles).counts
@@ -89,21 +89,21 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
 
     product = tiles * (3 if exact else 1)
     assert kinds("first pass", "HMMA", "LDG") == [product, 0]
-    # V is read once, ds once more.
+    # V is read once, and ds once.
     assert kinds("forward pass", "HMMA", "LDG") == [product, tiles]
     assert kinds("backward pass", "HMMA", "LDG") == [product, 2 * tiles]
-    # Votes and dweight; du, for which a product has the high and the low part of a weight in its rows. ds of iteration
-    # 0, then V and ds for the dots and for the sums, what is kept of ds but once.
+    # Products for votes and dweight, and for du, whose rows have the high and low part of a weight. Loads: ds of
+    # iteration 0, then V and ds for the dot products and again for the sums, except the part of ds that is kept.
     later = sass.ITERATIONS - 1
     kept = min(tiles, (51 if exact else 48) - 2 * tiles)
     loads = tiles + (4 * tiles - kept) * later
     assert kinds("gradients", "HMMA", "LDG") == [2 * product + (4 if exact else 2) * tiles, loads]
     for name, sums in (("forward pass", 2), ("backward pass", 3), ("gradients", 4 * later)):
         assert 4 * tiles * sums <= kinds(name, "FFMA")[0] <= 4 * tiles * sums + 40
-    # Where products are exact dvotes are split, once for du and once for dweight: cut off, and subtracted.
+    # Exact products split dvotes, once for du and once for dweight: cut off bits, and subtract.
     split = 8 * tiles if exact else 0
     assert split <= kinds("gradients", "FADD")[0] <= split + 80
-    # dvotes are turned around, dweight is left for others to add up; du is written. Weights are read for votes and du.
+    # dvotes are transposed, dweight is left for other threads to add up, du is written. Votes and du read weights.
     stores, written, reads = kinds("gradients", "STS", "STG", "LDS")
     assert stores == tiles + tiles // 2
     assert written == 2
@@ -116,13 +116,12 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
 @pytest.mark.parametrize("name", PASSES)
 def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> None:
     hot = executed(name, exact, tiles).hot
-    # Instructions that find out at run time which kind of memory they access, and local memory. A gradient pass may
-    # fetch a few numbers that its loops do not need.
+    # No generic accesses, and no local memory. A gradient pass may fetch a few numbers that its loops do not need.
     assert [x for x in hot if x.kind in ("LD", "ST", "ATOM", "RED", "CALL")] == []
     local = [x for x in hot if x.kind in ("LDL", "STL")]
     assert len(local) <= (8 if name == "gradients" else 0), local
     assert [x for x in hot if x.kind == "LDG" and x.bytes() != 16] == []
-    # No number of a weight or a pose is read by itself.
+    # No single number of a weight or a pose is read.
     assert [x for x in hot if x.kind in ("LDS", "STS") and x.bytes() < 8] == []
     if name != "gradients":
         # No warp waits for another.
@@ -132,7 +131,7 @@ def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> 
 @pytest.mark.usefixtures("_readable")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_votes_are_read_in_pieces(backward: bool) -> None:
-    """Of the kernels for float32 votes of sixteen components a lane."""
+    """For the kernels for float32 votes with sixteen components a lane."""
     (symbol,) = (
         kernel.symbol
         for kernel in sass.kernels()
@@ -141,16 +140,16 @@ def test_votes_are_read_in_pieces(backward: bool) -> None:
     )
     found = sass.code(symbol).instructions
     assert [x for x in found if x.kind in ("LD", "ST", "ATOM", "RED", "LDL", "STL")] == []
-    # A vote is four pieces, in the passes and, in the backward, in the gradient pass, which reads V and ds there too.
+    # A vote is four pieces, in the passes and, in the backward, in the gradient pass, which also reads V and ds there.
     whole = [x for x in found if x.kind == "LDS" and x.bytes() == 16]
     assert len(whole) >= (4 + 4 + 8 if backward else 4)
-    # All others are of what a warp or a block adds up, 20 in each kernel.
+    # All other reads belong to the sums of a warp or a block, 20 in each kernel.
     assert len([x for x in found if x.kind == "LDS" and x.bytes() < 16]) <= 24
 
 
 @pytest.mark.usefixtures("_readable")
 def test_the_table_of_the_docs_is_what_was_built() -> None:
-    """``python -m tests.support.sass`` prints it. Another release of the compiler may come to other numbers."""
+    """``python -m tests.support.sass`` prints it. Another release of the compiler may give other numbers."""
     text = PAGE.read_text(encoding="utf-8")
     found = text[text.index(sass.BEGIN) : text.index(sass.END) + len(sass.END)]
     if sass.release() not in found:

@@ -1,4 +1,4 @@
-"""``capsfast.data``: what is done to images, overlapping and warped sets, and statistics."""
+"""``capsfast.data``: augmentation, overlapping and warped sets, and statistics."""
 
 import itertools
 import re
@@ -100,7 +100,7 @@ def test_cutout_is_a_square_around_any_pixel(size: int) -> None:
 
 
 class Halved:
-    """A transform of one's own, found by its path."""
+    """A user's transform, found by its path."""
 
     def __init__(self, factor: float = 0.5) -> None:
         self.factor = factor
@@ -189,7 +189,7 @@ def test_warped_scales_and_shears_coordinates() -> None:
 
 
 def offset_of(part: Tensor, source: Tensor, reach: int) -> tuple[int, int] | None:
-    """By how much ``source [h, w]`` is moved from the middle of ``part [h + 2 reach, w + 2 reach]``, or None."""
+    """The offset of ``source [h, w]`` from the middle of ``part [h + 2 reach, w + 2 reach]``, or None."""
     for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
         place = torch.zeros_like(part)
         h, w = source.shape
@@ -242,7 +242,7 @@ def test_open_sets_of_every_kind(tmp_path: Path) -> None:
         assert torch.equal(sets.test.batch(rows).images, other.test.batch(rows, 7).images)
         assert not torch.equal(sets.train.batch(rows).images, other.train.batch(rows).images)
         assert not torch.equal(sets.train.batch(rows).images, sets.train.batch(rows, 1).images)
-    # To train on, images are only placed; those to test on are warped too.
+    # Training images are only moved; test images are warped too.
     placed = affine.train.batch(rows).images
     assert all(offset_of(placed[n, 0], affine.train.source[n][0], 6) is not None for n in range(3))
     assert all(offset_of(affine.test.batch(rows).images[n, 0], affine.test.source[n][0], 6) is None for n in range(3))

@@ -1,4 +1,4 @@
-"""``capsfast.data``: how batches are ordered and shared out."""
+"""``capsfast.data``: the order of batches, and their shares for processes."""
 
 import pickle
 
@@ -25,7 +25,7 @@ def test_processes_together_see_the_batches_of_one(world_size: int) -> None:
         for order in (together, *parts):
             order.set_epoch(epoch)
         batches = [draw.rows for draw in together]
-        # 50 = 8 · 6 + 2: the last two are split evenly, what is left over sits out.
+        # 50 = 8 · 6 + 2: the last two are split evenly; a remainder is dropped.
         assert len(batches) == 9 and {len(part) for part in parts} == {9 if world_size < 3 else 8}
         shares = [torch.cat([draw.rows for draw in step]) for step in zip(*parts, strict=True)]
         for whole, share in zip(batches, shares, strict=False):
@@ -74,7 +74,7 @@ def test_loader_goes_on_where_it_was(workers: int) -> None:
     rest = [batch.images for _, batch in zip(range(2), second, strict=False)]
     assert len(whole) == 4 and len(rest) == 2
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
-    # The next epoch starts at its start.
+    # The next epoch starts at its first batch.
     assert second.state_dict() == {"batches": 0} and len(list(second)) == 4
 
 
@@ -94,13 +94,13 @@ def test_images_follow_from_seed_epoch_and_row(kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(batch.labels.view(3, -1)[:, 0], source.labels[rows])
     assert torch.equal(images[Draw(5, rows)].images, batch.images)
-    # Neither the other rows of a batch nor what was drawn before matters.
+    # Other rows of the batch, and earlier draws, do not matter.
     for n in range(3):
         assert torch.equal(images.batch(rows[n : n + 1], epoch=5).images[0], batch.images[n])
     other = drawn_set(kind, source, seed=2)
     for different in (images.batch(rows, epoch=6), other.batch(rows, epoch=5)):
         assert not torch.equal(different.images, batch.images)
-    # A worker that is not forked gets the set as a pickle.
+    # A worker that is not forked unpickles the set.
     assert torch.equal(pickle.loads(pickle.dumps(images)).batch(rows, epoch=5).images, batch.images)
     fixed = drawn_set(kind, source, fresh=False)
     assert torch.equal(fixed.batch(rows, epoch=5).images, fixed.batch(rows, epoch=6).images)

@@ -1,4 +1,4 @@
-"""Two processes on the CPU (gloo) train as one does, with the fused routing."""
+"""Two processes on the CPU (gloo) train like one process, with the fused routing."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def make_model() -> CapsNet:
 
 
 def descend(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Gradients of the first step, and the parameters after some."""
+    """Gradients of the first step, and the parameters after some steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = CapsNetLoss(0.01)
     found = {}
@@ -65,7 +65,7 @@ def test_distributed_data_parallel_equals_one_process(tmp_path: Path) -> None:
     for name, value in one.items():
         assert torch.equal(two[0][name], two[1][name])
         torch.testing.assert_close(two[0][name], value, rtol=1e-5, atol=1e-6 * float(value.abs().max()))
-    # More has moved than the tolerance lets pass.
+    # Parameters moved by more than the tolerance.
     assert all((one[name] - start[name]).norm() > 1e-5 * start[name].norm() for name in start)
     assert {"routing.W", "routing.routing.logits", "routing.routing.bias"} <= start.keys()
 
@@ -79,7 +79,7 @@ def trained(out: Path, launcher: list[str], *arguments: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    # The first process alone reports.
+    # Only the first process reports.
     assert done.stdout.count("6 steps in") == 1
     return json.loads((out / "record.json").read_text())  # type: ignore[no-any-return]
 
@@ -100,21 +100,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launcher: str) -> None:
-    """The same images in the same steps, moved alike: weights, loss and test results agree."""
+    """The same images in the same steps, with the same shifts: weights, loss and test results agree."""
     one = json.loads((alone / "record.json").read_text())
     two = trained(tmp_path, LAUNCHERS[launcher], "--batch-size", "16", "--devices", "2", "--strategy", "ddp")
     assert one["processes"] == 1 and two["processes"] == 2 and one["steps"] == two["steps"] == 6
     assert two["results"] == pytest.approx(one["results"], rel=1e-4)
     weights = [torch.load(out / "last.ckpt")["state_dict"] for out in (alone, tmp_path)]
     flat = [torch.cat([value.flatten() for value in each.values()]) for each in weights]
-    # Adam turns a gradient that is rounding alone into a whole step: few may differ, and all together little.
+    # Adam turns a gradient of pure rounding into a whole step. So few weights may differ, and the norm only a little.
     moved = 6 * 1e-3 * flat[0].numel() ** 0.5
     assert (flat[0] - flat[1]).norm() < 1e-4 * moved
 
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_best_checkpoint(tmp_path: Path) -> None:
-    """The test after the last step is compared with the one before: by both processes, or one waits for ever."""
+    """Both processes must compare the test after the last step with the test before, or one waits for ever."""
     two = ["--batch-size", "16", "--devices", "2", "--strategy", "ddp", "--test-every", "4"]
     tested = trained(tmp_path, LAUNCHERS["lightning"], *two)["curve"]["test_accuracy"]
     steps = [torch.load(tmp_path / f"{name}.ckpt")["global_step"] for name in ("best", "last")]
@@ -123,7 +123,7 @@ def test_two_processes_agree_on_the_best_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pixels_are_counted_over_both_processes(tmp_path: Path) -> None:
-    """The checkpoint of a network that segments, tested by one process and by two with a share of the images each."""
+    """A checkpoint of a segmentation network, tested by one process, and by two with a share of the images each."""
     pytest.importorskip("lightning")
     pytest.importorskip("sklearn")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

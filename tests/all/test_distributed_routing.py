@@ -1,4 +1,4 @@
-"""Input capsules on two processes (gloo): results and gradients as in one process, and what is an error."""
+"""Input capsules on two processes (gloo): results and gradients as in one process, and errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..support.ranks import on_two_ranks
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 SHAPE = (3, 7, 4, 5, 3)
-# The first rank's input capsules, of 7.
+# How many of 7 input capsules the first rank has.
 CUT = 4
 ROUTINGS = (
     Case(),
@@ -37,7 +37,7 @@ LOCAL = {"u": 1, "weight": 0, "votes": 1, "activation": 1, "lse": 1, "mask": 1, 
 
 
 def slice_of(name: str, value: Tensor, rank: int, lse_of_inputs: bool = False) -> Tensor:
-    """What a rank has of a tensor of this name."""
+    """The part of a tensor of this name on a rank."""
     axis = value.dim() - 2 if name == "logits" else LOCAL.get(name)
     if name == "log_sum" and lse_of_inputs:
         axis = 1
@@ -47,7 +47,7 @@ def slice_of(name: str, value: Tensor, rank: int, lse_of_inputs: bool = False) -
 
 
 def compare(problem: Problem, rank: int, call: Callable[..., Any], **more: Any) -> None:
-    """Everything in one process, and the rank's part of it by ``call``."""
+    """Compares ``call`` on the rank's part with the same problem in one process."""
     case = problem.case
     inward = getattr(case, "normalize", "") == "out"
     wanted = problems.run(problem, "reference")
@@ -107,7 +107,7 @@ def second_derivatives(rank: int) -> None:
         u, weight = u.clone().requires_grad_(), weight.clone().requires_grad_()
         v = function(u, weight, 3, softmax="in", leaky=True, backend="reference")
         (dv,) = torch.autograd.grad(v.square().sum(), u, create_graph=True)
-        # A sum over all input capsules, and so over the ranks.
+        # A sum over all input capsules, so over the ranks.
         return torch.autograd.grad(dv.square().sum(), [u, weight])
 
     wanted = twice(capsfast.dynamic_routing, u, weight)

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""Runs the examples as a user does."""
 
 import dataclasses
 import importlib.util
@@ -51,7 +51,7 @@ def test_digits_reaches_97_percent() -> None:
 
 
 def test_digits_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upon Ctrl-C in a step, and where it can't write, before it trains."""
+    """After Ctrl-C in a step; and before training, if it cannot write."""
     digits = imported()
     from typer.testing import CliRunner
 
@@ -83,7 +83,7 @@ def test_interest_capsules_hit_more_often_than_the_mean(capsys: pytest.CaptureFi
 def test_demo_ends_with_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The numbers of training and record, the pictures, and commands that are commands."""
+    """The numbers of training and record, the pictures, and commands that exist."""
     from typer.main import get_command
 
     from capsfast.bench import record

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py without a GPU: time limits, interruptions, what is kept, a rehearsal."""
+"""benchmarks/gpu_check.py without a GPU: time limits, interruptions, results, a rehearsal."""
 
 import contextlib
 import importlib.util
@@ -48,7 +48,7 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def ended(pid: int) -> bool:
-    """Within ten seconds: a process that was killed is still there until the system has time for it."""
+    """Whether the process ends within ten seconds: the system may take a moment to remove a killed process."""
     stat = Path(f"/proc/{pid}/stat")
     for _ in range(100):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""capsfast.identify refuses what it cannot be sure of: tensors, arguments, inputs other than those of the example."""
+"""capsfast.identify refuses when in doubt: tensors, arguments, and inputs that differ from the example."""
 
 import types
 from collections.abc import Callable
@@ -19,7 +19,7 @@ B = 5
 
 
 def held(mask: Callable[[Any], Tensor], *kept: Any) -> nn.Module:
-    """Its votes times a mask of the input capsules, made of what the layer holds."""
+    """A layer that multiplies votes by a mask of the input capsules, which it makes from a kept tensor."""
     return variant(*kept, votes=lambda self, u: Plain.votes(self, u * mask(self.kept).view(-1, 1)))
 
 
@@ -45,7 +45,7 @@ def test_a_tensor_that_would_matter_with_other_numbers(layer: nn.Module, said: s
 
 
 def test_tensors_that_have_no_effect() -> None:
-    """A counter, an index that nobody reads, a list of what was seen."""
+    """A counter, an unused index, a list of earlier inputs."""
 
     def forward(self: Any, u: Tensor) -> Any:
         self.kept += 1
@@ -60,7 +60,7 @@ def test_tensors_that_have_no_effect() -> None:
 
 
 def given(read: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Takes an argument that is read in some way."""
+    """A layer with an argument that ``read`` reads."""
 
     def forward(self: Plain, u: Tensor, other: Any = None, last: Any = None) -> Any:
         return Plain.forward(self, u * read(other)[..., None])
@@ -105,13 +105,13 @@ def test_a_mask_of_ones_is_one_and_says_what_it_takes(read: Any, dtype: torch.dt
     assert (found.arguments, found.argument_orders) == (("mask",), ("BI",))
     assert "argument 2 is the mask [B, I]" in found.describe()
     assert [note.startswith("argument 2 is a mask of 0 and 1 alone") for note in found.notes] == [True] * noted
-    # A fused layer would compute something else for other numbers: a note is not enough.
+    # A fused layer would compute something else for other numbers, so a note is not enough.
     assert accelerate(layer, (example(), ones)).fused == (() if noted else ("",))
 
 
 @pytest.mark.parametrize("fill", [-1e9, float("-inf")])
 def test_a_sample_without_any_input(fill: float) -> None:
-    """A large number in the place of minus infinity makes the coupling equal there; with minus infinity it is NaN."""
+    """There a large negative number makes the coupling equal; minus infinity makes it NaN."""
 
     def forward(self: Plain, u: Tensor, mask: Tensor) -> Any:
         votes = self.votes(u)
@@ -132,7 +132,7 @@ def test_a_sample_without_any_input(fill: float) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("part", [0.5, 0.0])
 def test_a_gradient_that_depends_on_the_mode(training: bool, part: float) -> None:
-    """Values do not tell."""
+    """Values alone do not show it."""
 
     def votes(self: Plain, u: Tensor) -> Tensor:
         found = Plain.votes(self, u)

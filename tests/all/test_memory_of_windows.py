@@ -1,4 +1,4 @@
-"""Memory of convolutional capsules that are routed by passes: what is unfolded, and parts of the batch."""
+"""Memory of convolutional capsules that are routed by passes: unfolded poses, and parts of the batch."""
 
 import os
 import subprocess
@@ -45,10 +45,10 @@ print(_resident()["VmHWM"] - before)
 
 
 def printed(program: str, *arguments: object) -> list[str]:
-    """The words that a program of its own prints, which looks at its memory."""
+    """The words that a separate program prints, which measures its own memory."""
     root = Path(capsfast.__file__).parents[1]
-    # Filling fresh memory would make pages resident that are never used.
-    # Memory that was freed goes back at once: what else the C library keeps is no part of this.
+    # Filling fresh memory with NaN would make unused pages resident. Freed memory goes back at once, so memory that the
+    # C library keeps does not count.
     environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
@@ -61,15 +61,15 @@ measured = pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 
 @measured
 def test_memory_grows_by_the_unfolded_poses_and_their_gradient() -> None:
-    """Votes are twice as large as the unfolded poses. These are there once, and so is the gradient of a pass."""
+    """Votes are twice as large as the unfolded poses. The poses, and the gradient of a pass, are in memory once."""
     (grown,) = printed(GROWTH, "child", 34)
     assert 1.9 < int(grown) / (32**2 * 9 * 32 * 16 * 4) < 2.95
 
 
 @measured
 def test_memory_of_independent_windows_is_bounded() -> None:
-    """A block of windows at a time: three times the poses, and their gradient. Unfolded they are 8.7 times as large."""
-    # In a smaller image the blocks, which do not grow with the image, are a large part of the memory.
+    """Block by block: three times the poses, and their gradient. The unfolded poses are 8.7 times as large."""
+    # Blocks do not grow with the image, so in a smaller image they are a large part of the memory.
     (grown,) = printed(GROWTH, "window", 200)
     assert int(grown) < 4.1 * 200**2 * 32 * 16 * 4
 
@@ -95,7 +95,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def case(name: str) -> Iterator[dict[str, Any]]:
-    """As many threads and, in proportion, samples as it asks for."""
+    """Sets the number of threads of the case, and scales its samples with it."""
     found = PARTS[name]
     before, threads = torch.get_num_threads(), found.get("threads", 1)
     torch.set_num_threads(threads)
@@ -179,7 +179,7 @@ print(parts[0] > parts[1], (_resident()["VmHWM"] - before - 2 * (u.numel() + wei
 
 @measured
 def test_parts_take_no_more_memory_than_they_save() -> None:
-    """Of a 16-bit weight they would add to sums of its size in float32, twice: 64 MiB each."""
+    """For a 16-bit weight, parts would need two sums of its size in float32: 64 MiB each."""
     several, grown = printed(SUMS)
     assert several == "True" and float(grown) < 60
 

@@ -18,7 +18,7 @@ from capsfast.train.checkpoint import read_checkpoint
 from ..support.ranks import WORLD, on_two_ranks
 from ..support.training import tensors
 
-# What makes each network small, for images of 10 x 10.
+# Options that make each network small, for images of 10 x 10.
 SMALL: dict[str, dict[str, Any]] = {
     "capsnet": {"conv_channels": 6, "primary_groups": 2, "primary_dim": 4, "digit_dim": 5},
     "deepcaps": {"conv_channels": 6, "types": 2, "dims": [2, 3, 3], "digit_dim": 5},
@@ -50,7 +50,7 @@ def batch_of(images: int) -> Batch:
 
 
 class Loss(nn.Module):
-    """The loss of a learner, as its step has it."""
+    """The loss of a learner, as in its training step."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_compiled_and_in_bfloat16(name: str) -> None:
 
 
 def _on_a_rank(rank: int) -> None:
-    """The mean of the ranks' gradients is that of the losses of both halves."""
+    """The mean of the ranks' gradients equals the gradient of the mean loss of both halves."""
     images, labels, _ = batch_of(4 * WORLD)
     halves = list(zip(images.chunk(WORLD), labels.chunk(WORLD), strict=True))
     for name in SMALL:

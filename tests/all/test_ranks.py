@@ -1,4 +1,4 @@
-"""What runs on two ranks for other tests: a failure there is a failure here."""
+"""The helper that runs functions on two ranks: a failure of one rank is a failure of the test."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The tables of trained networks in the docs are those of the records beside them."""
+"""The tables of trained networks in the docs agree with the records."""
 
 import json
 from typing import Any

@@ -37,10 +37,10 @@ def check(
     outputs: dict[str, str],
     sums: str | None = None,
 ) -> None:
-    """The same in one process and with every tensor split along ``axis``, a letter of its axes.
+    """Compares one process with a run where every tensor is split along ``axis``, a letter of its axes.
 
-    outputs: the axes of what the function returns; those without the axis are partial sums. sums: names of inputs whose
-    gradients are as well; None where nothing is said of places, only of values.
+    outputs: the axes of each result; results without the axis are partial sums. sums: inputs whose gradients are
+    partial sums too; None compares only values, not placements.
     """
     from torch.distributed.tensor import DTensor, Partial, distribute_tensor, init_device_mesh
 
@@ -137,14 +137,14 @@ def positions(softmax: str, axis: str, sums: str) -> None:
 
 
 def every_rule(rank: int) -> None:
-    # One after the other with one op: a rule that was remembered for other options would be seen.
+    # One op with several options in turn: this would show a rule that was cached for other options.
     routing(LOADED_OUT, "dynamic_routing", "B", "weight logits bias")
     routing(LOADED, "dynamic_routing", "B", "weight bias")
     routing(LOADED, "dynamic_routing", "J", "u")
     routing(Case(shared=True, softmax="in", coupling=False), "dynamic_routing", "J", "u")
     routing(Case(shared=True, coupling=False), "dynamic_routing", "B", "weight")
     routing(LOADED_OUT, "dynamic_routing", "", "")
-    # No rule of their own: they are brought together first.
+    # Without a rule tensors are gathered first.
     routing(LOADED_OUT, "dynamic_routing", "J")
     routing(LOADED, "dynamic_routing", "I")
     routing(LOADED_OUT, "route_votes", "B", "logits bias")

@@ -1,4 +1,4 @@
-"""The documentation site: it is built with warnings as errors, has every page and public name, and needs no network."""
+"""The documentation site: builds with warnings as errors, has every page and public name, and needs no network."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ PACKAGE = ROOT / "capsfast"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the command of `make docs` writes."""
+    """The folder that `make docs` writes."""
     folder = tmp_path_factory.mktemp("site")
     command = re.search(r"^docs:.*\n\t\$\(PY\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command is not None
@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def public_things() -> dict[str, object]:
-    """What the modules of the package say is public, by its full name."""
+    """The public objects of the modules of the package, by full name."""
     files = [file for pattern in ("*.py", "*/__init__.py") for file in sorted(PACKAGE.glob(pattern))]
     names = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -49,7 +49,7 @@ def public_things() -> dict[str, object]:
 
 
 def named(name: str) -> object:
-    """The object of a dotted name, None if there is none: attributes of instances have no object."""
+    """The object of a dotted name, or None: attributes of instances have no object."""
     try:
         return pkgutil.resolve_name(name)
     except AttributeError:
@@ -61,7 +61,7 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
     assert "capsfast.nn.RoutedCaps" in public
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
     entries = {name for kind, things in inventory.items() if kind.startswith("py:") for name in things}
-    # A thing that has several names is there under one of them.
+    # An object with several names is listed under one of them.
     things = {id(thing) for thing in map(named, entries) if thing is not None}
     missing = [
         name

@@ -1,4 +1,4 @@
-"""Calls that share their work among threads: what another process, thread or a fork beside them may not change."""
+"""Calls that share their work among threads: other processes, other threads and forks must not change results."""
 
 import multiprocessing
 import os
@@ -47,7 +47,7 @@ def same(a: Values, b: Values) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-# Four threads are more than most test machines have cores for.
+# Four threads are more than the cores of most test machines.
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_busy_machine_changes_no_result(threads: int) -> None:
     torch.set_num_threads(threads)

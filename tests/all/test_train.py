@@ -1,4 +1,4 @@
-"""``capsfast.train``: losses, exact resume, checkpoints, evaluation, what the pictures show."""
+"""``capsfast.train``: losses, exact resume, checkpoints, evaluation, the content of pictures."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ SIZE = 10
 def test_resume_equals_an_uninterrupted_run(
     folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None
 ) -> None:
-    """Stopped inside the first epoch, at its end, and inside the second one; tests change nothing."""
+    """Stops inside the first epoch, at its end, and inside the second epoch; tests change nothing."""
     trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, val_check_interval=test_every)
     stopped = read_checkpoint(tmp_path / "stopped" / "step.ckpt")
     assert stopped["global_step"] == steps
@@ -220,7 +220,7 @@ def test_checkpoint_gives_network_and_data_back(folder: Path, tmp_path: Path) ->
 
 
 class Trap:
-    """What a checkpoint must not be able to do."""
+    """Code that a checkpoint must not be able to run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -246,7 +246,7 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
 
 
 def test_options_that_are_gone(folder: Path, tmp_path: Path) -> None:
-    """A checkpoint that had them at their defaults opens; another one is refused."""
+    """A checkpoint with the default values of these options opens; any other is refused."""
     trained(folder, tmp_path, max_steps=1)
     content = torch.load(tmp_path / "last.ckpt")
     for value, path in ((0.0, tmp_path / "without.ckpt"), (0.1, tmp_path / "with.ckpt")):

@@ -1,4 +1,4 @@
-"""``capsfast.train``: images that an attack has changed."""
+"""``capsfast.train``: images changed by an attack."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def test_attacks_raise_the_margin_loss_of_a_network(folder: Path) -> None:
         seen.append(images)
         return torch.zeros_like(images)
 
-    # The attacked images are what is classified: all black ones have one class.
+    # The attacked images are classified: all are black and have one class.
     found = train.evaluate(learner, images.sets.test, attack=attack)
     assert found.confusion is not None and (found.confusion.sum(0) > 0).sum() == 1
     assert torch.equal(seen[0], images.sets.test.batch(torch.arange(20)).images)

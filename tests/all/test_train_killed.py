@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """As the process that is killed has: sums over more threads round otherwise."""
+    """One thread, as in the killed process: sums over more threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def killed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def newest(out: Path) -> tuple[int, Path] | None:
-    """The furthest checkpoint; all of them load."""
+    """The newest checkpoint. All checkpoints must load."""
     found = [out / name for name in ("last.ckpt", "step.ckpt") if (out / name).exists()]
     return max(((read_checkpoint(path)["global_step"], path) for path in found), default=None)
 
@@ -56,7 +56,7 @@ def test_killed_at_any_time(killed: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(("moment", "call"), [(moment, call) for moment in MOMENTS for call in MOMENTS[moment]])
 def test_killed_while_it_writes(killed: Path, folder: Path, whole: Path, moment: str, call: int) -> None:
-    """In the middle of a file, before it is renamed, and after; the new file counts from its renaming on."""
+    """In the middle of a file, before it is renamed, and after. The new file counts once it is renamed."""
     out = killed / f"{moment}-{call}"
     done = call if moment == "renamed" else call - 1
     found = newest(out)
@@ -66,5 +66,5 @@ def test_killed_while_it_writes(killed: Path, folder: Path, whole: Path, moment:
     assert found == (done, out / "step.ckpt")
     trained(folder, out, out / "step.ckpt", checkpoint_every=1)
     assert_same_state(whole, out / "last.ckpt")
-    # What the killed one had begun is gone.
+    # Unfinished files of the killed process are gone.
     assert sorted(path.name for path in out.iterdir()) == ["last.ckpt", "step.ckpt"]

@@ -1,4 +1,4 @@
-"""``capsfast.train``: what a learner can be told, against plain formulas; a resumed run does the same."""
+"""``capsfast.train``: the options of a learner, against plain formulas; a resumed run does the same."""
 
 from math import cos, pi
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_cosine_is_as_long_as_the_training_that_began(folder: Path, tmp_path: Pa
 
 
 def test_weight_decay_shrinks_by_the_learning_rate(folder: Path, tmp_path: Path) -> None:
-    """Apart from the step of Adam, which is the same with and without."""
+    """Separate from the step of Adam, which is the same with and without decay."""
     found = {}
     for decay in (0.0, 0.5):
         learner = fitted(folder, tmp_path / str(decay), learning={"weight_decay": decay}, max_steps=1)
@@ -133,7 +133,7 @@ def test_cross_entropy_has_a_gradient_where_a_share_is_tiny() -> None:
 
 
 def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
-    """A probability below the smallest float32: by its logits the gradient is that of any other image."""
+    """A probability below the smallest float32. Computed from logits, the gradient is as good as for any image."""
     learner = Learner("cnn", 1, 8, 3, options={"channels": [2], "hidden": [4]}).eval()
     with torch.no_grad():
         learner.model.classes.weight.zero_()
@@ -166,7 +166,7 @@ def test_recorded_coupling_is_differentiable(layer: Any) -> None:
     v, c = plain.route(plain.votes(u, module.W))
     leaves = [u, module.W]
     got = torch.autograd.grad(CouplingEntropy()(found[0]) + poses.square().sum(), leaves)
-    # The coupling that formed v, the last one.
+    # The last coupling, which formed v.
     plain.assert_same(found[0], c)
     plain.assert_same(got, torch.autograd.grad(CouplingEntropy()(c) + v.square().sum(), leaves))
     assert not isinstance(module(u), list) and len(found) == 2
@@ -198,13 +198,13 @@ def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     for each in seen[:3]:
         torch.testing.assert_close(each, (batch.images - mean[0]) / deviation[0])
     torch.testing.assert_close(seen[3], (images.sets.test.batch(torch.arange(3)).images - mean[0]) / deviation[0])
-    # The decoder makes images, not what the network sees.
+    # The decoder makes images, not normalised images.
     again = learner.output(batch.images, batch.labels).reconstruction
     torch.testing.assert_close(found["reconstruction"], (again - batch.images).square().sum((1, 2, 3)).mean())
 
 
 def test_normalized_by_the_set(folder: Path, tmp_path: Path) -> None:
-    """Mean and deviation are those of the images to train on, and lie in the checkpoint."""
+    """Mean and deviation come from the training images, and are in the checkpoint."""
     images = ImageData(str(folder), batch_size=8)
     learner = learner_for(images, normalize="set")
     train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)

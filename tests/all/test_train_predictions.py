@@ -26,7 +26,7 @@ def test_predictions(folder: Path, kind: str) -> None:
     right = [set(a) == set(b) for a, b in zip(best, batch.labels.view(20, -1).tolist(), strict=True)]
     found = train.predictions(learner, images.sets.test, 9)
     assert found.right.tolist() == right[:9]
-    torch.testing.assert_close(found.activations, lengths[:9])  # of other batches: rounding differs
+    torch.testing.assert_close(found.activations, lengths[:9])  # in other batches: rounding differs
     assert torch.equal(found.images, batch.images[:9]) and torch.equal(found.labels, batch.labels[:9])
     wrong = train.predictions(learner, images.sets.test, 5, wrong=True)
     rows = [row for row in range(20) if not right[row]][:5]

@@ -1,4 +1,4 @@
-"""How far training is, without a terminal and on one."""
+"""The progress of training, with and without a terminal."""
 
 import re
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_lines_of_steps_tests_and_checkpoints(
 def test_a_line_waits_for_steps_and_for_seconds(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a clock of two seconds a step, 5 seconds are 3 steps; with one of 20, two steps are more."""
+    """With two seconds a step, 5 seconds are 3 steps; with 20 seconds a step, the minimum of two steps takes longer."""
     for tick, expected in ((2.0, [1, 4, 7, 10, 13, 16]), (20.0, [1, 3, 5, 7, 9, 11, 13, 15])):
         clock = [0.0]
 
@@ -66,13 +66,13 @@ def test_a_line_waits_for_steps_and_for_seconds(
 
         monkeypatch.setattr(progress.time, "monotonic", monotonic)
         monkeypatch.setattr(run, "bar_or_lines", lambda: Lines(steps=2, seconds=5))
-        # Lightning reads the clock as well, for its checkpoints.
+        # Lightning's checkpoints read the clock as well.
         monkeypatch.setattr(run, "ModelCheckpoint", lambda **_: progress.Callback())
         monkeypatch.setattr(run, "Stop", lambda *_: progress.Callback())
         trained(folder, tmp_path / str(tick), progress=True, limit_val_batches=0, enable_checkpointing=False)
         found = lines_of(capsys)
         assert [step for step, _, _ in found] == expected
-    # 15 steps in 300 s of this clock, the one left at the same rate.
+    # 15 steps took 300 s of this clock; one step is left, at the same rate.
     assert found[-1][2].endswith("0:05:00 elapsed, 0:00:20 left")
 
 

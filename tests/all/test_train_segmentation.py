@@ -43,14 +43,14 @@ def test_classes_of_pixels_are_those_of_the_bright_parts() -> None:
 
 
 def mean_overlap(found: torch.Tensor, classes: torch.Tensor) -> float:
-    """Of bool ``[B, J, H, W]``, class by class."""
+    """The mean overlap of bool ``[B, J, H, W]``, class by class."""
     both, either = ((found & classes).sum((0, 2, 3)), (found | classes).sum((0, 2, 3)))
     return float((both[either > 0] / either[either > 0]).mean())
 
 
 def test_overlap_is_the_mean_of_the_classes_that_occur() -> None:
     found, classes = torch.rand(2, 6, 4, 5, 6) > 0.5
-    found[:, 2] = classes[:, 2] = False  # a class that nobody has, and nobody finds
+    found[:, 2] = classes[:, 2] = False  # a class that occurs nowhere and is not found
     metric = Overlap(4, average="none")
     for rows in (slice(0, 4), slice(4, 6)):
         metric.update(found[rows].long(), classes[rows].long())
@@ -59,7 +59,7 @@ def test_overlap_is_the_mean_of_the_classes_that_occur() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 of 8 x 8 to train on, 20 to test on; 4 classes."""
+    """60 images of 8 x 8 for training, 20 for tests; 4 classes."""
     path = tmp_path_factory.mktemp("images")
     write_set(path, size=8)
     return path
@@ -109,7 +109,7 @@ def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
 
 
 def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
-    """Trains, keeps a record, goes on from the checkpoint, and draws; what needs classes of images says so."""
+    """Trains, writes a record, resumes from the checkpoint, and draws. Commands that need classes of images say so."""
 
     def run(*arguments: Any) -> Any:
         return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
@@ -142,7 +142,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
 
 
 def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images come from the CPU and go back there. Tensors without content stand for those of a GPU."""
+    """Images come from the CPU and go back there. Meta tensors stand for tensors on a GPU."""
     sets, gpu = open_sets(f"multi:{folder}"), torch.device("cuda:0")
     learner = Learner("segcaps", *sets[2:], options=TINY)
     assert isinstance(learner, SegmentationLearner)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: where it ends, what is kept, and how it goes on."""
+"""Ctrl-C and SIGTERM during training: where it ends, what it keeps, and how it resumes."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "pro
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Whatever ends training, the signals do afterwards what they did before."""
+    """However training ends, afterwards the signals have their old handlers."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -44,7 +44,7 @@ def interrupted(
     workers: int = 0,
     **more: Any,
 ) -> Interrupted:
-    """How training ends when ``act`` is called before the ``call``-th call of a hook of the learner."""
+    """How training ends if ``act`` is called before the ``call``-th call of a hook of the learner."""
     learner, images = learner_and_images(folder, workers)
     calls = 0
     original = getattr(learner, hook)
@@ -86,7 +86,7 @@ def send(number: int) -> Callable[[], None]:
 def test_ctrl_c_keeps_the_step_and_resumes_bit_for_bit(
     folder: Path, whole: Path, tmp_path: Path, hook: str, call: int, step: int, test_every: int | None
 ) -> None:
-    """In the middle of steps and of tests, inside of epochs and at their ends."""
+    """Inside steps and tests, inside epochs and at their ends."""
     end = interrupted(folder, tmp_path, hook, call, send(signal.SIGINT), val_check_interval=test_every)
     last = tmp_path / "last.ckpt"
     assert (end.signal, end.step, end.checkpoint, end.checkpoint_step) == (signal.SIGINT, step, last, step)
@@ -117,7 +117,7 @@ def test_a_second_ctrl_c_ends_at_once_with_the_checkpoint_before(
     end = interrupted(folder, tmp_path, "training_step", 6, twice, checkpoint_every=4)
     assert (end.step, end.checkpoint, end.checkpoint_step) == (5, tmp_path / "step.ckpt", 4)
     assert not (tmp_path / "last.ckpt").exists()
-    # One that goes on and is ended before its first own checkpoint still has that of the one before.
+    # A resumed run that ends before its own first checkpoint still has the checkpoint of the run before.
     again = interrupted(folder, tmp_path / "b", "training_step", 2, twice, resume=end.checkpoint)
     assert (again.step, again.checkpoint, again.checkpoint_step) == (5, tmp_path / "step.ckpt", 4)
     trained(folder, tmp_path, again.checkpoint)
@@ -125,7 +125,7 @@ def test_a_second_ctrl_c_ends_at_once_with_the_checkpoint_before(
 
 
 def test_a_signal_that_arrives_twice_is_one(folder: Path, tmp_path: Path) -> None:
-    """Launchers pass on what the terminal has sent to all processes."""
+    """The terminal sends the signal to all processes, and launchers pass it on once more."""
 
     def twice() -> None:
         send(signal.SIGINT)()
@@ -141,7 +141,7 @@ def test_before_the_first_step_there_is_no_checkpoint(folder: Path, tmp_path: Pa
 
 
 def test_an_interrupted_test_of_the_end_is_an_interruption(folder: Path, tmp_path: Path) -> None:
-    """The test that follows ``max_steps`` runs outside of training; its signals have other handlers."""
+    """The test after ``max_steps`` runs outside training, with other signal handlers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         out = tmp_path / str(number)
         end = interrupted(folder, out, "validation_step", 1, send(number), max_steps=5)

@@ -1,6 +1,6 @@
-"""examples/tutorial.ipynb runs from top to bottom, and what is stored in it is what its cells print and draw.
+"""examples/tutorial.ipynb runs from top to bottom, and its stored outputs are what the cells print and draw.
 
-The cells run as a program, in a process of their own: what they need is in the extra ``examples``, and Jupyter is not.
+The cells run as a program, in a separate process, because the extra ``examples`` does not include Jupyter.
 docs/contributing.md has the command that stores the outputs of a new run.
 """
 
@@ -19,7 +19,7 @@ import capsfast
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
-# Between two cells; like Jupyter it draws the figures that a cell leaves open.
+# Runs between two cells. Like Jupyter it draws the figures that a cell leaves open.
 AFTER = """
 for _number in plt.get_fignums():
     plt.figure(_number).canvas.draw()
@@ -38,7 +38,7 @@ def code_cells() -> list[Any]:
 
 
 def shown(output: Any) -> str:
-    """A stored output: text that was printed, or a picture. Anything else, such as an error, is refused."""
+    """A stored output: printed text or a picture. Anything else, such as an error, is refused."""
     if output["output_type"] == "stream" and output["name"] == "stdout":
         return "".join(output["text"])
     assert output["output_type"] == "display_data" and set(output["data"]) == {"image/png", "text/plain"}, output
@@ -46,13 +46,13 @@ def shown(output: Any) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """They are other ones on another machine, and so are the columns of a table of them."""
+    """Numbers, and the columns of their tables, differ on other machines."""
     return " ".join(NUMBER.sub("0", text).split())
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each cell prints, in a folder that is not the checkout."""
+    """The output of each cell, in a folder outside the checkout."""
     for needed in ("matplotlib", "sklearn"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("tutorial")

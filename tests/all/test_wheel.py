@@ -1,4 +1,4 @@
-"""Building: how setup.py finds a toolkit and architectures, and what it says when something is wrong."""
+"""Building: how setup.py finds a toolkit and architectures, and its messages when something is wrong."""
 
 import fcntl
 import os
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 class Configured(NamedTuple):
     said: str
-    error: str  # "" if it would start to compile
+    error: str  # "" if it would compile
 
 
 @pytest.fixture
 def configure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., Configured]:
-    """setup.py up to the point where it would start to compile, on a machine with these GPUs."""
+    """Runs setup.py up to the point where it would compile, on a machine with these GPUs."""
     monkeypatch.chdir(ROOT)
     functions = runpy.run_path(str(ROOT / "setup.py"))
 
@@ -38,7 +38,7 @@ def configure(
         (tmp_path / "gpus").mkdir(exist_ok=True)
         write_program(tmp_path / "gpus" / "nvidia-smi", f'#!/bin/sh\nprintf "%s\\n" {gpus}\n')
         monkeypatch.setenv("PATH", f"{tmp_path / 'gpus'}{os.pathsep}{os.environ['PATH']}")
-        # What build() sets for its own process is taken back as well.
+        # build() changes this variable; monkeypatch restores it.
         monkeypatch.setenv("MAX_JOBS", "1")
         monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
         for name, value in environment.items():
@@ -58,7 +58,7 @@ Configure = Callable[..., Configured]
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> Path:
-    """A toolkit whose compiler says that it is 12.4 and knows architectures up to 9.0."""
+    """A toolkit whose compiler reports 12.4 and architectures up to 9.0."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     (home / "include").mkdir()
@@ -82,7 +82,7 @@ def write_program(path: Path, text: str) -> None:
 def test_which_gpus_it_is_compiled_for(configure: Configure, toolkit: Path) -> None:
     home = str(toolkit)
     assert f"CUDA 12.4 in {toolkit}, for 8.9\n" in configure(gpus="8.9 8.9", CUDA_HOME=home).said
-    # A GPU that this toolkit does not know.
+    # This toolkit does not know the GPU.
     assert "for 8.0 9.0+PTX" in configure(gpus="12.0", CUDA_HOME=home).said
     assert "for 8.0 9.0+PTX" in configure(CAPSFAST_CUDA="1", CUDA_HOME=home).said
     assert "for 8.0 8.6 8.9 9.0+PTX" in configure(TORCH_CUDA_ARCH_LIST="all", CUDA_HOME=home).said
@@ -93,7 +93,7 @@ def test_which_gpus_it_is_compiled_for(configure: Configure, toolkit: Path) -> N
 def test_no_cuda_kernels_without_a_gpu_unless_asked(
     configure: Configure, toolkit: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, cuda_of_torch: str | None
 ) -> None:
-    """A laptop with a toolkit and a CUDA build of torch does not compile for minutes what it cannot run."""
+    """A laptop with a toolkit and a CUDA torch must not spend minutes to compile kernels that it cannot run."""
     monkeypatch.setattr("torch.version.cuda", cuda_of_torch)
     ran = configure(gpus=gpus, CUDA_HOME=str(toolkit))
     assert not ran.error and "capsfast: CUDA" not in ran.said
@@ -173,7 +173,7 @@ setup(name="small", packages=["capsfast"], **made)
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A package of two files of its own that setup.py builds."""
+    """A package of two own files, which setup.py builds."""
     (tmp_path / "csrc").mkdir()
     (tmp_path / "capsfast").mkdir()
     (tmp_path / "capsfast" / "__init__.py").touch()
@@ -200,7 +200,7 @@ def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) ->
     assert re.fullmatch(
         r"capsfast: compiling 2 files, 2 at a time: about \d+ seconds\n"
         r"\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp\n",
-        # torch may say something of a CUDA toolkit without a GPU.
+        # torch may print a line about a CUDA toolkit without a GPU.
         "".join(line for line in said.splitlines(keepends=True) if "cpp_extension" not in line),
     )
     (built,) = (small / "capsfast").glob("_C*.so")
@@ -211,7 +211,7 @@ def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) ->
     assert process.returncode == 1
     assert "capsfast: compiling what has changed" in said and " -O3 " in said and "expected" in said
     assert said.endswith("capsfast: the build failed: Error compiling objects for extension (V=1 shows all commands)\n")
-    # What was built stays.
+    # The old build stays.
     assert built.read_bytes() == before
     (small / "csrc" / "other.cpp").write_text("int other() { return 3; }\n")
     said, _ = start(small, V="1").communicate(timeout=120)
@@ -246,7 +246,7 @@ def test_two_builds_at_once(small: Path) -> None:
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 def test_the_extension_keeps_to_the_stable_abi() -> None:
-    """It loads into every torch from 2.10 on: no symbol of torch but plain C functions, no library but libtorch."""
+    """It loads into every torch from 2.10 on: uses only plain C functions of torch, and only libtorch."""
     assert native.extension is not None
     library = str(native.extension.__file__)
     names = [
@@ -301,7 +301,7 @@ def test_minor_versions_share_the_ptx_of_the_oldest() -> None:
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
     ]
-    # PTX that is asked for is that of its own architecture.
+    # An explicit +PTX gives the PTX of its own architecture.
     assert gencode(["8.0", "8.6+PTX"])[1:] == [
         "-gencode=arch=compute_80,code=sm_86",
         "-gencode=arch=compute_86,code=compute_86",

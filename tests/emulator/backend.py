@@ -1,4 +1,4 @@
-"""The backend "emulated": the CUDA kernels on CPU tensors, beside those of the package, in tests only."""
+"""The backend "emulated", for tests only: the CUDA kernels on CPU tensors."""
 
 import ctypes
 import functools
@@ -18,10 +18,9 @@ OPS = (dynamic_routing.OP, routing_pass.OP)
 
 @functools.cache
 def install() -> None:
-    """Builds the kernels where they are not, and makes them a backend for who asks for it by name."""
+    """Builds the kernels if necessary, and registers them as a backend that must be asked for by name."""
     path = library("ops")
-    # Not one of capsfast.backends(): nobody gets it who did not ask. It refuses what "cuda" does: they are the same
-    # kernels.
+    # Not in capsfast.backends(), so it is never chosen by itself. Same kernels as "cuda", so same refusals.
     refuses = backend.BACKENDS["cuda"].refuses
     backend.BACKENDS[NAME] = backend._Backend(("cpu",), refuses=refuses)
     define.PREFIX[NAME] = PREFIX
@@ -48,7 +47,7 @@ def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
 
 
 def take_questions(kernels: str = "ops") -> int:
-    """How often the host asked something of the device, or told it something, since the last call."""
+    """How often the host queried or configured the device since the last call."""
     ask = ctypes.CDLL(str(library(kernels))).capsfast_take_questions
     ask.restype = ctypes.c_int64
     return int(ask())
@@ -75,10 +74,10 @@ def device(
     crowded: bool = False,
     kernels: str = "ops",
 ) -> Iterator[None]:
-    """Calls of the block run on such a device.
+    """Calls in the block run on this device.
 
-    Without ``shared_bytes_together`` a multiprocessor holds one of the largest blocks. ``crowded``: it grants no
-    cooperative launch, though it could.
+    Without ``shared_bytes_together`` a multiprocessor holds one largest block. ``crowded``: the device refuses
+    cooperative launches that would fit.
     """
     least = shared_bytes + 1024
     together = least if shared_bytes_together is None else shared_bytes_together

@@ -101,8 +101,8 @@ bool Block::release_together(size_t first, size_t count, Wait wait) {
   return true;
 }
 
-// Lets threads go on that have waited for each other: all lanes of a warp at the same exchange, or all threads of the
-// block at the same barrier. Returns whether any does.
+// Releases threads that wait for each other: all lanes of a warp at the same exchange, or all threads of the block at
+// the same barrier. Returns whether it released any.
 bool Block::release() {
   thread_ = -1;
   bool any = false;
@@ -144,15 +144,15 @@ void Block::grid_barrier(int line) {
 }
 
 void Block::warp_barrier(int line) {
-  // All lanes arrive before one goes on, and all have the same count of exchanges. The first to go on raises the epoch
-  // to that count, which the others leave as it is.
+  // All lanes arrive before any lane goes on, and all have the same count of exchanges. The first lane raises the epoch
+  // to this count; the others find it unchanged.
   suspend(Wait::warp, line);
   uint32_t& epoch = warp_epoch_[static_cast<size_t>(thread_) / kWarp];
   epoch = std::max(epoch, ++state().exchanges);
 }
 
 const unsigned char* Block::exchange(const void* value, size_t size, int line) {
-  // There are two sets of slots, used in turn, so that no lane writes to the set that others still read.
+  // Two sets of slots take turns, so that no lane writes to the set that others still read.
   unsigned char* set = slots_.data() + (state().exchanges++ % 2 == 0 ? 0 : slots_.size() / 2);
   std::memcpy(set + static_cast<size_t>(thread_) * kSlot, value, size);
   suspend(Wait::warp, line);
@@ -175,7 +175,7 @@ void Block::read_from(int rank, const void* where, size_t size, void* to) {
   std::memcpy(to, there, size);
 }
 
-// A GPU may write the bytes at any time until the thread has waited, so no thread may access them before. Then they
+// Until the thread has waited, a GPU may write the bytes at any time, so no thread may access them. Afterwards they
 // count as written by this thread.
 void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
   constexpr size_t kBytes = sizeof(Ahead::bytes);

@@ -1,4 +1,4 @@
-// One block of threads, each a fiber, with barriers, exchanges within a warp and shared memory. Reports their misuse.
+// One block of threads, each a fiber, with barriers, exchanges within a warp and shared memory. Reports misuse.
 #pragma once
 
 #include <cstddef>
@@ -44,31 +44,31 @@ class Block {
   void cluster_barrier(int line);
   void grid_barrier(int line);
   void warp_barrier(int line);
-  // Gives `size` bytes to the other lanes of the warp. Returns what the 32 lanes gave, kSlot bytes for each. All lanes
-  // must call it from the same line.
+  // Gives `size` bytes to the other lanes of the warp. Returns the bytes of all 32 lanes, kSlot bytes for each. All
+  // lanes must call it from the same line.
   const unsigned char* exchange(const void* value, size_t size, int line);
 
   unsigned char* shared(size_t offset, size_t bytes, size_t alignment) { return memory_.at(offset, bytes, alignment); }
   void reads(const void* where, size_t size) { memory_.read(where, size, now()); }
   void writes(const void* where, size_t size) { memory_.write(where, size, now()); }
-  // Reads from the memory of block `rank` of the cluster, at the offset that `where` has in the memory of this block.
+  // Reads from the memory of block `rank` of the cluster, at the offset of `where` in the memory of this block.
   void read_from(int rank, const void* where, size_t size, void* to);
 
   // Copies of 16 bytes that each thread starts and awaits for itself.
   void copy_ahead(unsigned char* to, const unsigned char* from);
   void copies_wait();
 
-  // What follows is for the Team that runs the block. neighbours[rank] is the block of that rank in the cluster.
+  // For the Team that runs the block. neighbours[rank] is the block of this rank in the cluster.
   void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
              const std::unique_ptr<Block>* neighbours);
   // Runs until every thread has left the kernel or waits for other blocks.
   void run(bool backwards);
   bool left() const { return left_; }
-  // The line of the barrier of this kind at which all threads wait; 0 if they do not.
+  // The line of the barrier of this kind at which all threads wait, or 0.
   int waits_at(Wait wait) const;
   // All threads go on from a barrier of the cluster or of the grid.
   void go_on();
-  // A description of where the threads are, for a fault. Neighbours at the same place are named once; at most `most`
+  // Where the threads are, for the message of a fault. Names neighbours at the same place once, and at most `most`
   // places.
   std::string whereabouts(int most) const;
 
@@ -101,7 +101,7 @@ class Block {
   Place place_;
   int thread_ = 0;
   size_t count_ = 0;
-  std::vector<std::unique_ptr<State>> states_;  // never fewer than in an earlier launch: their stacks are used again
+  std::vector<std::unique_ptr<State>> states_;  // never shrinks: later launches use the stacks again
   Memory memory_;
   std::vector<unsigned char> slots_;
   std::vector<uint32_t> warp_epoch_;

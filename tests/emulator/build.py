@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
 RUNTIME = ("fiber.cpp", "machine.cpp", "memory.cpp", "block.cpp", "team.cpp")
-# No fast mathematics, as the kernels' own compiler has none.
+# No fast mathematics, like the CUDA build.
 FLAGS = ("-O2", "-g0", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-DCAPSFAST_EMULATED", "-Wno-psabi")
 TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 
@@ -24,7 +24,7 @@ def _compiler() -> str:
 
 
 def _state(parts: tuple[str, ...]) -> str:
-    """A hash of everything that is compiled, and with what."""
+    """A hash of the sources, the flags and the compiler."""
     digest = hashlib.sha256()
     sources = [path for folder in (ROOT / "csrc", HERE) for path in sorted(folder.rglob("*")) if path.suffix != ".py"]
     for path in sources:
@@ -58,7 +58,7 @@ def library(name: str) -> Path:
     folder = ROOT / "build" / "emulator" / _state((name, *flags, *link))
     found = folder / f"{name}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    # Several pytest processes may want it at once.
+    # Several pytest processes may need it at once.
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if found.exists():

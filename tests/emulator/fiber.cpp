@@ -11,8 +11,8 @@ constexpr size_t kStack = 64 * 1024;
 
 #if defined(__x86_64__)
 
-// Saves the callee-saved registers and the stack pointer of one side and loads those of the other. swapcontext() makes
-// two system calls each time, which would be most of the run time of a kernel with many shuffles.
+// Saves the callee-saved registers and the stack pointer of one side and loads the other side's. swapcontext() makes
+// two system calls each time, which would take most of the run time of a kernel with many shuffles.
 extern "C" void capsfast_emulator_switch(void** from, void* to);
 __asm__(
     ".text\n"
@@ -46,8 +46,8 @@ void Fiber::start(void (*entry)(void*), void* argument) {
   context_->entry = entry;
   context_->argument = argument;
   const uintptr_t top = (reinterpret_cast<uintptr_t>(context_->stack.get()) + kStack) & ~uintptr_t{15};
-  // The switch pops six registers and returns into begin(). The ABI wants the stack pointer of a function that is
-  // entered to be 8 more or less than a multiple of 16.
+  // The switch pops six registers and returns into begin(). The ABI wants the stack pointer at the entry of a function
+  // to be 8 above a multiple of 16.
   void** frame = reinterpret_cast<void**>(top) - 2;
   frame[0] = reinterpret_cast<void*>(&begin);
   frame[1] = nullptr;

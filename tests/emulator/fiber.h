@@ -1,4 +1,4 @@
-// A cooperative thread. It has a stack of its own and runs until it hands control back.
+// A cooperative thread. It has its own stack and runs until it hands control back.
 #pragma once
 
 #include <cstddef>

@@ -85,7 +85,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(
   std::copy(old, old + 6, values);
 }
 
-// How often the host asked something of the device, or told it something, since the last call.
+// How often the host queried or configured the device since the last call.
 extern "C" __attribute__((visibility("default"))) int64_t capsfast_take_questions() {
   return std::exchange(capsfast::emulator::Machine::current().questions, 0);
 }

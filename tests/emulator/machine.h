@@ -1,4 +1,4 @@
-// The emulated device: its resources, which launches it refuses, and how faults are reported.
+// The emulated device: its resources, the launches that it refuses, and how it reports faults.
 #pragma once
 
 #include <cstdint>
@@ -30,19 +30,19 @@ struct Together {
   bool grid = false;
 };
 
-// The settings of the device. There are few multiprocessors, so that kernels cut even small shapes into several blocks.
-// Shared memory, in bytes, is what every architecture from 8.0 on has.
+// The settings of the device. Few multiprocessors, so that kernels cut even small shapes into several blocks. Every
+// architecture from 8.0 on has this much shared memory, in bytes.
 struct Machine {
   int64_t multiprocessors = 2, shared_bytes = 99 * 1024, shared_bytes_together = 100 * 1024;
   bool clusters = true, cooperative = true;
   bool crowded = false;  // cooperative launches are refused, as if other processes used the device
-  int number = 0;        // of the device: each time the settings change it is another one
+  int number = 0;        // of the device: new settings give it a new number
   int64_t questions = 0;
   // How much shared memory blocks of a kernel may ask for. Without an entry it is 48 KiB.
   std::map<const void*, int64_t> allowed;
 
   static Machine& current();
-  // The same, for the host's questions, which are counted.
+  // The same machine for questions of the host, which are counted.
   static Machine& asked();
 
   void allow_shared(const void* kernel, int64_t bytes);

@@ -29,7 +29,7 @@ void Memory::begin(size_t bytes) {
 
 unsigned char* Memory::at(size_t offset, size_t bytes, size_t alignment) {
   if (offset % alignment != 0) fault("shared memory at " + std::to_string(offset) + " is not aligned");
-  if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // a negative argument became a large one
+  if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // a negative argument became a large number
     fault(std::to_string(bytes) + " bytes of shared memory from " + std::to_string(static_cast<int64_t>(offset)) +
           " on, of " + std::to_string(bytes_.size()));
   }
@@ -108,7 +108,7 @@ void Memory::read_remotely(const void* where, size_t size, int rank) {
 
 uint32_t Memory::expect(const void* where, size_t size, const Moment& now) {
   const uint32_t name = first_copy_ + static_cast<uint32_t>(arrivals_.size());
-  // Before a fault: the name that some shadows have by then must not be given again.
+  // Before a possible fault, because shadows may already have this name, and it must not be used again.
   arrivals_.push_back(0);
   each(where, size, [&](Shadow& here) {
     check_arrived(here, "overwriting");

@@ -1,4 +1,4 @@
-// The shared memory of one block, with a shadow of every element: which threads accessed it when, and whether a copy to
+// The shared memory of one block. A shadow of every element says which threads accessed it when, and whether a copy to
 // it is under way.
 #pragma once
 
@@ -11,9 +11,9 @@
 
 namespace capsfast::emulator {
 
-// When a thread accessed shared memory. Epochs count barriers of the block, warp epochs those of the thread's warp. Two
-// accesses are ordered if there is a barrier of the block between them, or one of the warp to which both threads
-// belong.
+// When a thread accessed shared memory. Epochs count barriers of the block, warp epochs count barriers of the thread's
+// warp. Two accesses are ordered if a barrier of the block lies between them, or a barrier of a warp that has both
+// threads.
 struct Moment {
   int thread = -1;
   uint32_t epoch = 0, warp_epoch = 0;
@@ -21,8 +21,8 @@ struct Moment {
 
 class Memory {
  public:
-  // Starts afresh for a new block. Epochs keep counting, so that all accesses of the block before are ordered before
-  // those of the new one.
+  // Resets the memory for a new block. Epochs keep counting, so all accesses of the old block are ordered before
+  // accesses of the new block.
   void begin(size_t bytes);
   // Faults if [offset, offset + bytes) is not in the block's memory or not aligned.
   unsigned char* at(size_t offset, size_t bytes, size_t alignment);
@@ -42,8 +42,8 @@ class Memory {
   // Whether another block has read this memory since the last barrier of the cluster.
   bool read_by_others() const { return remote_epoch_ == cluster_epoch_; }
 
-  // Announces a copy: something other than a thread will write here, and no thread may access this memory before it
-  // arrives. Faults if a thread has read or written here since the last barrier. Returns the copy's number.
+  // Announces a copy: no thread may access this memory before the copy arrives. Faults if a thread has read or written
+  // here since the last barrier. Returns the number of the copy.
   uint32_t expect(const void* where, size_t size, const Moment& now);
   void arrives(uint32_t copy);
 
@@ -55,12 +55,12 @@ class Memory {
     Readers readers = Readers::one;
     uint32_t remote_epoch = 0;  // of the last read by another block, whose rank is remote_rank
     int remote_rank = 0;
-    uint32_t copy = 0;  // the last one here; it counts if it is one of arrivals_
+    uint32_t copy = 0;  // the last copy to here; counts if it is in arrivals_
   };
 
   template <class Each>
   void each(const void* where, size_t size, const Each& visit);
-  // The epoch in which the last copy to here arrived, or null if there was none; 0 if it is on its way.
+  // The epoch in which the last copy to here arrived; 0 if it is on its way, null if there was none.
   const uint32_t* arrival(const Shadow& here) const {
     return here.copy >= first_copy_ ? &arrivals_[here.copy - first_copy_] : nullptr;
   }

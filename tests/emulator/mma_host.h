@@ -19,8 +19,8 @@ inline float to_tf32(float x) {
   return x;
 }
 
-// c [16, 8] += a [16, 8] b [8, 8], of which each lane has 4, 4 and 2 elements. Bits of a and b that TF32 does not have
-// are dropped, as tensor cores do.
+// c [16, 8] += a [16, 8] b [8, 8]. Each lane has 4, 4 and 2 of their elements. Drops bits of a and b that TF32 does not
+// have, as tensor cores do.
 inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
   emulator::Block& block = emulator::Block::current();
   float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};

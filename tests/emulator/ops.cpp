@@ -1,5 +1,4 @@
-// Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the
-// emulator.
+// Registers capsfast::emulated_<op>: the routing and pass ops on CPU tensors; the emulator runs the CUDA kernels.
 #include "../../csrc/ops/cuda/launch.h"
 #include "../../csrc/ops/cuda/engine.h"
 #include "../../csrc/ops/dynamic_routing.h"

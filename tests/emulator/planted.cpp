@@ -32,8 +32,8 @@ extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_a
   } catch (const emulator::Fault&) { return -1; }
 }
 
-// Launches a kernel with `much` shared memory. Just before the launch, as another thread of the host may, it plans one
-// with less. own: as if each thread set what the kernel may ask for to what it needs.
+// Launches a kernel with `much` shared memory. Just before the launch it plans a launch with less, as another thread of
+// the host may. own: as if each thread set the limit of the kernel to what it needs.
 extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted_meanwhile(int much, int less,
                                                                                              bool own) {
   const Kernel& chosen = of_a_block.at("rotate");

@@ -1,4 +1,4 @@
-// Small kernels that test the emulator itself. Each is correct as it is, and wrong in the way that Args::fault names.
+// Small kernels that test the emulator itself. Each is correct, unless Args::fault names a fault.
 #pragma once
 
 #include <map>

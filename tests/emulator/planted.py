@@ -24,7 +24,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def run(kernel: str, fault: str = "", size: int = 64, values: Floats | None = None) -> tuple[str, Floats]:
-    """What the emulator found, and the result."""
+    """The fault that the emulator found, and the result."""
     given = np.arange(1, size + 1, dtype=np.float32) if values is None else values.astype(np.float32)
     out = np.full(size, np.nan, dtype=np.float32)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (given, out))
@@ -33,7 +33,7 @@ def run(kernel: str, fault: str = "", size: int = 64, values: Floats | None = No
 
 
 def check_right(kernel: str, wanted: Floats) -> None:
-    """The kernel runs without a fault, forwards and backwards; ``wanted`` is as large as what it is given."""
+    """The kernel runs without a fault, forwards and backwards; ``wanted`` has the size of its input."""
     for _ in range(4):
         found, out = run(kernel, size=wanted.size)
         assert found == ""
@@ -41,7 +41,7 @@ def check_right(kernel: str, wanted: Floats) -> None:
 
 
 def check_found(kernel: str, fault: str, message: str, size: int = 64) -> None:
-    """The fault is found forwards and backwards, and the emulator goes on working."""
+    """The emulator finds the fault, forwards and backwards, and still works afterwards."""
     for _ in range(4):
         found = run(kernel, fault, size)[0]
         assert message in found, found
@@ -50,21 +50,21 @@ def check_found(kernel: str, fault: str, message: str, size: int = 64) -> None:
 
 
 def run_meanwhile(much: int, less: int, own: bool = False) -> str:
-    """What the emulator found in a launch beside which another thread plans one with less shared memory.
+    """The fault that the emulator found in a launch while another thread plans a launch with less shared memory.
 
-    With ``own`` as if each of them set what the kernel may ask for to what it needs.
+    With ``own`` each thread sets the kernel's limit of shared memory to what it needs itself.
     """
     found: bytes = _loaded().capsfast_run_planted_meanwhile(much, less, own)
     return found.decode()
 
 
 def device(**settings: Any) -> AbstractContextManager[None]:
-    """The device of these kernels, as that of the ops in backend.py."""
+    """The device of these kernels, as ``device`` in backend.py."""
     return backend.device(kernels="planted", **settings)
 
 
 def settings() -> list[int]:
-    """Of the device, in the order of ``device``."""
+    """The settings of the device, in the order of ``device``."""
     values = (ctypes.c_int64 * 6)()
     _loaded().capsfast_exchange_device(values)
     found = list(values)
@@ -73,7 +73,7 @@ def settings() -> list[int]:
 
 
 def max_active_blocks(shared_bytes: int) -> int:
-    """Blocks of two warps on a multiprocessor; -1 where the emulator finds a fault."""
+    """Blocks of two warps on a multiprocessor; -1 if the emulator finds a fault."""
     return int(_loaded().capsfast_planted_max_active(0, 64, shared_bytes))
 
 

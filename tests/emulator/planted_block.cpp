@@ -33,7 +33,7 @@ sum(Args a) {
 }
 
 // Neighbouring threads of a warp exchange numbers in shared memory, with barriers of the warp only. Then both read a
-// number that one of them writes afterwards.
+// number, and one of them overwrites it.
 CAPSFAST_KERNEL(kThreads, 1)
 warp(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);

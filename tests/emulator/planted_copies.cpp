@@ -5,7 +5,7 @@ namespace planted {
 
 namespace {
 
-// Some threads copy for all, twice to one place. Every thread reads the number of its neighbour each time.
+// Some threads copy for all, twice to the same place. Each time every thread reads the number of its neighbour.
 CAPSFAST_KERNEL(kThreads, 1)
 ahead(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);
@@ -42,7 +42,7 @@ ahead(Args a) {
   a.out[n] = sum;
 }
 
-// Blocks of a cluster read what threads of others have copied.
+// Blocks of a cluster read numbers that threads of other blocks copied.
 CAPSFAST_KERNEL(kThreads, 1)
 ahead_remote(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);

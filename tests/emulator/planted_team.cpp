@@ -30,7 +30,7 @@ pass(Args a) {
   if (!a.is("missing barrier at the end")) gpu::cluster_barrier();
 }
 
-// The first block of the cluster takes the numbers of the others: they may not leave before.
+// The first block of the cluster reads the numbers of the others, which must not exit before.
 CAPSFAST_KERNEL(kThreads, 1)
 collect(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);
@@ -46,8 +46,8 @@ collect(Args a) {
   if (!a.is("missing barrier at the end")) gpu::cluster_barrier();
 }
 
-// Sums over the cluster several times, with one barrier of the cluster for each. Two buffers in turn make this right:
-// what others read in a round is written again two rounds later.
+// Sums over the cluster several times, with one barrier of the cluster for each sum. Two buffers in turn make this
+// correct: a buffer that others read is written again two rounds later.
 CAPSFAST_KERNEL(kThreads, 1)
 rounds(Args a) {
   const Shared<float> box = gpu::shared<float>(0, 2 * kThreads);
@@ -64,7 +64,7 @@ rounds(Args a) {
   a.out[gpu::block_x() * kThreads + n] = x;
 }
 
-// Sums over all blocks through device memory: every block adds up what all have written.
+// Sums over all blocks through device memory: every block adds up the numbers of all blocks.
 CAPSFAST_KERNEL(kThreads, 1)
 gather(Args a) {
   const int n = gpu::thread();

@@ -11,7 +11,7 @@ std::map<std::string, int>& launched() {
   return counts;
 }
 
-// Marks a launch in progress. Its destructor makes sure that after a fault no block counts as running.
+// Marks a launch in progress. The destructor ensures that after a fault no block counts as running.
 struct Launching {
   static bool now;
   Launching() { now = true; }
@@ -37,8 +37,8 @@ void Team::launch(const void* kernel, const Dim& grid, int threads, size_t share
   ++launched()[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") +
                (together.grid ? " cooperative" : "")];
   static int64_t launches = 0;
-  // The direction follows the Thue-Morse sequence. It is not periodic, so a test that repeats some launches does not
-  // meet the same directions each time.
+  // The direction follows the Thue-Morse sequence. It is not periodic, so a test that repeats some launches gets other
+  // directions.
   const bool backwards = __builtin_popcountll(static_cast<unsigned long long>(launches++)) % 2 == 1;
   const int64_t all = grid.x * grid.y * grid.z;
   const size_t count = static_cast<size_t>(together.grid ? all : together.cluster);
@@ -72,7 +72,7 @@ void Team::run(size_t count, bool backwards) {
   if (!std::all_of(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(count), left)) stuck(count);
 }
 
-// Runs a cluster as far as it gets without the other clusters. So if a barrier of the grid is missing, a cluster runs
+// Runs a cluster as far as possible without the other clusters. So if a barrier of the grid is missing, a cluster runs
 // ahead and the result is wrong.
 void Team::run_cluster(size_t first, bool backwards) {
   do {
@@ -80,7 +80,7 @@ void Team::run_cluster(size_t first, bool backwards) {
   } while (release(first, cluster_, Wait::cluster));
 }
 
-// Lets `count` blocks go on if all their threads wait at the same barrier. Returns whether they do.
+// Releases `count` blocks if all their threads wait at the same barrier. Returns whether it did.
 bool Team::release(size_t first, size_t count, Wait wait) {
   const int line = blocks_[first]->waits_at(wait);
   if (line == 0) return false;
@@ -108,8 +108,8 @@ void Team::stuck(size_t count) const {
 
 }  // namespace capsfast::emulator
 
-// The launches since the last call, a line "name count" for each kernel. For clusters and cooperative launches the name
-// is longer: "name cluster4 cooperative count".
+// The launches since the last call, a line "name count" for each kernel. Clusters and cooperative launches have longer
+// names: "name cluster4 cooperative count".
 extern "C" __attribute__((visibility("default"))) const char* capsfast_take_launches() {
   static std::string text;
   text.clear();

@@ -1,4 +1,4 @@
-// Launches. A team is a cluster, or all blocks of a cooperative launch: its blocks take turns. Teams run one after the
+// Launches. A team is a cluster, or all blocks of a cooperative launch. Its blocks take turns; teams run one after the
 // other.
 #pragma once
 
@@ -15,8 +15,8 @@ namespace capsfast::emulator {
 
 class Team {
  public:
-  // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads in the opposite
-  // order, so that a result that depends on the order differs from launch to launch.
+  // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads in reverse order, so
+  // a result that depends on the order differs between launches.
   static void launch(const void* kernel, const Dim& grid, int threads, size_t shared_bytes, const Together& together,
                      const std::function<void()>& body, const std::string& name);
   // How often each kernel was launched since the last call. A kernel is named by the type of its arguments and the kind

@@ -1,14 +1,13 @@
-"""How exact a result has to be: as exact as the plain definition in the same dtype, twice over.
+"""How exact a result must be: its error may be twice the error of the plain definition in the same dtype.
 
-A fixed tolerance hides a missing gradient when gradients are small and fails by an ulp when they are
-large. So every result is held against the float64 truth, and its error against the error of the
-einsum reference that ran in the dtype of the inputs (the criterion of flash-attention), once by the
-largest error and once by the relative L2 error. The error of a short float32 sum is a matter of luck,
-so there the reference runs three times and the largest error counts: as it is, with all axes but the
-batch reversed, and with inputs an ulp off, which shows how much the problem magnifies a rounding.
+A fixed tolerance hides a missing gradient when gradients are small, and fails by an ulp when they are large. So every
+result is compared with the float64 truth. Its largest error and its relative L2 error are compared with the errors of
+the einsum reference in the dtype of the inputs (the criterion of flash-attention). The error of a short float32 sum is
+a matter of luck. So the reference runs three times and its largest error counts: unchanged, with all axes but the batch
+reversed, and with inputs an ulp off, which shows how much the problem magnifies a rounding.
 
-On top come guards over the whole tensor (from gsplat): the cosine to the truth and the signed bias,
-which few wrong elements or many slightly wrong ones would slip past otherwise.
+Two more checks cover the whole tensor (from gsplat): the cosine to the truth and the signed bias. They find a few wrong
+elements, and many elements that are slightly wrong in one direction.
 """
 
 import torch
@@ -17,21 +16,21 @@ from torch import Tensor
 from .backends import Backend
 from .problems import Problem, reverse, run
 
-# In float64 there is no truth to compare with but the same definition in the same dtype.
+# In float64 the only truth is the same definition in the same dtype.
 DOUBLE = 1e-10
 COSINE = {torch.float32: 0.999, torch.bfloat16: 0.98, torch.float16: 0.98}
 
 
 def ulps(dtype: torch.dtype) -> float:
-    """The relative error that is free: a short sum may be exact in the reference by luck.
+    """The relative error that is always allowed: a short sum may be exact in the reference by luck.
 
-    A few roundings in float32; in 16 bits only that of the result, as sums are formed in float32.
+    A few roundings in float32. In 16 bits only the rounding of the result, because sums are formed in float32.
     """
     return (4 if dtype == torch.float32 else 1) * float(torch.finfo(dtype).eps)
 
 
 def rounding_floor(x: Tensor) -> float:
-    """What one rounding more may cost: `2 |x + 0.3 - 0.3 - x|` in the dtype of x, and its ulps."""
+    """What one more rounding may cost: `2 |x + 0.3 - 0.3 - x|` in the dtype of x, and its ulps."""
     wobble, size = float((x + 0.3 - 0.3 - x).abs().max()), float(x.abs().max())
     return 2 * wobble + ulps(x.dtype) * size
 
@@ -46,7 +45,7 @@ def cosine_to(truth: Tensor, value: Tensor) -> float:
 
 
 def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack: float = 1) -> None:
-    """truth: float64. plain: what the einsum reference gives in the dtype of got, the largest error counts."""
+    """truth: float64. plain: results of the einsum reference in the dtype of got; the largest error counts."""
     assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
     assert got.dtype == plain[0].dtype, f"{name}: {got.dtype}, expected {plain[0].dtype}"
     if got.numel() == 0:
@@ -59,14 +58,14 @@ def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack
         assert worst <= DOUBLE * size + 1e-12, f"{name}: off by {worst:.2e} where values reach {size:.2e}"
         return
 
-    # A gradient holds differences dc - sum(c dc) of float32 numbers of order one, however small it is itself.
+    # Even a small gradient holds differences dc - sum(c dc) of float32 numbers of order one.
     least = torch.finfo(torch.float32).eps if name.startswith("d") else 0.0
     floor = slack * (rounding_floor(plain[0].cpu()) + least)
     allowed = slack * 2 * max(value.abs().max().item() for value in plain_errors) + floor
     # "not <=" and not ">": NaN must fail.
     assert worst <= allowed, f"{name}: largest error {worst:.2e}, allowed {allowed:.2e}, values reach {size:.2e}"
     if size <= floor:
-        return  # nothing but rounding: a vector without direction
+        return  # only rounding errors, which have no direction
     norm = truth.norm().item()
     least *= got.numel() ** 0.5
     found = error.norm().item() / norm
@@ -85,7 +84,7 @@ def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack
 
 
 def check_scores(problem: Problem, backend: Backend) -> None:
-    """What scores the votes has a gradient of 0 if it is 0 but for 1e-12, and else one that is exact to 1e-6."""
+    """Gradients of scores are off by 1e-6 of the largest plus 1e-12 at most."""
     got, truth = run(problem, backend.name), run(problem.to(torch.float64), "reference")
     for name in got.keys() & {"dlogits", "dquery", "dprecision", "dprior"}:
         worst, size = (got[name].cpu().double() - truth[name]).abs().max().item(), truth[name].abs().max().item()
@@ -93,13 +92,13 @@ def check_scores(problem: Problem, backend: Backend) -> None:
 
 
 def assert_close(got: Tensor, wanted: Tensor, double: float = DOUBLE) -> None:
-    """Two ways to one result, in the widest dtype of a backend: ``double`` says how close in float64."""
+    """Compares two ways to one result, in the widest dtype of a backend. ``double``: the tolerance in float64."""
     rtol, atol = (double, double / 100) if got.dtype == torch.float64 else (2e-4, 2e-5)
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
 
 
 def plain_results(problem: Problem) -> list[dict[str, Tensor]]:
-    """What the einsum reference gives in the dtype of the problem."""
+    """The results of the einsum reference in the dtype of the problem."""
     found = [run(problem, "reference")]
     if problem.dtype == torch.float32:
         backwards = run(problem.reversed(), "reference")
@@ -111,8 +110,8 @@ def plain_results(problem: Problem) -> list[dict[str, Tensor]]:
 def check(problem: Problem, backend: Backend, slack: float = 2) -> dict[str, Tensor]:
     """Runs the problem on the backend; outputs and all gradients must be accurate.
 
-    slack: on all bounds. 1 for problems of real size; the default for small ones, whose largest error is a
-    matter of luck; more for problems drawn at random, some of which the reference solves without any error.
+    slack: factor on all bounds. 1 for problems of real size. The default is for small problems, whose largest error is
+    a matter of luck. More for random problems, some of which the reference solves without any error.
     """
     got = run(problem, backend.name)
     truth = run(problem.to(torch.float64), "reference")

@@ -1,4 +1,4 @@
-"""Routing layers and models for identify and accelerate, and what they compute before and after."""
+"""Routing layers and models for identify and accelerate, and comparisons before and after."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ def squash(s: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """Paper routing with a bare torch.zeros; what else a layer does is in its variants."""
+    """Paper routing with a bare torch.zeros. Variants override methods."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def variant(buffer: Tensor | None = None, attribute: Any = None, sizes: tuple[in
 
 
 def masked_after(self: Plain, u: Tensor, mask: Tensor) -> Tensor:
-    """A forward whose coupling, a softmax over the inputs, is masked behind the softmax, as ComiRec's code does it."""
+    """A forward that masks the coupling after a softmax over the inputs, as ComiRec's code does."""
     votes = self.votes(u)
     b = torch.zeros(votes.shape[:3])
     for _ in range(3):
@@ -73,12 +73,12 @@ def example(B: int = 5) -> Tensor:
 
 
 def accelerate(model: nn.Module, example: Any, **options: Any) -> Acceleration:
-    """In short, and whatever is faster on a machine that does other things beside."""
+    """accelerate() with short timings and no required speedup, because the machine may be busy."""
     return capsfast.accelerate(model, example, **{"only_faster": False, "seconds": 0, **options})
 
 
 class Net(nn.Module):
-    """Images of 6 x 6: a convolution and two layers of capsules, the second of which holds its routing."""
+    """For images of 6 x 6: a convolution and two layers of capsules. The second has its routing as a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 
 def outcome(model: nn.Module, example: Any) -> list[Tensor]:
-    """Output and gradients, that of the input first."""
+    """Output and gradients; the gradient of the input comes first."""
     first, *others = example if isinstance(example, tuple) else (example,)
     leaf = first.clone().requires_grad_()
     v = model(leaf, *others)

@@ -1,4 +1,4 @@
-"""The one place that says what the tests may ask of a backend."""
+"""What the tests may ask of each backend."""
 
 import shutil
 from collections.abc import Iterator
@@ -40,19 +40,18 @@ OP_OF = {
     "routing_pass": "routing_pass",
     "votes_pass": "routing_pass",
 }
-# What the first tier takes of a table that has more rows.
+# How many rows of a table the first tier takes.
 ROWS = 8
 
 
 @dataclass(frozen=True)
 class Backend:
-    """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
+    """name: as in capsfast.backends(). device: of its inputs. dtypes: that it serves.
 
-    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. linear: of the pass ops it serves linear
-    passes alone, those of passes.PassCase.linear.
-    max_work: the largest Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller
-    shapes.
-    rows: how many rows of a test's table the first tier gives it, and the second; None: all.
+    fused: the prefix of its ops in torch.ops.capsfast, if it has ops. linear: serves only linear passes, see
+    passes.PassCase.linear.
+    max_work: the largest Shape.work in its tests, so that an emulated backend runs the same tests with small shapes.
+    rows: how many rows of a test's table it runs in the first and in the second tier; None: all.
     """
 
     name: str
@@ -66,12 +65,12 @@ class Backend:
 
     @property
     def emulated(self) -> bool:
-        """Far slower than the device its kernels are for."""
+        """Whether it is far slower than the device of its kernels."""
         return self.max_work < 10**9
 
     @property
     def widest(self) -> torch.dtype:
-        """For tests of exact relations, which need small rounding errors and no special dtype."""
+        """The widest dtype, for tests of exact relations, which need small rounding errors."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     def op(self, function: str, backward: bool = False) -> Any:
@@ -91,7 +90,7 @@ TABLE = (
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
     Backend("cuda", "cuda", ALL_DTYPES, fused=True, linear=True),
 )
-# The CUDA kernels run by the emulator: nobody's backend but the tests'.
+# The CUDA kernels run by the emulator: a backend for the tests only.
 EMULATED = Backend(
     "emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True, rows=(6, None)
 )
@@ -102,13 +101,13 @@ def named(name: str) -> Backend:
 
 
 def available() -> list[Backend]:
-    """The backends of the table that exist here; one that the table forgot is an error."""
+    """The backends of the table that exist here. A backend that is missing in the table is an error."""
     states = capsfast.backends()
     forgotten = states.keys() - {backend.name for backend in TABLE}
     if forgotten:
         raise LookupError(f"tests/support/backends.py has no row for {', '.join(sorted(forgotten))}")
     found = [backend for backend in TABLE if backend.name in states and states[backend.name].available]
-    # Where the kernels can run, and where no compiler is, they are not emulated.
+    # The kernels are not emulated if a GPU can run them, or without a compiler.
     return found if torch.cuda.is_available() or not shutil.which("c++") else [*found, EMULATED]
 
 
@@ -124,13 +123,13 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded_ops() -> Iterator[list[str]]:
-    """The names of all ops that run in the block, such as "capsfast::dynamic_routing"."""
+    """Yields the names of all ops that run in the block, such as "capsfast::dynamic_routing"."""
     with _Recorder() as recorder:
         yield recorder.ops
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that an operation of the block has returned."""
+    """The size of the largest tensor that an operation in the block returned."""
 
     numel = 0
 
@@ -143,7 +142,7 @@ class Largest(TorchDispatchMode):
 
 
 def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True) -> None:
-    """The recorded ops are those of this backend: the fused op and no product of its own, or no fused op."""
+    """The recorded ops belong to this backend: its fused op and no other product, or no fused op."""
     fused = {name for name in ops if name.startswith("capsfast::")}
     if not backend.fused:
         assert not fused, f"backend {backend} ran {fused}"

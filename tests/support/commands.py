@@ -22,7 +22,7 @@ def trained(out: Path, *arguments: str, epochs: int = 1) -> Path:
 
 
 def failed(*arguments: str | Path, code: int = 1) -> str:
-    """The message of a command that ends in one line."""
+    """Runs a command that fails with a message of one line, and returns the message."""
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output

@@ -1,7 +1,7 @@
-"""Routing by agreement as loops over numbers, for the reference to be compared with.
+"""Routing by agreement as loops over numbers, to test the reference.
 
-Written from the paper and the option table, on purpose without a line of capsfast and without
-tensor operations: nothing here can share a mistake with an einsum.
+Written from the paper and the option table, without capsfast and without tensor operations, so that it shares no
+mistake with an einsum.
 """
 
 import math
@@ -74,10 +74,9 @@ def route(
     averaged: bool = False,
     agreement: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """``x [B, I, J, D]`` votes to ``(v, c, agreement)``, agreement being what was added to the logits.
+    """``x [B, I, J, D]`` votes to ``(v, c, agreement)``, where agreement was added to the logits.
 
-    With an agreement given, only the last iteration runs on top of it: the function whose derivative
-    gradient="last" stands for.
+    With a given agreement only the last iteration runs. gradient="last" is the derivative of this function.
     """
     B, I, J, D = x.shape
     passes = num_iterations if agreement is None else 1

@@ -1,7 +1,7 @@
 """The forward and backward passes that the fused kernels run, as tensor operations.
 
-Only V_t and s_t [B, J, D] pass from one loop over the input capsules to the next. Every call of
-``votes()`` below stands for what a kernel recomputes on chip.
+Only V_t and s_t [B, J, D] pass from one loop over the input capsules to the next. Where ``votes()`` is called below, a
+kernel makes the votes again on chip.
 """
 
 import torch

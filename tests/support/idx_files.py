@@ -15,7 +15,7 @@ def idx_bytes(values: Tensor) -> bytes:
 
 
 def write_set(folder: Path, mark: str = "-", end: str = "", size: int = 6) -> dict[str, Tensor]:
-    """Four IDX files of random images with labels 0 to 3, 60 to train on and 20 to test on."""
+    """Writes four IDX files of random images with labels 0 to 3: 60 for training and 20 for tests."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for stem, count in STEMS.items():

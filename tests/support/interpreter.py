@@ -1,6 +1,6 @@
-"""Triton's interpreter as the shared tests need it: its products of bfloat16 right, and five times as quick.
+"""Patches Triton's interpreter for the shared tests: correct products of bfloat16, and five times the speed.
 
-What is replaced is private to Triton: a release that has it under another name is an error here, at the start.
+The patched names are private to Triton. If a release renames one, the tests fail here, at the start.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from capsfast import toolchain
 
 
 def prepare() -> None:
-    """Once a process, before the first kernel is interpreted; does nothing where kernels are not interpreted."""
+    """Call this once a process, before the first kernel is interpreted. Does nothing if kernels are compiled."""
     if not toolchain.interpreting() or toolchain.why_no_triton():
         return
     from triton.runtime import interpreter
 
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__, interpreter)
     builder: Any = interpreter.interpreter_builder
-    # It would repeat every addition in 64 bits. Sizes in tests are far from where int32 ends.
+    # The check would repeat every addition in 64 bits. Sizes in tests are far below the limit of int32.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     builder.create_dot = _dot(builder.create_dot, interpreter)
     interpreter.InterpretedFunction.__call__ = _device_function(interpreter._patch_lang)
@@ -46,7 +46,7 @@ def kernels_of(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _silent(launch: Callable[..., Any], interpreter: Any) -> Callable[..., Any]:
-    """A GPU does not warn: kernels select between values one of which may come from a division by zero."""
+    """No warnings, as on a GPU: kernels select between values, and one may come from a division by zero."""
 
     def silent(*args: Any, **kwargs: Any) -> Any:
         with interpreter.np.errstate(all="ignore"), warnings.catch_warnings():
@@ -57,7 +57,7 @@ def _silent(launch: Callable[..., Any], interpreter: Any) -> Callable[..., Any]:
 
 
 def _dot(function: Callable[..., Any], interpreter: Any) -> Callable[..., Any]:
-    """The interpreter keeps a bfloat16 as the 16 bits of an integer, and multiplies these."""
+    """Widens bfloat16 first. The interpreter stores a bfloat16 as a 16-bit integer, and would multiply the integers."""
 
     def widened(value: Any) -> Any:
         if value.dtype.name != "bf16":
@@ -72,9 +72,10 @@ def _dot(function: Callable[..., Any], interpreter: Any) -> Callable[..., Any]:
 
 
 def _device_function(patch: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of one device function by another patches all of triton.language again: two thirds of the time.
+    """Patches once. Each call of a device function by another would patch all of triton.language: two thirds of the
+    time.
 
-    A kernel's own launch has done that for the modules of capsfast; Triton's need it once.
+    The launch of a kernel patches the modules of capsfast; Triton's own modules need it once.
     """
     patched = set()
 
@@ -88,7 +89,7 @@ def _device_function(patch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_types(interpreter: Any) -> None:
-    """Every operation makes the type of its result anew, and what a tensor has of its type: four tenths of the time."""
+    """Caches types. Making the type of every result, and copying it to tensors, takes four tenths of the time."""
     core, types, tensors = interpreter.tl.core, {}, {}
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
 
@@ -97,7 +98,7 @@ def _keep_types(interpreter: Any) -> None:
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = self.__dict__
-        self.__dict__ = types[key]  # of all that are alike: nothing changes a type
+        self.__dict__ = types[key]  # shared by equal types, which nothing changes
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         key = type.__class__, type.name
@@ -108,7 +109,7 @@ def _keep_types(interpreter: Any) -> None:
         self.handle, self.type = handle, type
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
-    # The same for all tensors of a type, whose name has the shape and the kind of number.
+    # Keyed by the name of the type, which has the shape and the dtype.
     numbers, of = {}, interpreter._get_np_dtype
 
     def numpy_type(type: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Runs that are killed while they train: ``python -m tests.support.killed IMAGES OUT``, one folder in OUT for each.
+"""Kills training runs: ``python -m tests.support.killed IMAGES OUT``. Each run has a folder in OUT.
 
-One process loads torch and Lightning and forks the runs, so that many of them cost little.
+One process loads torch and Lightning and forks all runs, so many runs cost little.
 """
 
 import os
@@ -15,7 +15,7 @@ from .training import trained
 
 # Seconds after the first checkpoint; a step and its checkpoint take about 0.02.
 TIMES = [0.0, 0.005, 0.01, 0.05, 0.2]
-# At which checkpoint; there is one a step.
+# At which checkpoints runs are killed. Each step writes one.
 MOMENTS = {"writing": [1, 4], "written": [5], "renaming": [7], "renamed": [6]}
 
 
@@ -31,7 +31,7 @@ def half(path: Path, content: Any) -> None:
 
 
 def set_trap(moment: str, call: int) -> None:
-    """The process dies in the call-th writing of a file."""
+    """Makes the process die at this moment of writing the ``call``-th file."""
     owner, name = {"writing": (Path, "write_bytes"), "written": (os, "fsync")}.get(moment, (Path, "replace"))
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0

@@ -1,6 +1,6 @@
-"""Disassembled machine code in basic blocks and loops, and what a warp executes in one turn of a loop.
+"""Disassembled machine code: basic blocks, loops, and the instructions of a warp in one turn of a loop.
 
-Of whatever compiler: sass.py reads the CUDA kernels with it, triton_listing.py the Triton kernels.
+For any compiler: sass.py reads the CUDA kernels with it, triton_listing.py the Triton kernels.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
         return int(found[1], 16)
 
     def bytes(self) -> int:
-        """Of one lane, of an access to memory."""
+        """How many bytes of memory one lane accesses."""
         width = re.search(r"\.(?:[US]?(8|16)|(64)|(128))\b", self.op)
         return int(next(filter(None, width.groups()))) // 8 if width else 4
 
@@ -40,14 +40,14 @@ def count_kind(counts: Counts, kind: str) -> int:
 
 
 def _work(instruction: Instruction) -> int:
-    """What a way must not miss: products, and bytes to and from memory."""
+    """The work of an instruction: products, and bytes to and from memory."""
     if instruction.kind == "HMMA":
         return 1
     return instruction.bytes() if instruction.kind in ("LDG", "STG", "LDS", "STS") else 0
 
 
 class Way(NamedTuple):
-    """Instructions on the way from the begin of one block to where it ends."""
+    """The instructions from the beginning of a block to the end of the way."""
 
     work: int
     instructions: tuple[Instruction, ...]
@@ -59,7 +59,7 @@ class Way(NamedTuple):
 class Loop(NamedTuple):
     header: int
     blocks: frozenset[int]
-    latches: tuple[int, ...]  # from which it goes back to the header
+    latches: tuple[int, ...]  # blocks that jump back to the header
 
 
 class Code:
@@ -72,7 +72,7 @@ class Code:
                 r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);", listing
             )
         ]
-        # Where nothing returns, ptxas has made a far branch of a call.
+        # If nothing returns, ptxas has used a call as a far branch.
         returns = any(instruction.kind == "RET" for instruction in self.instructions)
         self.branches = ("BRA",) if returns else ("BRA", "CALL")
         self.blocks = self._cut()
@@ -104,7 +104,7 @@ class Code:
         last, follows = self.blocks[at][-1], self.follows[at]
         always = not last.predicate
         to: list[int] = []
-        # BRA.DIV is for lanes of a warp that are not together, which these kernels' are.
+        # BRA.DIV is for diverged lanes; these kernels do not diverge.
         if last.kind in self.branches and last.op != "BRA.DIV":
             to.append(last.target())
             always = always and re.fullmatch(r"0x[0-9a-f]+", last.operands) is not None
@@ -119,7 +119,7 @@ class Code:
         return list(dict.fromkeys(to))
 
     def _numbered(self) -> dict[int, int]:
-        """Blocks in reverse postorder, with all that nothing leads to as starts."""
+        """Blocks in reverse postorder. Blocks without a predecessor are starts."""
         done: list[int] = []
         seen: set[int] = set()
         entry = next(iter(self.blocks))
@@ -138,7 +138,7 @@ class Code:
         return {at: n for n, at in enumerate(reversed(done))}
 
     def _dominators(self) -> dict[int, int | None]:
-        """The next block that every way to a block goes through; None where there is none."""
+        """For each block the nearest block that every way to it goes through, or None."""
         found: dict[int, int | None] = {at: None for at in self.order if not self.before[at]}
 
         def common(a: int | None, b: int | None) -> int | None:
@@ -167,7 +167,7 @@ class Code:
         return found
 
     def dominators(self, at: int) -> Iterator[int]:
-        """The block itself, then those that every way to it goes through, the nearest first."""
+        """The block itself, then all blocks that every way to it goes through, the nearest first."""
         here: int | None = at
         while here is not None:
             yield here
@@ -198,7 +198,7 @@ class Code:
         return [instruction for at in sorted(blocks) for instruction in self.blocks[at]]
 
     def innermost(self, kind: str, times: int) -> list[Loop]:
-        """Loops with that many instructions of a kind none of which is in a loop within."""
+        """Loops with ``times`` instructions of this kind, none in an inner loop."""
 
         def count(loop: Loop) -> int:
             return sum(instruction.kind == kind for instruction in self.within(loop.blocks))
@@ -211,10 +211,10 @@ class Code:
     def way(
         self, start: int, ends: Callable[[int], bool], within: Iterable[int] | None = None, most_work: bool = True
     ) -> Way | None:
-        """From the begin of block `start` to the end of the first block for which `ends` holds.
+        """The way from the beginning of block `start` to the end of the first block for which `ends` holds.
 
-        Loops on the way are passed once. Of the ways with the most work, or of all, the one with the fewest
-        instructions. None if no way leads there.
+        Passes each loop once. Returns the way with the fewest instructions among all ways, or among the ways with the
+        most work. None if there is no way.
         """
         inside = None if within is None else frozenset(within)
         best: dict[int, Way | None] = {}

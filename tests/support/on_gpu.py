@@ -1,4 +1,4 @@
-"""What tests on a GPU do with problems: draw them there, copy them, capture them, compare them."""
+"""Helpers for problems on a GPU: draw, copy, capture and compare them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ def tensors_of(problem: Problem) -> list[Tensor]:
 
 
 def copied(problem: Problem) -> Problem:
-    """The same values in memory of its own."""
+    """The same values in new memory."""
     return replace(
         problem,
         inputs={name: value.clone() for name, value in problem.inputs.items()},
@@ -51,7 +51,7 @@ def drawn(shape: Shape, dtype: torch.dtype = torch.float32, op: str = "dynamic_r
 
 
 def assert_as_accurate_as_einsum(problem: Problem, name: str) -> None:
-    """By relative L2 error against float64, all on the GPU."""
+    """Compares relative L2 errors against float64, all on the GPU."""
     got, plain = run(problem, name), run(problem, "reference")
     truth = run(problem.to(torch.float64, "cuda"), "reference")
     for key, value in got.items():
@@ -61,7 +61,7 @@ def assert_as_accurate_as_einsum(problem: Problem, name: str) -> None:
 
 
 def assert_replays(problems: list[Problem], name: str, need: Sequence[str] | None = None) -> None:
-    """A graph of the backend ``name`` that captured the first problem gives every one's bits. need: as in run()."""
+    """A graph of backend ``name`` that captured the first problem gives every problem's bits. need: as in run()."""
     wanted = [run(problem, name, need) for problem in problems]
     static = copied(problems[0])
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Inputs for the pass ops, as problems that every test of a routing op can take."""
+"""Inputs for the pass ops, as problems for the tests of all routing ops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,11 +17,11 @@ from .problems import Case, Op, Problem, product
 
 @dataclass(frozen=True)
 class PassCase:
-    """One combination of the arguments of a pass. The defaults are those of the functions, str() shows the others.
+    """One combination of the arguments of a pass. Defaults as in the functions; str() shows the other values.
 
-    shared: which axes of the weight or of the votes have size 1, such as "I", "J" or "IJ". logits: "", "IJ" or "BIJ".
-    poses and spatial: as in problems.Case; out_mask and prior have no positions. The other fields are the options of
-    the same name, or whether the tensor is given.
+    shared: axes of the weight or the votes with size 1, such as "I", "J" or "IJ". logits: "", "IJ" or "BIJ".
+    poses and spatial: as in problems.Case; out_mask and prior have no positions. Other fields: an option of the same
+    name, or whether the tensor is given.
     """
 
     query: bool = False
@@ -51,7 +51,7 @@ class PassCase:
 
     @property
     def linear(self) -> bool:
-        """Whether the CUDA kernels serve it: a softmax of scores linear in the votes, each of which is one pair's."""
+        """Whether the CUDA kernels serve the pass: a softmax of scores that are linear in votes of one pair each."""
         more = self.precision or self.center or self.activation or self.second or self.poses or self.spatial
         return not more and self.normalize in ("out", "in") and "J" not in self.shared
 
@@ -70,11 +70,11 @@ class PassCase:
     @staticmethod
     def outputs(result: capsfast.Moments) -> dict[str, Tensor]:
         named = {**result._asdict(), "log_sum": result.lse}
-        del named["lse"]  # the argument's name
+        del named["lse"]  # also the name of an argument
         return {name: value for name, value in named.items() if value is not None}
 
 
-# What each kind of routing needs; all of it in every way of normalising.
+# The passes of each kind of routing; each runs with every way of normalising.
 LINEAR = PassCase(query=True)
 QUADRATIC = PassCase(precision=True, center=True, prior=True, activation=True, second=True)
 EVERYTHING = PassCase(
@@ -91,7 +91,7 @@ EVERYTHING = PassCase(
     weights=True,
     lse=True,
 )
-# All that a linear pass has.
+# A linear pass with all its arguments.
 LOADED = PassCase(
     query=True, prior=True, logits="BIJ", mask=True, out_mask=True, leaky=True, weights=True, lse=True, shared="I"
 )
@@ -99,7 +99,7 @@ WAYS = ("out", "in", "sigmoid", "none", "lse")
 
 
 def normalized(case: PassCase, how: str) -> PassCase:
-    """The same with another way of normalising, without what only a softmax has."""
+    """The same case with another way of normalising, without options that only a softmax has."""
     softmax = how in ("out", "in")
     return replace(case, normalize=how, leaky=case.leaky and softmax, lse=case.lse and softmax)
 
@@ -136,7 +136,7 @@ SHARED = PassCase(query=True, precision=True, shared="J", second=True, weights=T
 
 
 def without_weight(cases: Sequence[PassCase]) -> list[PassCase]:
-    """The same cases for votes that are given, each once: they have no weight to share between input capsules."""
+    """The same cases for given votes, without duplicates: these have no weight that input capsules could share."""
     return list(dict.fromkeys(replace(case, shared=case.shared.replace("I", "")) for case in cases))
 
 
@@ -181,7 +181,7 @@ def make(
     if case.mask:
         masks["mask"] = torch.rand(B, I, *S, generator=draw) > 0.3
         if case.lse and I > 0:
-            masks["mask"][:, 0] = True  # a log-sum-exp of nothing is infinite, and no number to compare
+            masks["mask"][:, 0] = True  # an empty log-sum-exp is infinite and cannot be compared
     if case.out_mask:
         masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
         if case.lse and J > 0:
@@ -199,14 +199,14 @@ def make(
 def make_either(
     shape: Shape | tuple[int, ...], case: Case | PassCase, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Problem:
-    """A problem of the family of ops that has such cases; of the op on votes where they have positions."""
+    """A problem for the ops of this type of case; with positions, for the op on votes."""
     if isinstance(case, PassCase):
         return make(shape, case, "votes_pass" if case.spatial else "routing_pass", dtype, device)
     return problems.make(shape, case, "route_votes" if case.spatial else "dynamic_routing", dtype, device)
 
 
 class PassOp(Op):
-    """A pass as tests of all functions see it."""
+    """A pass function, for tests of all functions."""
 
     family = PassCase
 

@@ -1,4 +1,4 @@
-"""Routing by agreement in a few lines of torch, for the layers and models to be compared with, gradients included."""
+"""Routing by agreement in a few lines of torch, to test layers and models, with gradients."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .backends import EMULATED, available
 
-# The layers above the kernels, in float64 on the CPU: no matter for backends that are emulated, or of other devices.
+# Tests of layers in float64 on the CPU. Not for emulated backends and for other devices.
 on_cpu = pytest.mark.parametrize(
     "by", [b for b in available() if b.device == "cpu" and torch.float64 in b.dtypes and b != EMULATED], ids=str
 )
@@ -21,7 +21,7 @@ def squash(s: Tensor, kind: str = "paper") -> Tensor:
 
 
 def couple(b: Tensor, softmax: str = "out") -> Tensor:
-    """Softmax of ``b [B, I, J]``; 0 where no logit is finite."""
+    """Softmax of ``b [B, I, J]``; 0 if no logit is finite."""
     dim = 2 if softmax == "out" else 1
     e = (b - b.amax(dim, keepdim=True).nan_to_num(neginf=0.0)).exp()
     total = e.sum(dim, keepdim=True)
@@ -36,7 +36,7 @@ def route(
     softmax: str = "out",
     kind: str = "paper",
 ) -> tuple[Tensor, Tensor]:
-    """``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf takes the pair out."""
+    """``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf masks the pair."""
     b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
     for _ in range(num_iterations):
         c = couple(b, softmax)
@@ -52,5 +52,5 @@ def votes(u: Tensor, weight: Tensor) -> Tensor:
 
 
 def assert_same(got: object, wanted: object, tolerance: float = 1e-9) -> None:
-    """Float64 results of two ways to compute one thing."""
+    """Compares float64 results of two ways to compute the same."""
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

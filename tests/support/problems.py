@@ -13,9 +13,9 @@ from capsfast.options import Options
 
 from .backends import OP_OF, Shape
 
-# What an emulated backend has time for: more outputs than one program holds, with several input capsules and with
-# several tiles of the batch; D no power of two, K in steps, tiles of the batch. The slow ones stand first, as the first
-# tier takes the last.
+# Shapes that an emulated backend has time for: more outputs than one program holds, with several input capsules and
+# with several tiles of the batch; D not a power of two, K in steps, tiles of the batch. Slow shapes come first, because
+# the first tier takes the last rows.
 EMULATED = (
     (2, 4, 330, 3, 1),
     (34, 1, 330, 4, 1),
@@ -29,11 +29,11 @@ LAYOUTS = ("contiguous", "sliced", "transposed")
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of options. The defaults are those of the functions, str() shows the others.
+    """One combination of options. Defaults as in the functions; str() shows the other values.
 
-    logits: "", "IJ" or "BIJ". shared: weight [1, J, D, K]. coupling: ask for the coupling and send a
-    gradient through it. poses: how many rows pose matrices have. spatial: sizes of the positions of votes, which all
-    but out_mask have too. The other fields are the options of the same name, or whether the tensor is given.
+    logits: "", "IJ" or "BIJ". shared: weight [1, J, D, K]. coupling: ask for the coupling and send a gradient through
+    it. poses: rows of pose matrices. spatial: sizes of the positions of votes and all other inputs but out_mask. Other
+    fields: an option of the same name, or whether the tensor is given.
     """
 
     num_iterations: int = 3
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def linear(self) -> bool:
-        """Whether the CUDA kernels serve it."""
+        """Whether the CUDA kernels serve the case."""
         return not self.poses and not self.spatial
 
     @property
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a call gets beside its tensors."""
+        """The arguments of a call besides tensors."""
         return {**self.options._asdict(), "return_coupling": self.coupling}
 
     @property
@@ -85,11 +85,11 @@ class Case:
 
 
 def without_shared(cases: Sequence[Case]) -> list[Case]:
-    """The same cases for an op that has no weight, each once."""
+    """The same cases for an op without a weight, without duplicates."""
     return list(dict.fromkeys(replace(case, shared=False) for case in cases))
 
 
-# Each option alone, then together in ways that meet in one line of a kernel.
+# Each option alone, then combinations that meet in one line of a kernel.
 SINGLE = (
     Case(),
     Case(coupling=False),
@@ -139,7 +139,7 @@ COMBINED = (
     Case(gradient="last", leaky=True, squash="unit", squash_last=False, bias=True, out_mask=True, shared=True),
 )
 CASES = SINGLE + COMBINED
-# Two that touch every line between them, for tests that vary something else than options.
+# Two cases that together run every line, for tests that do not vary options.
 PLAIN = Case()
 LOADED = Case(softmax="in", leaky=True, logits="BIJ", bias=True, mask=True, out_mask=True)
 LOADED_OUT = Case(leaky=True, logits="IJ", bias=True, mask=True, out_mask=True)
@@ -147,10 +147,10 @@ LOADED_OUT = Case(leaky=True, logits="IJ", bias=True, mask=True, out_mask=True)
 
 @dataclass
 class Problem:
-    """A call and the gradients it gets. inputs: what may need a gradient, in the order of the function."""
+    """A call and the gradients of its outputs. inputs: may need a gradient, in the order of the function."""
 
     op: str
-    case: Any  # a Case, or what another family of ops has instead
+    case: Any  # a Case, or a PassCase
     inputs: dict[str, Tensor]
     masks: dict[str, Tensor]
     gradients: dict[str, Tensor]  # of the outputs, by their names
@@ -186,7 +186,7 @@ class Problem:
         )
 
     def reversed(self) -> "Problem":
-        """The same sums in another order: all axes but the batch run backwards."""
+        """The same sums in another order: all axes but the batch reversed."""
         return replace(
             self,
             inputs={name: reverse(name, value) for name, value in self.inputs.items()},
@@ -211,17 +211,17 @@ def batched(name: str, value: Tensor) -> bool:
 
 
 def reverse(name: str, value: Tensor) -> Tensor:
-    """All axes backwards but that of the batch, for a tensor or gradient of this name."""
+    """Reverses all axes but the batch, for a tensor or gradient of this name."""
     return value.flip(tuple(range(int(batched(name, value)), value.dim())))
 
 
 def relayout(value: Tensor, kind: str) -> Tensor:
-    """Equal values in other memory. Where the gaps are, a kernel that reads them finds NaN."""
+    """Equal values with other strides. Gaps in memory hold NaN, so a kernel must not read them."""
     if kind == "contiguous":
         return value.contiguous()
     gap = True if value.dtype == torch.bool else float("nan")
     if kind == "sliced":
-        # Every second row, and a last axis that starts off alignment and ends early.
+        # Every second row, and a last axis with an unaligned start and an early end.
         size = [value.shape[0] * 2, *value.shape[1:-1], value.shape[-1] + 3]
         room = torch.full(size, gap, dtype=value.dtype, device=value.device)
         view = room[::2, ..., 1:-2]
@@ -242,9 +242,9 @@ def make(
     device: str = "cpu",
     seed: int = 0,
 ) -> Problem:
-    """Normal inputs for which the routing is neither uniform nor saturated.
+    """Normal inputs whose routing is neither uniform nor saturated.
 
-    Values are drawn in float64 on the CPU, then converted: every dtype and device gets the same problem.
+    Values are drawn in float64 on the CPU, then converted, so every dtype and device gets the same problem.
     """
     B, I, J, D, K = shape
     S = case.spatial
@@ -274,7 +274,7 @@ def make(
 
 
 def with_one_leader(problem: Problem) -> Problem:
-    """The same with other logits: over the input capsules, one has all of the coupling of each output capsule."""
+    """The same problem with logits that give one input capsule the whole coupling of each output capsule."""
     logits, draw = problem.inputs["logits"], torch.Generator().manual_seed(1)
     axis = 0 if logits.dim() == 2 else 1
     behind = -60 - 100 * torch.rand(logits.shape, generator=draw)
@@ -285,7 +285,7 @@ def with_one_leader(problem: Problem) -> Problem:
 def product(
     normal: Callable[..., Tensor], shape: Shape | tuple[int, ...], poses: int, rows: int, columns: int, spread: float
 ) -> dict[str, Tensor]:
-    """u and weight [rows, columns, D, K]; with ``poses`` pose matrices of as many rows, whose votes have D numbers."""
+    """u and weight [rows, columns, D, K]. ``poses``: rows of pose matrices, whose votes have D numbers."""
     B, I, _, D, K = shape
     scale = spread / max(K, 1) ** 0.5
     if not poses:
@@ -296,7 +296,7 @@ def product(
 
 @dataclass(frozen=True)
 class Op:
-    """A function as tests of all see it. tensors: the inputs that the votes are made of; poses: that with a batch."""
+    """A function, for tests of all functions. tensors: the inputs that make the votes; poses: the one with a batch."""
 
     name: str
     tensors: tuple[str, ...]
@@ -307,11 +307,11 @@ class Op:
         return self.tensors[0]
 
     def takes(self, case: Any) -> bool:
-        """Whether it is a case of such a function: pose matrices need a weight, positions votes that are given."""
+        """Whether the function takes the case: pose matrices need a weight, positions need given votes."""
         return isinstance(case, self.family) and not (case.spatial if "weight" in self.tensors else case.poses)
 
     def fit(self, shape: Shape | tuple[int, ...]) -> Shape:
-        """The shape as this op has it: votes that are given have no K."""
+        """The shape for this op: given votes have no K."""
         fitted = Shape._make(shape)
         return fitted if "weight" in self.tensors else fitted._replace(K=1)
 
@@ -334,7 +334,7 @@ def registered(problem: Problem) -> list[Any]:
 
 
 def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any]:
-    """The arguments of the registered backward, from what the forward returned."""
+    """The arguments of the registered backward, from the outputs of the forward."""
     contract = Contract(OP_OF[problem.op])
     arguments, of_results = registered(problem)[: -contract.requests], dict(zip(contract.outputs, outputs, strict=True))
     gradients = [
@@ -350,7 +350,7 @@ OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
 
 
 def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **other: Any) -> Any:
-    """What the function of the problem returns. other: arguments in place of those of the problem."""
+    """The result of the problem's function. other: arguments that replace arguments of the problem."""
     function = getattr(capsfast, problem.op)
     arguments = {**inputs, **problem.masks, **problem.case.arguments, **problem.overrides, **other}
     return function(**arguments, backend=backend)
@@ -359,7 +359,7 @@ def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **oth
 def run(problem: Problem, backend: str | None, need: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Outputs and gradients by name, such as v, c, du, dweight, dvotes, dlogits, dbias.
 
-    need: the inputs that require a gradient, default all.
+    need: the inputs that require a gradient; by default all.
     """
     need = tuple(problem.inputs) if need is None else need
     inputs = {name: value.detach().requires_grad_(name in need) for name, value in problem.inputs.items()}

@@ -1,7 +1,7 @@
-"""PUBLISHED: kinds of routing layers as they are published, with what is known of each.
+"""PUBLISHED: kinds of published routing layers, and the properties of each.
 
-The layers themselves, written without anything of capsfast, are in published_layers and published_variants. Probe them
-with torch's default dtype set to float64 (:func:`float64`): most make their logits with a bare torch.zeros.
+published_layers and published_variants have the layers, written without capsfast. Probe them with float64 as torch's
+default dtype (:func:`float64`): most make their logits with a bare torch.zeros.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,17 @@ NO_EPS = 1e-20
 class Published(NamedTuple):
     """One kind of layer.
 
-    name: of the row. build: makes it from sizes and a namespace that has the classes: published_layers or, where
-    ``compat``, capsfast.compat. inputs: what it is called with. weight: the name of the parameter, None for votes.
-    order: its axes as letters, ``1`` an axis of length 1, two letters in brackets one merged axis; axes of ``IJDK``
-    that are not there are shared. out: the axes of the result, likewise. softmax, gradient, squash, eps,
-    num_iterations, leaky, squash_last: the options of capsfast.dynamic_routing that it needs. averaged: it averages the
+    name: of the row. build: makes the layer from sizes and a namespace with the classes: published_layers or, if
+    ``compat``, capsfast.compat. inputs: makes the arguments of a call. weight: the name of the parameter, None for
+    votes.
+    order: the axes of the weight as letters, ``1`` an axis of length 1, two letters in brackets one merged axis. The
+    weight is shared along axes of ``IJDK`` that are absent. out: the axes of the result, likewise. softmax, gradient,
+    squash, eps, num_iterations, leaky, squash_last: options for capsfast.dynamic_routing. averaged: the layer averages
+    the
         logits over the batch, as capsfast.compat.averaged_routing does.
-    logits, bias: names of the parameters or buffers with that role; logits_order: the axes of the former. mask: whether
-    the last input is the mask. transposed: the input is ``[B, K, I]``. lazy: parameters exist after one forward.
-    compat: capsfast.compat has it. reproducible: whether options for it exist.
+    logits, bias: names of the parameters or buffers with this role; logits_order: the axes of logits. mask: whether the
+    last input is the mask. transposed: the input is ``[B, K, I]``. lazy: parameters exist after one forward.
+    compat: capsfast.compat has the layer. reproducible: whether options give the same result.
     """
 
     name: str
@@ -62,21 +64,21 @@ class Published(NamedTuple):
         return self.build(layers, sizes)
 
     def example(self, sizes: Shape = SIZES) -> tuple[Any, ...]:
-        """Inputs of a call, the tensor of capsules or votes first."""
+        """Inputs of a call: first the tensor of capsules or votes."""
         return self.inputs(sizes)
 
     def weight_of(self, layer: nn.Module, sizes: Shape = SIZES) -> Tensor:
-        """The weight as ``[I, J, D, K]``, with length 1 for an axis along which it is shared."""
+        """The weight as ``[I, J, D, K]``, where shared axes have length 1."""
         assert self.weight is not None and self.order is not None
         return arranged(named(layer, self.weight), self.order, "IJDK", sizes)
 
     def result_of(self, found: Tensor, sizes: Shape = SIZES) -> Tensor:
-        """What the layer returned as ``[B, J, D]``."""
+        """The result of the layer as ``[B, J, D]``."""
         return arranged(found, self.out, "BJD", sizes)
 
 
 def named(layer: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name, dots and all."""
+    """The parameter or buffer of this name, which may have dots."""
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}[name]
 
 
@@ -94,7 +96,7 @@ def votes(s: Shape) -> tuple[Tensor]:
 
 
 def with_mask(s: Shape) -> tuple[Tensor, Tensor]:
-    """Every sample lacks other inputs, the first one none."""
+    """Each sample masks other inputs; the first masks none."""
     present = torch.arange(s.I) < torch.tensor([s.I - b % (s.I - 1) for b in range(s.B)])[:, None]
     return torch.randn(s.B, s.I, s.K), present.to(torch.get_default_dtype())
 
@@ -314,7 +316,7 @@ PUBLISHED = [
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Torch's default dtype is float64 inside."""
+    """Sets torch's default dtype to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

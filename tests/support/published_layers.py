@@ -1,8 +1,8 @@
-"""Routing layers in the form in which they are published, without anything of capsfast: those that have a class in
-capsfast.compat of the same name, signature, parameters and results.
+"""Routing layers as published, without capsfast, for which capsfast.compat has a class with the same name, signature,
+parameters and results.
 
-Logits are made with torch.zeros alone, as such code does. They have torch's default dtype, so set that to float64 where
-float64 is wanted.
+Logits come from a bare torch.zeros, as in published code. So they have torch's default dtype: set it to float64 for
+tests in float64.
 """
 
 import math
@@ -108,7 +108,7 @@ class CouplingRouting(nn.Module):
 
 
 def DynamicRouting(*args: Any, **kwargs: Any) -> nn.Module:
-    """Four published classes have this name. Four sizes by position make LayerRouting."""
+    """Four published classes have this name. Four positional sizes select LayerRouting."""
     if "num_input_capsules" in kwargs:
         return InputCapsulesRouting(**kwargs)
     if "n_in" in kwargs:
@@ -183,7 +183,7 @@ class DetachedDigitCaps(nn.Module):
 
 
 def DigitCaps(*args: Any, **kwargs: Any) -> nn.Module:
-    """Two published classes have this name; by position the sizes are those of the first."""
+    """Two published classes have this name; positional sizes select the first."""
     return DetachedDigitCaps(**kwargs) if "in_dim" in kwargs else LowerHigherCaps(*args, **kwargs)
 
 

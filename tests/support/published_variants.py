@@ -1,5 +1,5 @@
-"""Routing layers in the form in which they are published, without anything of capsfast: what else such layers do, and
-what no option reproduces. Logits are made as in published_layers.
+"""More routing layers as published, without capsfast: other variants, and variants that no option reproduces. Logits as
+in published_layers.
 """
 
 from typing import Any
@@ -37,8 +37,7 @@ class BatchMeanTransposed(nn.Module):
 
 class BatchMeanOverInputs(nn.Module):
     """``(num_capsules, num_routes, in_channels, out_channels)``: ``W [1, I, J, D, K]``, softmax over the inputs,
-    logits averaged over the batch. With ``elementwise`` the squash takes the sum over an axis of length 1: each number
-    alone.
+    logits averaged over the batch. With ``elementwise`` the squash sums over an axis of length 1, so each number alone.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class SquashOverOutputs(nn.Module):
 
 
 class CosineAgreement(nn.Module):
-    """``(in_caps, out_caps, in_dim, out_dim)``: what is added to the logits is the cosine of vote and output."""
+    """``(in_caps, out_caps, in_dim, out_dim)``: the agreement is the cosine of vote and output."""
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -162,8 +161,8 @@ class MergedProduct(nn.Module):
 class Capsules(nn.Module):
     """``(num_caps_in, dim_caps_in, num_caps_out, dim_caps_out, num_iterations)``: ``W [1, I, J, D, K]``.
 
-    axis: of the softmax, 1 for the inputs and 2 for the outputs. squash: one of SQUASHES. leaky: one column of logit 0
-    more. learned: ``b [1, I, J, 1]`` and ``bias [1, J, D]`` are parameters.
+    axis: of the softmax, 1 for the inputs and 2 for the outputs. squash: one of SQUASHES. leaky: one more column of
+    logit 0. learned: ``b [1, I, J, 1]`` and ``bias [1, J, D]`` are parameters.
     """
 
     SQUASHES: dict[str, Any] = {  # noqa: RUF012
@@ -210,7 +209,7 @@ class Capsules(nn.Module):
 
 
 class ExtraPass(nn.Module):
-    """``(n_in, n_out, d_in, d_out, n_iter)``: a plain mean first, which no iteration counts; ``W [J, I, K, D]``."""
+    """``(n_in, n_out, d_in, d_out, n_iter)``: one plain mean before the iterations; ``W [J, I, K, D]``."""
 
     def __init__(self, n_in: int, n_out: int, d_in: int, d_out: int, n_iter: int = 2) -> None:
         super().__init__()
@@ -253,8 +252,8 @@ class Interests(nn.Module):
 class Masked(nn.Module):
     """``(in_caps, out_caps, in_dim, out_dim, before)``, called with a mask ``[B, I]``, 1 for the inputs that count.
 
-    It multiplies the coupling after a softmax over the outputs, or with ``before`` fills the logits of a softmax over
-    the inputs.
+    The mask multiplies the coupling after a softmax over the outputs; with ``before`` it fills the logits of a softmax
+    over the inputs.
     """
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, before: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function in two processes that form a gloo group. What fails in one of them fails in the caller."""
+"""Runs a function in two processes that form a gloo group. A failure in either process fails in the caller."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 WORLD = 2
-SECONDS = 120  # under load; a few are usual
+SECONDS = 120  # enough under load; a run takes a few
 
 
 def _one(rank: int, function: Callable[[int], None], folder: str) -> None:
@@ -20,9 +20,10 @@ def _one(rank: int, function: Callable[[int], None], folder: str) -> None:
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's tidy end. A device mesh and DistributedDataParallel keep the group and its threads past
-    # destroy_process_group(). A thread that frees a tensor's Python object while the interpreter ends is unwound by it,
-    # which aborts ("terminate called without an active exception"), or has its destructor wait for it with the GIL.
+    # Exits without the cleanup of the interpreter. A device mesh and DistributedDataParallel keep the group and its
+    # threads after destroy_process_group(). If such a thread frees a tensor's Python object during cleanup, the process
+    # aborts ("terminate called without an active exception"), or the destructor waits for the thread while holding the
+    # GIL.
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
 """The published routings, each in a few lines of torch that form votes and coupling coefficients.
 
-One row of ROUTINGS for each name of :data:`capsfast.nn.ROUTINGS`. A plain routing is a function of the votes
-``[B, I, J, D]``, the activation ``[B, I]``, the module (for its options and parameters) and the input capsules
-``u [B, I, K]``, that returns poses ``[B, J, D]`` and activations ``[B, J]``.
+ROUTINGS has a row for each name of :data:`capsfast.nn.ROUTINGS`. A plain routing takes the votes ``[B, I, J, D]``, the
+activation ``[B, I]``, the module (for its options and parameters) and the input capsules ``u [B, I, K]``. It returns
+poses ``[B, J, D]`` and activations ``[B, J]``.
 """
 
 import math
@@ -20,9 +20,9 @@ Plain = Callable[[Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Row:
-    """definition: the plain routing. options: those of the module under test, each set a case of its own.
+    """definition: the plain routing. options: sets of options of the module under test; each set is a case.
 
-    of_votes: whether votes alone say everything, so that a routing of given votes exists.
+    of_votes: whether votes alone are enough, so that a routing of given votes exists.
     """
 
     definition: Plain
@@ -108,7 +108,7 @@ def self_attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Te
 
 
 def inverted_attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, beginning with poses of 0."""
+    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, starting from poses of 0."""
     pose = torch.zeros_like(votes[:, 0])
     for _ in range(module.num_iterations):
         agreement = (votes * pose[:, None]).sum(-1) / (math.sqrt(votes.shape[3]) if module.scaled else 1)
@@ -220,12 +220,12 @@ ALONE: dict[str, dict[str, Any]] = {"variational": {"batch_norm": False}}
 
 
 def cases() -> list[tuple[str, dict[str, Any]]]:
-    """(name, options), every set of options of every row."""
+    """(name, options) for every set of options of every row."""
     return [(name, options) for name, row in ROUTINGS.items() for options in row.options]
 
 
 def randomize(module: nn.Module) -> None:
-    """Parameters that no test passes with by luck: none is 0 or 1, nor alike."""
+    """Draws parameters that are not 0, 1 or equal, so that no test passes by luck."""
     for parameter in module.parameters():
         with torch.no_grad():
             parameter.add_(0.3 * torch.randn_like(parameter))

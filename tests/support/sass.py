@@ -1,6 +1,6 @@
-"""What the compiler made of the CUDA kernels: their registers and stack, and the instructions that a warp executes.
+"""The machine code of the CUDA kernels: registers, stack, and the instructions that a warp executes.
 
-Read out of the built extension. ``python -m tests.support.sass`` prints the table of docs/cuda-kernels.md.
+Reads the built extension. ``python -m tests.support.sass`` prints the table of docs/cuda-kernels.md.
 """
 
 import functools
@@ -19,20 +19,20 @@ from capsfast import native
 from .listing import Code, Counts, Instruction, count_kind
 
 ARCHITECTURE = "sm_90"
-# The layer that is counted: ten output capsules of D = 16, K = 8, three iterations.
+# The counted layer: ten output capsules of D = 16, K = 8, three iterations.
 TILES, ITERATIONS = 20, 3
 BEGIN, END = "<!-- sass -->", "<!-- /sass -->"
 
 
 def cuobjdump() -> str | None:
-    """From the toolkit, or from Triton, which brings one along."""
+    """From the CUDA toolkit, or from Triton."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     triton = [Path(folder, "triton/backends/nvidia/bin") for folder in site.getsitepackages()]
     return shutil.which("cuobjdump", path=os.pathsep.join([f"{home}/bin", *map(str, triton), os.environ["PATH"]]))
 
 
 def built_for() -> list[str]:
-    """Architectures whose machine code the extension holds: "sm_90"."""
+    """Architectures with machine code in the extension, such as "sm_90"."""
     if native.extension is None:
         return []
     names = native.extension.build_info()["cuda_architectures"].replace("+PTX", "").replace(".", "").split()
@@ -40,7 +40,7 @@ def built_for() -> list[str]:
 
 
 def why_not(architecture: str | None = None) -> str | None:
-    """Why nothing can be read, of this architecture or of any."""
+    """Why there is nothing to read, for this architecture or for any."""
     if native.extension is None or not native.extension.build_info()["cuda"]:
         return "the extension was built without CUDA kernels"
     if cuobjdump() is None:
@@ -73,7 +73,7 @@ class Kernel(NamedTuple):
 
     @property
     def traits(self) -> str:
-        """Of a kernel of the rows family, as the source spells them; else ""."""
+        """The traits of a kernel of the rows family, as the source spells them; else ""."""
         found = re.search(r"4RowsILi(\d+)ELi(\d)ELb([01])ELNS\w*?7OptionsE([012])E", self.symbol)
         if found is None:
             return ""
@@ -90,7 +90,7 @@ class Kernel(NamedTuple):
 
 @functools.cache
 def kernels() -> tuple[Kernel, ...]:
-    """Of every architecture."""
+    """The kernels of every architecture."""
     found, architecture = [], ""
     for part in re.split(r"\n(?= Function|.*arch = )", _dumped("--dump-resource-usage")):
         arch = re.search(r"arch = (sm_\w+)", part)
@@ -107,11 +107,11 @@ def code(symbol: str, architecture: str = ARCHITECTURE) -> Code:
 
 
 class Executed(NamedTuple):
-    """What a warp executes for 16 samples and one input capsule, and where that is in the code."""
+    """The instructions of a warp for 16 samples and one input capsule, and their place in the code."""
 
     kernel: Kernel
     counts: Counts
-    hot: list[Instruction]  # everything that may be executed for it, whichever way a loop goes
+    hot: list[Instruction]  # all instructions on any way through the loop
 
     @property
     def instructions(self) -> int:
@@ -135,7 +135,7 @@ def _capsule_loop(kernel: Kernel, tiles: int, exact: bool, weighted: bool) -> Ex
 
 
 def first_pass(exact: bool, tiles: int = TILES) -> Executed:
-    """The pass of iteration 0, which sums the votes up. What every fourth input capsule adds is not counted."""
+    """The pass of iteration 0, which sums the votes up, without the extra work of every fourth input capsule."""
     return _capsule_loop(plain_kernel("accumulate_kernel", tiles, exact, "forward"), tiles, exact, weighted=False)
 
 
@@ -152,7 +152,7 @@ def _is_barrier(instruction: Instruction) -> bool:
 
 
 def gradients(exact: bool, tiles: int = TILES) -> Executed:
-    """From the barrier before the votes to the one after dweight. Iteration 0 is before the loop."""
+    """From the barrier before the votes to the barrier after dweight. Iteration 0 is before the loop."""
     kernel = plain_kernel("gradient_kernel", tiles, exact)
     found = code(kernel.symbol)
 
@@ -169,7 +169,7 @@ def gradients(exact: bool, tiles: int = TILES) -> Executed:
         and count_kind(found.turn(loop).counts(), "FFMA") >= 16 * tiles
     )
     (latch,) = loop.latches
-    # The votes are made before the loop, whether or not it has a turn.
+    # The votes are made before the loop, even if the loop has no turn.
     votes = next(at for at in found.dominators(loop.header) if has(at, "HMMA"))
     barrier = next(at for at in found.dominators(votes) if ends(at))
     to_votes = found.way(barrier, lambda at: at == votes, most_work=False)
@@ -199,13 +199,13 @@ PASSES: dict[str, Callable[..., Executed]] = {
 
 
 def release() -> str:
-    """Of the compiler."""
+    """The release of the compiler."""
     assert native.extension is not None
     return f"nvcc {native.extension.build_info()['cuda']}, {ARCHITECTURE}"
 
 
 def table() -> str:
-    """What docs/cuda-kernels.md has between BEGIN and END."""
+    """The lines of docs/cuda-kernels.md between BEGIN and END."""
     kinds = ("HMMA", "FFMA", "LDS", "LDG")
     lines = [
         BEGIN,

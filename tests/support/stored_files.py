@@ -22,7 +22,7 @@ def norb_bytes(values: Tensor) -> bytes:
 
 
 def write_smallnorb(folder: Path, end: str = "", size: int = 8) -> dict[str, Tensor]:
-    """20 stereo pairs to train on, 10 to test on, 5 classes; each file by its name."""
+    """Writes 20 stereo pairs for training, 10 for tests, of 5 classes. Returns the content of each file by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for stem, count in zip(NORB_STEMS, (20, 10), strict=True):
@@ -35,7 +35,7 @@ def write_smallnorb(folder: Path, end: str = "", size: int = 8) -> dict[str, Ten
 
 
 def write_cifar(folder: Path, patch: pytest.MonkeyPatch, count: int = 12) -> Tensor:
-    """Six batches and their names; torchvision takes the md5 of these files for the right ones. The test images."""
+    """Writes six batches and the names of classes; torchvision then accepts their md5. Returns the test images."""
     from torchvision.datasets import CIFAR10
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write_cifar(folder: Path, patch: pytest.MonkeyPatch, count: int = 12) -> Ten
 
 
 def write_svhn(folder: Path, patch: pytest.MonkeyPatch, count: int = 12) -> None:
-    """Two files with the classes 1 to 10, of which torchvision makes 0 to 9."""
+    """Writes two files with the classes 1 to 10, which torchvision reads as 0 to 9."""
     from scipy.io import savemat
     from torchvision.datasets import SVHN
 

@@ -1,4 +1,4 @@
-"""A network that trains in a second, with all that draws at random, and whether two checkpoints are the same."""
+"""A network that trains in a second and uses every source of random numbers, and a comparison of checkpoints."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learn
 
 
 def learner_and_images(folder: Path, workers: int = 0) -> tuple[Learner, ImageData]:
-    """Steps of 8 images; at random are order, shift, rotation and dropout."""
+    """Steps of 8 images; order, shift, rotation and dropout are random."""
     images = ImageData(str(folder), batch_size=8, rotation=20, seed=3, workers=workers)
     learner = learner_for(images, decay_steps=3, warmup_steps=4)
     learner.model.conv = nn.Sequential(learner.model.conv, nn.Dropout(0.2))

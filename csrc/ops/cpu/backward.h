@@ -64,8 +64,8 @@ class Backward {
       }
       if (t == r - 1) pass.dcoupling = in.dcoupling;
       pass.first = sums.sum();
-      // Not cleared between iterations: each v is part of every later V, so its gradient G is the sum over all passes
-      // so far.
+      // The sums go on over the iterations: each v is part of every later V, so its gradient G is the sum over all
+      // passes so far.
       if (t == r - 1) sums.clear();
       context.accumulate(pass);
       if (context.plan.lanes) {
@@ -82,7 +82,7 @@ class Backward {
   }
 
  private:
-  // Computes V of every iteration of sample b from the saved s, and copies the normalisers, both in the layout of the
+  // Computes V of every iteration of sample b from the saved s, and copies the normalisers, in the layout of the
   // passes.
   void restore(int64_t b) {
     const Place at = context.layout.of(b);

@@ -1,5 +1,6 @@
-// Passes whose lanes are input capsules (Problem::capsule_lanes), a sample after the other. What belongs to a sample is
-// the same in all lanes and so stands once, as in the rows layout; here it meets what the kernels have in lanes.
+// Passes whose lanes are input capsules (Problem::capsule_lanes), one sample after the other. Numbers of a sample are
+// the same in all lanes, and arrays hold them once, as in the rows layout. This file copies them to lanes for the
+// kernels.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ inline View across_lanes(View view, int64_t L) {
   return view;
 }
 
-// The problem of sample b as the kernels see it.
+// Sample b alone, as the kernels see it.
 inline Problem across_lanes(const Problem& p, int64_t b, int64_t L) {
   Problem seen = slice(p, b, 1);
   for (View* view : {&seen.logits, &seen.activation, &seen.lse}) *view = across_lanes(*view, L);
@@ -33,11 +34,10 @@ inline Problem across_lanes(const Problem& p, int64_t b, int64_t L) {
 template <class T>
 class CapsuleLanes {
  public:
-  // For sample b.
   CapsuleLanes(const Problem& problem, int64_t sample, int64_t lanes)
       : p(problem), b(sample), L(lanes), seen(across_lanes(problem, sample, lanes)) {}
 
-  // The pass of a split as it has its sums, [B][J D] and [B][J], with such for each lane.
+  // The pass of a split, with sums for each lane in place of the split's own sums, [B][J D] and [B][J].
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
     AccumulatePass<T> pass = of_sample(split);
     for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc, &pass.in_dlse})
@@ -51,7 +51,7 @@ class CapsuleLanes {
     for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = lanes_of(*sum, p.J * p.D);
     for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = lanes_of(*sum, p.J);
     if (pass.max != nullptr) {
-      // What a softmax over the input capsules begins with counts once.
+      // The initial value of a softmax over the input capsules must count once, not in every lane.
       pass.max = take(p.J);
       std::fill_n(pass.max, p.J * L, std::numeric_limits<T>::lowest());
       for (int64_t j = 0; j < p.J; ++j) {
@@ -64,11 +64,11 @@ class CapsuleLanes {
     return pass;
   }
 
-  // Adds the sums of the lanes to those of the split, if the pass has any.
+  // Adds the sums of the lanes to the sums of the split.
   void finish(const Kernels<T>& kernels) {
     const T* factor = nullptr;
     if (lanes_.max != nullptr && !lanes_.unweighted) {
-      // Each lane has its own maximum, which its sums are about.
+      // Each lane has its own maximum, and its sums are relative to it.
       T* factors = take(p.J);
       for (int64_t j = 0; j < p.J; ++j) {
         const T* max = lanes_.max + j * L;
@@ -101,7 +101,7 @@ class CapsuleLanes {
   }
 
  private:
-  // What both passes have. In arrays of every iteration, what is between two of them stays that.
+  // For the fields that both passes have. In arrays with all iterations, the distance between two iterations stays.
   template <class Pass>
   Pass of_sample(Pass pass) {
     pass.problem = &seen;
@@ -120,7 +120,7 @@ class CapsuleLanes {
     return sum.high == nullptr ? sum : Sum<T>{sum.high + b * size, sum.low + b * size};
   }
 
-  // Numbers, each of which goes to all lanes.
+  // Copies each number to all lanes.
   const T* spread(const T* numbers, int64_t count) {
     if (numbers == nullptr) return nullptr;
     T* lanes = take(count);
@@ -128,8 +128,7 @@ class CapsuleLanes {
     return lanes;
   }
 
-  // Those of every iteration, [r][B][J], as the kernels look for them: [r][tiles][J][L], of which the first tile is
-  // that of the sample.
+  // Copies numbers of every iteration, [r][B][J], to lanes [r][tiles][J][L], where the kernels read the first tile.
   const T* spread_iterations(const T* numbers) {
     T* lanes = take(p.iterations * p.B * p.J);
     for (int64_t t = 0; t < p.iterations; ++t) {

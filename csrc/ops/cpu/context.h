@@ -24,8 +24,8 @@ namespace capsfast::driver {
 
 #include "gather.inl"
 
-// Where sample b stands in the arrays of a pass (see passes.h for the layouts). An array with J D numbers a sample
-// has element (j, d) at `vector` + (j D + d) `stride`; one with J numbers has element j at `scalar` + j `stride`.
+// Where sample b stands in the arrays of a pass (see passes.h for the layouts). An array with J D numbers a sample has
+// element (j, d) at `vector` + (j D + d) `stride`; an array with J numbers has element j at `scalar` + j `stride`.
 struct Place {
   int64_t vector;
   int64_t scalar;
@@ -55,8 +55,8 @@ inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t split
           plan.capsules * (split + 1) / splits};
 }
 
-// The task that is taken as the n-th. Threads take them one after the other: with neighbours they would both ask for
-// the first bytes of one page of dW, which then is cleared twice.
+// The task that is taken as the n-th. Threads take tasks at the same time. If these were neighbours, both threads would
+// touch the same page of dW first, and the system would clear the page twice.
 inline int64_t apart(int64_t n, int64_t tasks, int64_t threads) {
   return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
 }
@@ -68,8 +68,8 @@ inline int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
   return count;
 }
 
-// Adds parts [count][size] up and writes them to `to`. The order is fixed, so that for a number of threads the result
-// is always the same. Overwrites the first part.
+// Writes the sum of parts [count][size] to `to`. The order is fixed, so the result depends on the number of threads
+// only. Overwrites the first part.
 template <class T>
 void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   if (count == 0) return;
@@ -81,9 +81,9 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   });
 }
 
-// Partial sums of dW: one for each task if the weight is shared, else one for each group of tiles, and none if there is
-// one group: then every task writes the dW of its input capsules. Parts of a batch, whose plans have the same tasks, add
-// to the same sums one after the other.
+// Partial sums of dW: one for each task if the weight is shared, else one for each group of tiles. A single group needs
+// none: every task writes the dW of its input capsules. Parts of a batch have plans with the same tasks, and add to the
+// same sums one after the other.
 template <class T>
 class WeightSums {
  public:
@@ -102,7 +102,7 @@ class WeightSums {
     sums_.emplace(adders_ * size_);
     sums_->clear();
   }
-  // For a task, one of `splits` of its group of tiles.
+  // Gives a task its sum. A group of tiles has `splits` tasks.
   void give(int64_t task, int64_t splits, GradientPass<T>* pass) const {
     if (adders_ == 0) return;
     const int64_t adder = shared_ ? task : task / splits;
@@ -122,9 +122,9 @@ class WeightSums {
   std::optional<Sums<T>> sums_;
 };
 
-// The kernels of a call. Where a tile has several registers, its lanes cost about 4/5 of what those of single registers
-// do, which may leave fewer empty. With AVX-512 a batch, or as many positions, that fills half of a register takes the
-// kernels of AVX2: two instructions of theirs run where one of AVX-512 does on many machines.
+// The kernels of a call. If a vector of a tile has several registers, a lane costs about 4/5 of a lane of single
+// registers, but more lanes may stay empty. A batch (or positions) that fills at most half of an AVX-512 register takes
+// the AVX2 kernels: on many machines two AVX2 instructions run in the time of one AVX-512 instruction.
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
   const Kernels<T>&registers = kernels<T>(isa()), &tiles = tile_kernels<T>(isa());
@@ -150,13 +150,13 @@ struct Context {
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
-    // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
+    // With a mask votes are also copied: zeros replace the votes of a masked capsule.
     plan.gather_rows =
         p.side_by_side  ? false
         : p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
                               p.mask.data != nullptr
                         : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
-    // Copied rows of the weight take the place of those of dW in the scratch.
+    // In the scratch memory, copied rows of the weight take the room of rows of dW.
     if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
@@ -169,12 +169,11 @@ struct Context {
   const T* valid() const { return p.out_mask.data == nullptr ? nullptr : valid_out.get(); }
   bool is_valid(int64_t b, int64_t j) const { return p.out_mask.data == nullptr || p.out_mask.at(b, j); }
 
-  // The fewest samples a task gets for the work between passes: with fewer, starting it would cost more than it does.
+  // The fewest samples of a task between passes. With fewer, starting the task would cost more than its work.
   int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
 
   int64_t tile_grain() const { return std::max<int64_t>(1, grain() / plan.L); }
 
-  // What the kernels between passes need of every call.
   Update<T> update(const std::vector<T>& bias) const {
     Update<T> at;
     at.problem = &p;
@@ -217,7 +216,7 @@ struct Context {
     for_tasks(tasks, task, p.capsule_lanes);
   }
 
-  // Runs a kernel for a task, or where lanes are input capsules for each sample of it.
+  // Runs a kernel for a task, or, if lanes are input capsules, for each sample of the task.
   template <class Pass>
   void run_kernel(void (*kernel)(const Pass&, const Range&, T*), const Pass& pass, const Range& range,
                   T* memory) const {
@@ -257,7 +256,7 @@ struct Context {
     });
   }
 
-  // The opposite, to a tensor [B, n1, n2]. Nothing if data is null.
+  // The opposite of load(), to a tensor [B, n1, n2]. Does nothing if data is null.
   void save(const T* from, int64_t n1, int64_t n2, const View& view) const {
     if (view.data == nullptr) return;
     parallel(plan.tiles, tile_grain(), [&](int64_t begin, int64_t end) {
@@ -277,7 +276,6 @@ struct Context {
   // Whether kernels of the lanes layout run the passes.
   bool in_lanes() const { return plan.lanes || p.capsule_lanes; }
 
-  // How many samples a tile has.
   int64_t plan_lanes() const { return plan.lanes ? plan.L : 1; }
 
   static void move(Sum<T>* sum, int64_t by) {
@@ -286,10 +284,10 @@ struct Context {
     sum->low += by;
   }
 
-  // Runs the gradient pass for what `out` wants. dlogits_sum [I, J] is added to, null if it is not wanted.
+  // Runs the gradient pass for the gradients in `out`. Adds to dlogits_sum [I, J], null if it is not wanted.
   void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum, WeightSums<T>* weights) const {
     const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
-    // Each group of tiles has its own sum of dlogits. If there is one group it adds to the result directly.
+    // Each group of tiles has its own sum of dlogits. A single group adds to the result directly.
     const int64_t logits = dlogits_sum != nullptr && groups > 1 ? p.I * p.J : 0;
     const Buffer<double> dlogits(groups * logits);
     std::fill_n(dlogits.get(), groups * logits, 0.0);
@@ -347,7 +345,7 @@ class InNorms {
   // After it.
   void finish() const { norms_.join(); }
 
-  // The maximum of all splits, and the sum of exponentials about it.
+  // The maximum of all splits, and the sum of exponentials relative to it.
   std::pair<T, T> combined(int64_t scalar) const {
     T max = std::numeric_limits<T>::lowest(), norm = 0;
     for (int64_t s = 0; s < splits_; ++s) {
@@ -357,7 +355,7 @@ class InNorms {
     for (int64_t s = 0; s < splits_; ++s) norm += norms_.high()[s * pitch_ + scalar] * rescaling(s, scalar, max);
     return {max, norm};
   }
-  // From sums about the maximum of a split to sums about `max`.
+  // The factor that turns sums relative to the maximum of a split into sums relative to `max`.
   T rescaling(int64_t split, int64_t scalar, T max) const {
     return std::exp(max_.get()[split * pitch_ + scalar] - max);
   }
@@ -370,7 +368,7 @@ class InNorms {
 };
 
 // The saved normalisers of the softmax over the input capsules, [iterations][scalars()], in the layout of the passes.
-// Lanes without a sample get the maximum inf, which makes their c zero whatever their logits.
+// Lanes without a sample get the maximum inf, so that their c is zero for any logits.
 template <class T>
 class InNormArrays {
  public:

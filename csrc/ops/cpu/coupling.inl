@@ -8,15 +8,15 @@
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
-  static constexpr int64_t kPart = 32;  // a long sum is made of sums of so many terms, to round less
+  static constexpr int64_t kPart = 32;  // a long sum is a sum of partial sums of so many terms, to round less
 
-  // What stands for a masked entry among the logits: what its coupling, 0, comes from.
+  // The logit of a masked entry, which gives it the coupling 0.
   static CAPSFAST_INLINE T masked_logit(Normalize way) {
     return way == Normalize::none ? T(0) : -static_cast<T>(__builtin_inf());
   }
 
-  // Adds the prior logits to b [J][L], `shared` [J] or `sample` [J][L]. Then masked entries become `masked`, where
-  // valid_in [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.
+  // Adds the prior logits, `shared` [J] or `sample` [J][L], to b [J][L]. Then entries where valid_in [L] or valid_out
+  // [J][L] is 0 become `masked`. A pointer is null if there are no such numbers.
   static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
                                         int64_t J, T masked, T* b) {
     if (shared != nullptr) add_shared(shared, J, b);
@@ -116,14 +116,14 @@ struct Coupling {
     for (int l = 0; l < L; ++l) found[l] += static_cast<T>(__builtin_log(static_cast<double>(totals[l])));
   }
 
-  // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules, whose normaliser is known.
+  // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules with a known normaliser.
   static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(in_max + j * L)) * load<L>(in_scale + j * L));
     }
   }
 
-  // Replaces dc, the gradient of R, by dl, that of the logits. A softmax: see the next three.
+  // Replaces dc, the gradient of R, by dl, the gradient of the logits. For a softmax see the next functions.
   static CAPSFAST_ONCE void derivative(Normalize way, int64_t J, const T* c, T* dc) {
     if (way == Normalize::none) return;
     for (int64_t j = 0; j < J; ++j) {
@@ -132,7 +132,7 @@ struct Coupling {
     }
   }
 
-  // The sum over j of x[j] y[j], or if y is null of x[j], in parts.
+  // The sum over j of x[j] y[j], or of x[j] if y is null, in parts.
   static CAPSFAST_INLINE V total(int64_t J, const T* x, const T* y) {
     V all = V{};
     for (int64_t j0 = 0; j0 < J; j0 += kPart) {
@@ -161,8 +161,8 @@ struct Coupling {
     }
   }
 
-  // c, or 0 where it is 1 (see kWhole). That is said by 1 / in_scale, the sum of all exp(b - max), of which the largest
-  // is 1: c has the rounding errors of b too. NaN in what this is multiplied with stays.
+  // c, or 0 where c is 1 (see kWhole). in_scale tells: 1 / in_scale is the sum of all exp(b - max), whose largest term
+  // is 1. c itself also has the rounding errors of b. A NaN in the other factor stays NaN.
   static CAPSFAST_INLINE V divided(V in_scale, V c) {
     const auto whole = (in_scale > broadcast<L>(kWhole<T>)) & (c > broadcast<L>(T(0.5)));
     return where(whole, V{}, c);

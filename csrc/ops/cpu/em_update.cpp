@@ -1,8 +1,8 @@
-// The op em_update and its backward: what EM routing does between two passes (Hinton, Sabour, Frosst 2018, procedure
-// 1). It turns the moments of a pass into a Gaussian for every output capsule, the activation of the capsule, and what
-// the next pass scores votes by. The file registers the op; CUDA tensors have Triton's kernel or the definition.
+// The op em_update and its backward: the step of EM routing between two passes (Hinton, Sabour, Frosst 2018, procedure
+// 1). It turns the moments of a pass into a Gaussian for every output capsule, the activation of the capsule, and the
+// score of the next pass. This file registers the op; CUDA tensors take Triton's kernel or the definition.
 //
-// The moments are about a center. With n = 1 / mass, or 0 without mass:
+// The moments are relative to a center. With n = 1 / mass, or 0 without mass:
 //   shift = first n      m = center + shift      variance = max(0, second n - shift^2) + floor
 // Momentum moves m towards the last pose, and the variance is about the moved m. With V_d for the variance of a
 // component and beta_u for a sum over the components:
@@ -38,7 +38,7 @@ struct Call {
   Tensor mass, first, second, center, beta_a, beta_u;  // [B, J], three [B, J, D], two [J]
   OptionalTensor last, out_mask;                       // [B, J, D], none without momentum; [B, J]
   double floor, momentum, inverse_temperature;
-  double cost_scale;  // 0: 1 / mean of the mass, over the output capsules that are there
+  double cost_scale;  // 0: 1 / mean of the mass, over the output capsules that are not masked
   bool isotropic, final, softmax, cost_of_variance;
   int64_t B, J, D;
   ScalarType type;
@@ -85,7 +85,7 @@ T inverse(T mass) {
   return mass > T(1e-12) ? T(1) / mass : T(0);
 }
 
-// The sum of the logarithms. The product of six float32, even of the smallest, is a double: it takes one logarithm.
+// The sum of the logarithms. The product of six float32, even of the smallest, fits a double and takes one logarithm.
 template <class T>
 double sum_of_logs(const T* x, int64_t count) {
   constexpr int64_t kTogether = sizeof(T) == 4 ? 6 : 1;
@@ -98,7 +98,7 @@ double sum_of_logs(const T* x, int64_t count) {
   return sum;
 }
 
-// What forward and backward make of one sample.
+// What forward and backward compute for one sample.
 template <class T>
 struct Sample {
   const Call& call;
@@ -137,7 +137,7 @@ struct Sample {
     call.softmax ? find_softmax(b) : find_sigmoid();
   }
 
-  // start: where the sample begins.
+  // start: index of the first number of the sample.
   void find_variance(int64_t start, int64_t j) {
     const T *const first = firsts + start, *const second = seconds + start, *const center = centers + start;
     const T floor = T(call.floor), momentum = T(call.momentum), of_mass = n[j];
@@ -145,7 +145,7 @@ struct Sample {
     for (int64_t d = j * D; d < (j + 1) * D; ++d) {
       const T m = first[d] * of_mass, h = lasts == nullptr ? T(0) : momentum * (lasts[start + d] - (center[d] + m));
       const T x = second[d] * of_mass - m * m + h * h;
-      // Not std::max, which would hide what is not a number.
+      // Not std::max, which would hide a NaN.
       moved[d] = m, by[d] = h, whole[d] = x, v[d] = (x < T(0) ? T(0) : x) + floor;
     }
     if (!call.isotropic) return;
@@ -167,7 +167,7 @@ struct Sample {
     T sum = 0;
     most = -std::numeric_limits<T>::infinity();
     for (int64_t j = 0; j < J; ++j) {
-      // Not -inf, which would make a sample without output capsules nan.
+      // Not -inf: a sample whose output capsules are all masked would become NaN.
       if (absent(b, j)) logit[j] = std::numeric_limits<T>::lowest();
       most = logit[j] > most || logit[j] != logit[j] ? logit[j] : most;
     }
@@ -200,7 +200,7 @@ struct Gradients {
   T *dmass, *dfirst, *dsecond, *dcenter, *dlast;
   T *of_beta_a, *of_beta_u;  // [B, J]: shares of the samples
 
-  // The components of capsule j of sample b, with the gradient of log sigma. Returns the gradient of 1 / mass.
+  // The gradients of the components of capsule j of sample b, given dlog_sigma. Returns the gradient of 1 / mass.
   T components(const Sample<T>& s, int64_t b, int64_t j, T dlog_sigma) const {
     const int64_t start = b * s.J * s.D;
     const auto of_variance = [&](int64_t d) {
@@ -239,13 +239,13 @@ struct Gradients {
       const T of_score = s.call.final ? T(0) : dlog_activation,
               of_cost = s.call.cost_of_variance ? of_beta_u[row] : T(0);
       const T dn = components(s, b, j, of_cost - of_score);
-      // Without mass there is no gradient, also where the sum is nan.
+      // Without mass there is no gradient, even if the sum is NaN.
       dmass[row] = dcost * s.scale * s.cost[j] - (s.n[j] == T(0) ? T(0) : s.n[j] * s.n[j] * dn);
     }
     for (int64_t j = 0; j < s.J && !(s.call.cost_scale > 0); ++j) dmass[b * s.J + j] -= dscale * s.of_mean * s.of_total;
   }
 
-  // Shares of the samples to [J]: in double, and always in the same order.
+  // Adds the shares of the samples to [J]: in double, and always in the same order.
   static void add_up(const Call& call, const T* shares, T* total) {
     std::vector<double> sum(static_cast<size_t>(call.J));
     for (int64_t n = 0; n < call.B * call.J; ++n) sum[n % call.J] += double(shares[n]);

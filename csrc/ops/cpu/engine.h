@@ -14,7 +14,7 @@ struct CpuEngine {
   static constexpr bool kSharedOutputs = true;
   static constexpr bool kPoseMatrices = true;
   static constexpr bool kPositions = true;
-  // The fewest multiply-adds a call is shared for: with fewer, waking another thread takes longer than they do.
+  // Calls with fewer multiply-adds stay on one thread: waking another thread takes longer than the work.
   static constexpr double kShared = 64 * 1024;
 
   static bool worth_sharing(const Problem& p) {
@@ -22,7 +22,7 @@ struct CpuEngine {
            kShared;
   }
 
-  // Without positions there is nothing to do; without samples or capsules there may be.
+  // With 0 positions there is nothing to do. Without samples or capsules outputs may still be written.
   template <class F>
   static void run(const Problem& p, const F& call) {
     if (p.positions != 0) with_team(worth_sharing(p), call);

@@ -10,7 +10,7 @@ namespace capsfast {
 
 template <class T>
 FactoredCall<T>::FactoredCall(const FactoredProblem& p, int64_t lanes) : problem(&p), L(lanes) {
-  // Of a block: so much that it stays in the second cache of a core, beside the matrices.
+  // A block stays in the second cache of a core, beside the matrices.
   constexpr int64_t kNumbers = (int64_t{1} << 18) / sizeof(T), kMostSamples = 16;
   Kp = rounded(p.K), Dp = rounded(p.D), blocks = (p.I + L - 1) / L;
   matrices = p.shared_outputs ? 1 : p.J;
@@ -38,7 +38,7 @@ class Matrices {
         bias_(p.bias.data == nullptr ? 0 : p.J * call->Dp) {
     const int64_t D = p.D, K = p.K, Kp = call->Kp, Dp = call->Dp, *stride = p.weight.stride;
     call->W = W_.get(), call->Wt = Wt_.get();
-    // Squares of a cache line: a column of a large matrix would take a line for every number.
+    // Copies squares of the width of a cache line: a column of a large matrix would take a line for every number.
     constexpr int64_t kSide = 64 / sizeof(T);
     const int64_t strips = (D + kSide - 1) / kSide;
     parallel(call->matrices * strips, std::max<int64_t>(1, (1 << 16) / (kSide * Kp)), [&](int64_t begin, int64_t end) {
@@ -71,16 +71,16 @@ template <class T, class F>
 void for_samples(const FactoredCall<T>& call, int64_t tasks, bool backward, const F& f) {
   const int64_t B = call.problem->B, blocks = (B + call.samples - 1) / call.samples;
   const int64_t size = FactoredScratch<T>(call, nullptr, backward).size;
-  // Of every thread, not of every task: the system hands out memory page by page.
+  // Memory for every thread, not for every task: the system hands out memory page by page.
   const Buffer<T> memory(members() * size);
   for_tasks(tasks, [&](int64_t task, int64_t member) {
     T* const own = memory.get() + member * size;
-    if (poisoned()) std::fill_n(own, size, std::numeric_limits<T>::quiet_NaN());  // not what another task left
+    if (poisoned()) std::fill_n(own, size, std::numeric_limits<T>::quiet_NaN());  // not numbers of another task
     f(task, blocks * task / tasks * call.samples, std::min(blocks * (task + 1) / tasks * call.samples, B), own);
   });
 }
 
-// Enough for all threads, and that the sums of a task are short.
+// Enough tasks for all threads, and to keep the sums of a task short.
 template <class T>
 int64_t tasks_of(const FactoredCall<T>& call) {
   const int64_t B = call.problem->B, blocks = (B + call.samples - 1) / call.samples;
@@ -102,7 +102,7 @@ void factored_forward(const FactoredProblem& p, const FactoredOutputs& out) {
 
 template <class T>
 void factored_backward(const FactoredProblem& p, const FactoredInputs& in, const BackwardOutputs& out) {
-  // From half of a last cache of 32 MiB on, where it was measured, du is written past the caches.
+  // du of this size is written past the caches: half of the last cache, 32 MiB, of the machine where this was measured.
   constexpr int64_t kCaches = int64_t{1} << 24;
   const Kernels<T>& table = kernels<T>(isa());
   FactoredCall<T> call(p, table.L);

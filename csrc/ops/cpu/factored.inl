@@ -1,5 +1,5 @@
-// Routing without votes (see factored.h), a block of samples at a time, which stays in the cache for all iterations.
-// All sums are products of matrices.
+// Routing without votes (see factored.h). A block of samples stays in the cache for all iterations. All sums are
+// products of matrices.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -16,20 +16,19 @@ struct Factored : Products<T> {
   using Couplings = Coupling<T, L>;
   static constexpr int64_t kMostSamples = 16;
 
-  // A block of samples.
   struct Block {
     const FactoredCall<T>& call;
     const FactoredProblem& p;
     const FactoredScratch<T>& at;
     int64_t b0, samples;
-    int64_t used[kMostSamples];  // how many blocks of input capsules of a sample are not all masked, from the first on
+    int64_t used[kMostSamples];  // per sample: blocks of input capsules up to the last one that is not all masked
 
     Block(const FactoredCall<T>& call, const FactoredScratch<T>& at, int64_t b0, int64_t end)
         : call(call), p(*call.problem), at(at), b0(b0), samples(call.samples < end - b0 ? call.samples : end - b0) {}
 
     int64_t rows() const { return samples * p.J; }
     int64_t inputs() const { return call.blocks * L; }
-    int64_t size() const { return inputs() * p.J; }  // of the coefficients of a sample
+    int64_t size() const { return inputs() * p.J; }  // coefficients of a sample
     int64_t last() const { return p.iterations - 1; }
     int64_t sets() const { return 2 * p.iterations - 1; }
     int64_t capsules(int64_t k) const { return k * L + L <= p.I ? L : p.I - k * L; }  // of block k
@@ -51,15 +50,15 @@ struct Factored : Products<T> {
     // [rows][Kp] and [rows][Dp] of an iteration.
     T* of(T* array, int64_t t) const { return array + t * rows() * call.Kp; }
     T* wide(T* array, int64_t t) const { return array + t * rows() * call.Dp; }
-    // Of the backward.
+    // For the backward.
     T* Z(int64_t t) const { return of(at.right, t); }
     T* dq(int64_t t) const { return of(at.right, p.iterations + t); }
     T* ds(int64_t t) const { return wide(at.left, t); }
     T* outputs(int64_t t) const { return wide(at.left, p.iterations + t); }
     T* dZ(int64_t t) const { return of(at.back, t); }
-    // t > 0: what iteration t scored with.
+    // What iteration t > 0 scored with.
     T* q(int64_t t) const { return of(at.back, p.iterations + t - 1); }
-    // What multiplies vectors in du: the coupling of iteration t, and for t > 0 the gradient of its logits.
+    // The factors of vectors in du: the coupling of iteration t, and for t > 0 the gradient of its logits.
     T* coupling(int64_t n, int64_t t) const { return at.coefficients + (n * sets() + t) * size(); }
     T* dl(int64_t n, int64_t t) const { return t == 0 ? at.c : coupling(n, p.iterations + t - 1); }
     T* inverse(int64_t n, int64_t t) const { return at.inverses + (n * p.iterations + t) * p.J * L; }
@@ -85,14 +84,13 @@ struct Factored : Products<T> {
     int64_t from, to;
   };
 
-  // How many blocks of input capsules a span has, whose coefficients then stay in the first cache.
+  // How many blocks of input capsules a span has. Its coefficients then stay in the first cache.
   static CAPSFAST_INLINE int64_t span_length(const Block& block) {
     constexpr int64_t kNumbers = (16 * 1024) / sizeof(T), kLongest = 512 / L;
     const int64_t fit = kNumbers / (block.p.J * L);
     return fit < 4 ? 4 : fit > kLongest ? kLongest : fit;
   }
 
-  // Calls f(span) for the spans of sample n.
   template <class F>
   static CAPSFAST_INLINE void for_spans(const Block& block, int64_t n, const F& f) {
     const int64_t used = block.used[n], step = span_length(block);
@@ -102,7 +100,7 @@ struct Factored : Products<T> {
   // Sums [J][Kp] of input capsules of a span of sample n, times coefficients.
   static CAPSFAST_ONCE void weighted(const Block& block, int64_t n, const T* c, Span span, T* to) {
     const int64_t J = block.p.J, Kp = block.call.Kp, U_row = block.U_row();
-    // Rows beyond the last input capsule are there only in a copy.
+    // Only a copy has rows beyond the last input capsule.
     const int64_t rest = block.call.in_place && span.to * L > block.p.I ? block.p.I % L : 0;
     const int64_t whole = span.to - span.from - (rest > 0);
     const T *const from = c + span.from * J * L, *const U = block.U(n) + span.from * L * U_row;
@@ -112,8 +110,8 @@ struct Factored : Products<T> {
         J, {from + whole * J * L, L, 1, rest}, {U + whole * L * U_row, U_row, L}, Kp / L, {to, Kp, L, true});
   }
 
-  // to [size] = (to if `add`) + the sum over the spans of sample n of what f(span, part) writes to a part. What those
-  // additions round off is kept, so that the error of a long sum is that of a span.
+  // to [size] = (to if `add`) + the sum over the spans of sample n of what f(span, part) writes to a part. Rounding
+  // errors of these additions are kept, so a long sum is as exact as a span.
   template <class F>
   static CAPSFAST_INLINE void sum_spans(const Block& block, int64_t n, int64_t size, bool add, T* to, const F& f) {
     if (!add && block.used[n] > 0 && block.used[n] <= span_length(block)) return f(Span{0, block.used[n]}, to);
@@ -196,7 +194,7 @@ struct Factored : Products<T> {
           p.logits, block.b0 + n, k * L, block.capsules(k), p.J, block.logits(n) + k * p.J * L);
   }
 
-  // Where all samples have the same logits and couplings in iteration 0: makes both.
+  // Makes logits and couplings of iteration 0, if all samples have the same.
   static CAPSFAST_ONCE void start(const FactoredCall<T>& call, const FactoredScratch<T>& at) {
     Block block(call, at, 0, 1);
     block.used[0] = call.blocks;
@@ -208,7 +206,7 @@ struct Factored : Products<T> {
     normalize(block, 0, 0, {0, call.blocks}, at.start, at.inverse);
   }
 
-  // The coupling coefficients of sample n in iteration t; q [J][Kp] is what it scores with.
+  // The coupling coefficients of sample n in iteration t, which scores with q [J][Kp].
   static void couple(const Block& block, int64_t n, int64_t t, const T* q, Span span, T* c, T* inverse) {
     const int64_t from = span.from * block.p.J * L;
     const size_t bytes = static_cast<size_t>((span.to - span.from) * block.p.J * L) * sizeof(T);
@@ -256,7 +254,7 @@ struct Factored : Products<T> {
     }
   }
 
-  // From the gradient of couplings to that of logits, in place.
+  // From the gradient of couplings to the gradient of logits, in place.
   static CAPSFAST_ONCE void differentiate(const Block& block, int64_t n, int64_t t, Span span, const T* c, T* dc) {
     const int64_t J = block.p.J;
     if (!block.p.softmax_in()) {
@@ -274,7 +272,7 @@ struct Factored : Products<T> {
       Couplings::softmax_in_backward(J, block.inverse(n, t), c + k * J * L, mean, nullptr, dc + k * J * L);
   }
 
-  // z of iteration 0 where nothing tells input or output capsules apart but masks.
+  // z of iteration 0, if capsules differ only in whether they are masked.
   static CAPSFAST_ONCE void uniform(const Block& block, int64_t n, T* z) {
     const FactoredProblem& p = block.p;
     const int64_t Kp = block.call.Kp, rows = block.call.in_place ? p.I : block.used[n] * L;
@@ -324,7 +322,7 @@ struct Factored : Products<T> {
             const auto coefficients = [&](Span span) {
               couple(block, n, t, at.q + n * J * Kp, span, at.c, at.inverse);
             };
-            // A softmax over the input capsules wants all of them.
+            // A softmax over the input capsules needs all of them at once.
             if (p.softmax_in()) coefficients({0, block.used[n]});
             sum_spans(block, n, J * Kp, false, z, [&](Span span, T* to) {
               if (!p.softmax_in()) coefficients(span);
@@ -352,12 +350,12 @@ struct Factored : Products<T> {
     }
   }
 
-  // What the weighted sum m of an iteration, of squared length n, is multiplied with.
+  // The factor of the squash for the weighted sum m of an iteration, with squared length n.
   static T squash_factor(const Block& block, int64_t t, int64_t m, T n) {
     if (!block.is_valid_out(m / block.p.J, m % block.p.J)) return 0;
     return scale(block, t) * block.p.squash.factor(t == block.last(), n);
   }
-  // Of the outputs of an iteration.
+  // The factor of the outputs of an iteration.
   static T scale(const Block& block, int64_t t) { return t == block.last() ? T(1) : static_cast<T>(block.p.scale); }
 
   static CAPSFAST_ONCE void write_coupling(const Block& block, int64_t n) {
@@ -406,7 +404,7 @@ struct Factored : Products<T> {
     fence();
   }
 
-  // What follows from z: W z, the factors of the squash, the outputs and q.
+  // Computes from z: W z, the factors of the squash, the outputs and q.
   static CAPSFAST_ONCE void restore(const Block& block) {
     const FactoredProblem& p = block.p;
     const FactoredScratch<T>& at = block.at;
@@ -484,7 +482,7 @@ struct Factored : Products<T> {
     }
   }
 
-  // dW = sum over samples and iterations of ds z and, but for the last, of outputs dq.
+  // dW = sum over samples and iterations of ds z and, except in the last iteration, of outputs dq.
   static CAPSFAST_ONCE void weight_gradients(const Block& block, int64_t first, T* dW) {
     const FactoredCall<T>& call = block.call;
     const int64_t D = block.p.D, Kp = call.Kp, Dp = call.Dp, G = call.matrices;

@@ -55,8 +55,8 @@ class Forward {
   }
 
  private:
-  // What the sums of each split are multiplied with to add up to s of sample b: of output capsule j and split n at
-  // factor[(n J + j) stride]. Saves the normalisers of the softmax over the input capsules.
+  // The factors with which the sums of the splits add up to s of sample b. Output capsule j of split n has factor[(n J
+  // + j) stride]. Saves the normalisers of the softmax over the input capsules.
   void factors(bool unweighted, int64_t t, int64_t b, T* factor, int64_t stride) const {
     const Place at = context.layout.of(b);
     const int64_t splits = context.plan.splits;
@@ -66,7 +66,7 @@ class Forward {
     const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = at.scalar + j * at.stride;
-      // With softmax "in" c is exp(b - in_max) scale. Else it is the coefficient that the pass used, times scale.
+      // With softmax "in" c is exp(b - in_max) scale. Else c is the coefficient that the pass used, times scale.
       T scale = unweighted ? (context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
       if (p.softmax_in()) {
         if (!unweighted) {
@@ -124,8 +124,8 @@ class Forward {
     }
   }
 
-  // Squashes s + bias of output capsule j to v. v is the result of sample last_of_sample in the last iteration; before
-  // that, where last_of_sample is -1, it is added to V_t.
+  // Squashes s + bias of output capsule j to v. In the last iteration v is the result of sample last_of_sample. Before,
+  // last_of_sample is -1 and v is added to V_t.
   void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
     const T* bias_j = bias.data() + j * p.D;
     T n = 0;

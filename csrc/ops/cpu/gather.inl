@@ -39,7 +39,7 @@ template <class T>
 inline constexpr Storage kStorage = sizeof(T) == 4 ? Storage::f32 : Storage::f64;
 
 // Copies the box [n[0]][n[1]][n[2]] of `view` that begins at element `offset`, with strides s, to contiguous `out`.
-// Rows that follow each other are one.
+// Adjacent rows are copied as one.
 template <class T>
 void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], T* out) {
   if (s[2] == 1 && s[1] == n[2] && n[1] > 1) return gather<T>(view, offset, {1, n[0], n[1] * n[2]}, {0, s[0], 1}, out);

@@ -1,4 +1,4 @@
-// The headers that the kernels use, for their .inl files and for those who include these.
+// The headers that the kernels use, for the .inl files and for the files that include them.
 #pragma once
 
 #include "../../cpu/isa.h"

@@ -1,6 +1,6 @@
-// Building blocks of the rows layout for votes [B, I, 1, D] that all output capsules share: keys of an attention, whose
-// queries are what output capsules score with. Then a block of input capsules is a matrix, and all that is summed over
-// it, or over the output capsules, is a product of matrices. The interface is that of Rows.
+// Building blocks of the rows layout for votes [B, I, 1, D] that all output capsules share, like the keys of an
+// attention. A block of input capsules is a matrix, so sums over it and sums over the output capsules are products of
+// matrices. Keys has the interface of Rows.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -73,8 +73,8 @@ struct Keys : RowsBlock<T, Products<T>::L>, Products<T> {
     }
   }
 
-  // to [L][sum_pitch] += coefficients [J][L] times vectors [J][D], for input capsules n < count. Vectors of which the
-  // last is not whole are first copied to padded [J][sum_pitch].
+  // to [L][sum_pitch] += coefficients [J][L] times vectors [J][D], for input capsules n < count. If D is not a multiple
+  // of L, vectors are first copied to padded [J][sum_pitch].
   static CAPSFAST_ONCE void add_gradients(const T* coefficients, const T* vectors, int64_t count, int64_t J, int64_t D,
                                           T* padded, T* to) {
     const int64_t pitch = sum_pitch(D);

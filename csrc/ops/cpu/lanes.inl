@@ -1,9 +1,9 @@
 // Building blocks of the lanes layout: one vector holds one number of L samples. A row is an index (j, d) of the votes.
 //
-// R rows of votes stay in registers while their K products are added. With AVX-512 each weight is broadcast from memory
-// by the multiply-add that uses it. With K = 8 that is 8 loads and 8 multiply-adds a row, so that a core with two load
-// ports and two multiply-add ports keeps all four busy. Elsewhere a weight takes a load of its own: there a vector of a
-// tile has several registers, and a load serves as many multiply-adds.
+// R rows of votes stay in registers while their K products are added. With AVX-512 a multiply-add broadcasts its weight
+// from memory. With K = 8 this is 8 loads and 8 multiply-adds a row, which keeps two load ports and two multiply-add
+// ports busy. Elsewhere a weight takes a load of its own. So a vector of a tile has several registers, and a load
+// serves as many multiply-adds.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -17,8 +17,8 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   static constexpr int R = kRegisters / 2 * kLanes<T> / L;
   using V = Vec<T, L>;
 
-  // rows[n] += w[n] . u from k on, S products at a time and what is left in half as many. A row of K numbers known
-  // at run time only takes an address: S products from one share it.
+  // rows[n] += w[n] . u from k on, S products at a time, then half as many for the rest. If K is known only at run time
+  // a row takes an address, which S products share.
   template <int N, int S>
   static CAPSFAST_INLINE void add_products(const T* w, const T* u, int64_t k, int64_t K, V* rows) {
     for (; k + S <= K; k += S) {
@@ -47,7 +47,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = Q ? V{} - load<L>(center + n * L) : V{};
     if constexpr (K_ > 0) {
-      // The block after this one is on its way while this one is worked on.
+      // Prefetches the weights of the next block.
       if constexpr (N == R) {
 #pragma GCC unroll 16
         for (int n = 0; n < N * K_ * static_cast<int>(sizeof(T)); n += 64) {
@@ -65,7 +65,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     }
   }
 
-  // How many rows an output capsule has in the weight of an input capsule, and how many numbers are in its poses.
+  // Rows of an output capsule in the weight of an input capsule, and the size of the poses of an input capsule.
   static CAPSFAST_INLINE int64_t weight_rows_of(const Problem& p) { return K_ > 0 ? p.D : p.R(); }
   static CAPSFAST_INLINE int64_t pose_size_of(const Problem& p) { return K_ > 0 ? K_ : p.pose_size(); }
 
@@ -92,7 +92,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   static CAPSFAST_INLINE void votes_of_poses(const T* w, const T* u, const T* valid, const T* center, int64_t K,
                                              int64_t rows, int64_t P, int64_t R_given, T* x) {
     for (int64_t p = 0; p < P; ++p, u += K * L) {
-      // Where row (j, r) of this pose stands in x, one after the other.
+      // Stores the rows (j, r) of this pose to x in their order.
       int64_t r = 0, at = p * R_given * L;
       const auto stored = [&](auto count, int64_t row) {
         constexpr int N = decltype(count)::value;
@@ -116,7 +116,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   }
 
   // x = w . u for `outputs` output capsules, less center if Q, both [outputs D][L]. w [outputs D / P][K], u [P K][L]: P
-  // poses that share the weight. Masked lanes become 0 even if the weight holds NaN.
+  // poses share the weight. Masked lanes become 0 even if the weight holds NaN.
   template <bool Q>
   static CAPSFAST_ONCE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t P,
                                   int64_t outputs, int64_t D, T* x) {
@@ -129,13 +129,13 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     int64_t row = 0;
     for (; row + R <= rows; row += R) stored(std::integral_constant<int, R>{}, row);
     if (row == rows) return;
-    // The last R rows as a full block; some of them are computed a second time.
+    // The last R rows as a full block, which computes some rows a second time.
     if (rows >= R) return stored(std::integral_constant<int, R>{}, rows - R);
     for (; row + 4 <= rows; row += 4) stored(std::integral_constant<int, 4>{}, row);
     for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
-  // Element n of what votes are held against: [..][L] or, if it is the Same in all lanes, [..].
+  // Element n of a form: [..][L] or, if it is the Same in all lanes, [..].
   template <bool Same>
   static CAPSFAST_INLINE auto parameter(const T* p, int64_t n) {
     if constexpr (Same) {
@@ -145,7 +145,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     }
   }
 
-  // What each of `sets` forms p[set], q[set] [outputs D] (a dot product unless Q) gives the votes x [outputs D][L].
+  // Applies each of `sets` forms p[set], q[set] [outputs D] (a dot product unless Q) to the votes x [outputs D][L].
   template <bool Q, bool Same>
   static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
                                            const T* const* q, T* const* out) {
@@ -163,10 +163,10 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   }
 
   // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
-  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with
-  // q[set], which are all if p[set] is null.
-  // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
-  // stored to x or, if x is null, to `spare`; both are [outputs D][L]. So are those of pose matrices.
+  // products out[set][j] = votes[j] . p[set][j]. If Q, votes are less the center, and squares of votes . q[set] are
+  // added; a null p[set] adds nothing. If D is a multiple of R, products take votes from registers, and votes are
+  // stored only if x is not null. Otherwise, and for pose matrices, votes are stored to x or, if x is null, to `spare`;
+  // both are [outputs D][L].
   template <bool Q>
   static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, const T* center, int64_t K,
                                            int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,
@@ -213,7 +213,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     }
   }
 
-  // scored_votes() in one copy that is called, for loops that inlining it does not make faster.
+  // scored_votes() as a function call, for loops that inlining does not make faster.
   template <bool Q>
   static CAPSFAST_ONCE void scored_votes_apart(const T* w, const T* u, const T* valid, const T* center, int64_t K,
                                                int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,
@@ -221,7 +221,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     scored_votes<Q>(w, u, valid, center, K, P, outputs, D, x, spare, sets, p, q, out);
   }
 
-  // The sum of x[d] p[d] over d < n, in four chains, which hide the latency of the additions.
+  // The sum of x[d] p[d] over d < n. Four chains hide the latency of the additions.
   template <bool Same>
   static CAPSFAST_INLINE V dot(const T* x, const T* p, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
@@ -234,7 +234,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
-  // The sum of x[d] p[d] + x[d]^2 q[d] over d < n; p null: of its second half.
+  // The sum of x[d] p[d] + x[d]^2 q[d] over d < n. With p null: of x[d]^2 q[d] alone.
   template <bool Same>
   static CAPSFAST_INLINE V form(const T* x, const T* p, const T* q, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
@@ -271,7 +271,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     }
   }
 
-  // The same for two votes: what is read and written once for both is half of what a vote takes.
+  // The same for two votes: y and z, half of the memory traffic of a vote, are read and written once for both.
   static CAPSFAST_INLINE void add_scaled_squares(V c, const T* x, V c2, const T* x2, int64_t n, T* y, T* z) {
 #pragma GCC unroll 4
     for (int64_t d = 0; d < n; ++d) {

@@ -1,11 +1,11 @@
 // The accumulate pass in the lanes layout: sums over the input capsules, weighted by the coupling or by its gradient.
 //
 // A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
-// (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
-// only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
-// A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
-// L1. Votes that are given (side_by_side) stand where poses else do, copied to lanes, less the center; or are read
-// where they lie, if they lie in lanes and there is no center.
+// (plan.out_tile >= J), the pass makes them once, scores them and adds them up. Otherwise a first sweep over tiles of
+// output capsules keeps only the scores [chunk][J]; a second sweep makes the votes again and adds them up. When a tile
+// of output capsules ends, the sums of the chunk join the sums of the pass while they are in L1. Given votes
+// (side_by_side) are copied to lanes, less the center, in the place of poses. Votes that lie in lanes are read in place
+// if there is no center.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -22,9 +22,8 @@ struct LanesAccumulate {
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
-  // What votes are held against, and where the results go: score.linear and score.square of output capsules [j0, j1) to
-  // b and, in the backward, those of the gradient to dc, both [J][L]. Constants are not in it. A row of theirs has
-  // `lanes` numbers.
+  // The forms of output capsules [j0, j1), and where their results go: score to b and, in the backward, gradient to dc,
+  // both [J][L]. Without the constants. A row of a form has `lanes` numbers.
   struct Sets {
     const T* linear[2];
     const T* square[2];
@@ -46,8 +45,8 @@ struct LanesAccumulate {
     }
   };
 
-  // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless it is null, and scores
-  // them. `apart`: without a copy of the code in the loop that calls it.
+  // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless x is null, and scores
+  // them. `apart`: as a function call, not inlined in the loop.
   template <bool apart = K_ == 0>
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
@@ -65,7 +64,6 @@ struct LanesAccumulate {
     }
   }
 
-  // Scores votes that are given.
   static CAPSFAST_INLINE void score_given(const AccumulatePass<T>& pass, const Tile& tile, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes ? 1 : L, b, dc);
@@ -77,7 +75,7 @@ struct LanesAccumulate {
     }
   }
 
-  // What makes the votes of an input capsule, from an output capsule on.
+  // The arrays that make the votes of an input capsule, from an output capsule on.
   struct Votes {
     const T *weight, *poses, *center;
   };
@@ -89,8 +87,8 @@ struct LanesAccumulate {
             Q ? tile.center + j0 * p.D * L : nullptr};
   }
 
-  // Adds the votes x [J D][L] of output capsules [j0, j1), weighted by e [J][L], to the sums of the chunk, which have
-  // the row of j0 first.
+  // Adds the votes x [J D][L] of output capsules [j0, j1), weighted by e [J][L], to the sums of the chunk, whose first
+  // row belongs to j0.
   static CAPSFAST_INLINE void add_votes(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e,
                                         const T* x, int64_t j0, int64_t j1) {
     const int64_t D = pass.problem->D;
@@ -104,8 +102,8 @@ struct LanesAccumulate {
     }
   }
 
-  // Input capsules i and i + 1 of a quadratic pass at once. Its arrays by output capsule are five, more than L1 holds:
-  // each is read once for both.
+  // Input capsules i and i + 1 of a quadratic pass at once. Its five arrays of the output capsules do not fit L1: each
+  // is read once for both input capsules.
   static CAPSFAST_INLINE void pair(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                                    int64_t i) {
     const int64_t J = pass.problem->J, D = pass.problem->D, step = J < 4 ? J : 4;
@@ -125,8 +123,7 @@ struct LanesAccumulate {
     for (int c = 0; c < 2; ++c) Coefficients::add_mass(pass, at, e[c]);
   }
 
-  // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of
-  // it.
+  // A chunk of given votes. After the scores, a few rows of the sums at a time stay in registers over the whole chunk.
   static void chunk_given(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     for (int64_t i = 0; i < tile.count; ++i) score_given(pass, tile, i, at.scores + i * J * L, at.dc + i * J * L);
@@ -136,10 +133,10 @@ struct LanesAccumulate {
     for (int64_t j = 0; j < J; ++j) add_given<B_::kSums>(pass, tile, coefficient, j, 0);
   }
 
-  static constexpr int kAhead = 128;  // votes that are asked for before they are read
+  static constexpr int kAhead = 128;  // how many votes ahead prefetches ask for
 
-  // Adds components d to D of the votes for output capsule j, N at a time and what is left in half as many, times e
-  // [count][J][L].
+  // Adds components d to D of the votes for output capsule j, times e [count][J][L]: N at a time, then half as many for
+  // the rest.
   template <int N>
   static CAPSFAST_INLINE void add_given(const AccumulatePass<T>& pass, const Tile& tile, const T* e, int64_t j,
                                         int64_t d) {
@@ -239,7 +236,7 @@ struct LanesAccumulate {
 
   static void plain_rows(const Tile& tile, const T* u, int64_t next, int64_t K_given, int64_t rows, T* sum) {
     const int64_t K = K_ > 0 ? K_ : K_given;
-    // These sums go on over the whole chunk, so they are as many as registers hold: else each waits for the one before.
+    // These sums go on over the whole chunk. As many as registers hold, so that additions do not wait for each other.
     constexpr int R = L == kLanes<T> ? B_::R : B_::R * 3 / 2;
     int64_t row = 0;
     for (; row + R <= rows; row += R) plain_block<R>(tile, u, next, K, row, sum);
@@ -251,7 +248,7 @@ struct LanesAccumulate {
     const Problem& p = *pass.problem;
     const int64_t K = K_ > 0 ? K_ : p.K, rows = p.J * p.D, some = pass.plan->out_tile * p.D;
     if (K_ == 0 && p.side_by_side) {
-      // One input capsule after the other, as the votes lie: they may come from memory.
+      // One input capsule after the other, in the order of memory: the votes may not be in the cache.
       for (int64_t row = 0; row < rows; row += some) {
         const int64_t count = row + some < rows ? some : rows - row;
         __builtin_memset(at.sum, 0, static_cast<size_t>(count * L) * sizeof(T));
@@ -280,7 +277,7 @@ struct LanesAccumulate {
     }
   }
 
-  // plain_rows() of pose matrices, each pose for itself.
+  // plain_rows() for pose matrices, one pose after the other.
   static void plain_poses(const Tile& tile, const Problem& p, const LanesAccumulateScratch<T>& at, int64_t rows,
                           T* sum) {
     const int64_t R = p.R();
@@ -301,8 +298,8 @@ struct LanesAccumulate {
            (K_ > 0 || p.P == 1);
   }
 
-  // The first iteration of such a pass. As in plain_block() the sums of N rows stay in registers over the whole chunk.
-  // The first of them is `row` of the weights and `to` of the sums.
+  // The first iteration of such a pass. As in plain_block(), the sums of N rows stay in registers over the whole chunk:
+  // from row `row` of the weights and row `to` of the sums on.
   template <int N>
   static CAPSFAST_INLINE void alike_block(const Problem& p, const Tile& tile, const LanesAccumulateScratch<T>& at,
                                           const V* equal, int64_t row, int64_t to) {
@@ -357,7 +354,7 @@ struct LanesAccumulate {
     if (Q && pass.second.high != nullptr) __builtin_memset(at.second, 0, bytes);
   }
 
-  // at.sum and at.second hold `rows` rows of the tile, from `row` on.
+  // Joins `rows` rows of the tile, from `row` on, that at.sum and at.second hold.
   static void join_sums(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                         int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;

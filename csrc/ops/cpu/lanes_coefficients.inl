@@ -1,5 +1,5 @@
-// What the passes of the lanes layout do with scores, whatever votes they come from: coupling coefficients, the
-// gradient of the logits, and sums that go on from chunk to chunk. None of it depends on K or on how votes are scored.
+// What the passes of the lanes layout make of scores: coupling coefficients, the gradient of the logits, and sums that
+// go on from chunk to chunk. Nothing here depends on K or on how votes are scored.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -15,12 +15,12 @@ struct LanesCoefficients {
   using Couplings = Coupling<T, L>;
   using Packing = LanesPacking<T, L>;
 
-  // The pointers are those of AccumulatePass at the tile.
+  // The pointers of AccumulatePass, moved to the tile.
   struct Tile : LanesTile<T, L> {
     const T* center;
     Form<T> score, gradient;
     const T *valid_out, *in_max, *in_scale, *c_dc, *in_dlse;
-    bool only_scores;  // the coupling is the softmax over j of the scores, and nothing else has a part in it
+    bool only_scores;  // the coupling is the softmax over j of the scores alone
   };
 
   static bool has_only_scores(const AccumulatePass<T>& pass, const Tile& tile) {
@@ -29,14 +29,14 @@ struct LanesCoefficients {
     return !more && !written && tile.has_only_scores(*pass.problem, tile.valid_out, tile.score, tile.gradient);
   }
 
-  // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
+  // The numbers of input capsule i [L] in `rows`, null if the pass has no such numbers.
   static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
     return view.data == nullptr ? nullptr : rows + i * L;
   }
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
-  // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
-  // goes on from there. Apart from the loop over input capsules, whose registers hold votes.
+  // logits. For the softmax over the input capsules in the forward, b stays the logits; online() or chunk_online()
+  // follows. Not inlined, because registers of the loop over input capsules hold votes.
   static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     if (!tile.only_scores) return any_coefficients(pass, tile, at, i, b, dc);
@@ -83,7 +83,7 @@ struct LanesCoefficients {
     }
   }
 
-  // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
+  // Multiplies all sums so far by `scale`, after the maximum of output capsule j has grown.
   static CAPSFAST_ONCE void rescale(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t j, V scale, bool chunk_sums) {
     const int64_t J = pass.problem->J, D = pass.problem->D;
@@ -106,7 +106,8 @@ struct LanesCoefficients {
     multiply(sum.low + from, count, scale);
   }
 
-  // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
+  // Softmax over the input capsules, for one input capsule: replaces scores [J][L] by exp(b - max), max the largest so
+  // far.
   static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const Tile& tile,
                                    const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
@@ -127,7 +128,7 @@ struct LanesCoefficients {
     }
   }
 
-  // As online(), for the scores of a whole chunk. Sums are rescaled once, for its maximum.
+  // As online(), for the scores of a whole chunk. Sums are rescaled once, to the maximum of the chunk.
   static void chunk_online(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
@@ -152,7 +153,7 @@ struct LanesCoefficients {
     if (pass.mass.high != nullptr) Couplings::add(e, pass.problem->J, at.mass);
   }
 
-  // From the scores of a whole chunk to coefficients, and their sums.
+  // Turns the scores of a whole chunk into coefficients, and sums the coefficients.
   static CAPSFAST_ONCE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                                const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
@@ -175,7 +176,7 @@ struct LanesCoefficients {
     store<L>(sum.low + to, l);
   }
 
-  // Adds `rows` rows of a sum of the chunk, from [rows][L], to those of the pass from `to` on.
+  // Adds `rows` rows of a sum of the chunk, from [rows][L], to the sum of the pass from `to` on.
   static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
     for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
   }

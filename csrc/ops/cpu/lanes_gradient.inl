@@ -1,9 +1,9 @@
 // The gradient pass in the lanes layout, all iterations at once:
 //   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
-// Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
-// samples, so it writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks have the
-// same input capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a
-// fixed order.
+// Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. No other task has the same input capsules
+// and samples, so a task writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks
+// have the same input capsules (the batch is split) or the weight is shared. Then tasks have partial sums, which are
+// added in a fixed order.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -13,7 +13,7 @@
 #include "lanes_tile.inl"
 #include "lanes_vote_gradients.inl"
 
-// Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
+// Q: a quadratic pass of one iteration, which keeps the votes, less the center, from the score to dvotes.
 template <class T, int L_, int K_, bool Q>
 struct LanesGradient {
   using B_ = LanesProducts<T, L_, K_>;
@@ -21,10 +21,10 @@ struct LanesGradient {
   using Tile = LanesTile<T, L_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
-  static constexpr int kTogether = 4;  // iterations that are scored each time the votes are made
+  static constexpr int kTogether = 4;  // iterations that are scored with one set of votes
 
-  // Dot products of the votes with V and ds of every iteration, for output capsules [j0, j1) and all input capsules of
-  // a chunk. They go to at.c and at.db.
+  // Writes dot products of the votes with V and ds of every iteration to at.c and at.db, for output capsules [j0, j1)
+  // and all input capsules of a chunk.
   static void score(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t j0,
                     int64_t j1) {
     const Problem& p = *pass.problem;
@@ -74,7 +74,7 @@ struct LanesGradient {
   }
 
   // All gradients of input capsule i that come from output capsule j, if a vector is one register and D a multiple of
-  // L. dvotes stay in registers: first du is computed from them and then, after transposing them, dW.
+  // L. dvotes stay in registers: they give du and then, transposed, dW.
   static void blocks(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t i,
                      int64_t j, T* dw) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
@@ -164,7 +164,7 @@ struct LanesGradient {
     B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, pose, at.buffer, pass.du);
   }
 
-  // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]: each pose for itself, whose rows go to at.x.
+  // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]. Each pose alone: at.x holds its rows.
   static void products_of_poses(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                                 int64_t i, int64_t j0, int64_t j1, T* dw) {
     const Problem& p = *pass.problem;

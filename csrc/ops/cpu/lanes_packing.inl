@@ -1,16 +1,16 @@
-// Tensors to lanes and back: what the passes read and write besides weights, whatever K is.
+// Copies tensors to lanes and back, and weights to contiguous memory, for any K.
 #pragma once
 
 #include "../../cpu/vec.inl"
 #include "kernel.h"
 #include "gather.inl"
 
-// L_: of a register, or of a vector of several.
+// L_: lanes of one register, or of a vector of several registers.
 template <class T, int L_ = kLanes<T>>
 struct LanesPacking {
   static constexpr int L = L_;
-  static constexpr int W = kLanes<T>;  // transposed at a time
-  // Sums that registers hold beside what is added to them, or where a vector has several, beside a factor.
+  static constexpr int W = kLanes<T>;  // a block of W x W is transposed at a time
+  // How many sums fit the registers beside the terms or, if a vector has several registers, beside a factor.
   static constexpr int kSums = L == W ? kRegisters / 4 : kRegisters / 2 * W / L;
   using V = Vec<T, L>;
   using Register = Vec<T, W>;
@@ -33,7 +33,6 @@ struct LanesPacking {
     }
   }
 
-  // The opposite of interleave().
   static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
@@ -50,9 +49,8 @@ struct LanesPacking {
     }
   }
 
-  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. Where
-  // samples do not lie side by side, and are not contiguous and of type T, they are first copied to `buffer`
-  // [L][n1][n2].
+  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. Samples that
+  // are neither side by side nor contiguous and of type T are first copied to `buffer` [L][n1][n2].
   static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                  T* buffer, T* to) {
     if (view.stride[0] == 1) return pack_lanes(view, b0, samples, i0, n1, n2, to);
@@ -70,7 +68,6 @@ struct LanesPacking {
     interleave(from, samples, n1 * n2, to);
   }
 
-  // The opposite of pack().
   static CAPSFAST_ONCE void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                    T* buffer, const View& view) {
     if (view.stride[0] == 1) return unpack_lanes(from, b0, samples, i0, n1, n2, view);
@@ -132,32 +129,30 @@ struct LanesPacking {
   // Whether the passes read votes where they lie.
   static bool votes_in_place(const Problem& p, const T* center) { return p.capsule_lanes && center == nullptr; }
 
-  // Whether some lanes of a chunk have nothing that counts. Lanes without a sample do not matter, as all that is summed
-  // over is in other lanes.
+  // Whether some lanes of a chunk must not count. Lanes without a sample hold zeros and do not matter.
   static bool masked(const Problem& p, int64_t samples) {
     return p.mask.data != nullptr || (p.capsule_lanes && samples < L);
   }
 
-  // How many lanes hold a sample of a tile, or where they are input capsules one of a block.
+  // How many lanes hold a sample of a tile or, if lanes are input capsules, an input capsule of a block.
   static int64_t lanes_used(const Problem& p, int64_t tile, int64_t i0) {
     return p.capsule_lanes ? min(L, p.I - i0 * L) : min(L, p.B - tile * L);
   }
 
-  // How many input capsules from i0 on make a chunk. A block that is not full is alone.
+  // How many input capsules from i0 on make a chunk. A block with empty lanes is a chunk of its own.
   static int64_t chunk_of(const Problem& p, int64_t i0, int64_t i1, int64_t most) {
     const int64_t count = min(most, i1 - i0);
     return p.capsule_lanes && count > 1 && (i0 + count) * L > p.I ? count - 1 : count;
   }
 
-  // Copies the poses of a chunk to u [chunk][P K][L], or its votes less the center, where it is not null, to u
-  // [chunk][J D][L]; with zeros for masked capsules. If there is a mask, or a block is not full, valid
-  // [chunk][L] gets 1 or 0.
+  // Copies the poses of a chunk to u [chunk][P K][L], or its votes, less a center that is not null, to u [chunk][J
+  // D][L]. Masked capsules get zeros. If there is a mask, or a block is not full, valid [chunk][L] gets 1 or 0.
   static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
                                        const T* center, T* buffer, T* u, T* valid) {
     const int64_t size = p.side_by_side ? p.J * p.D : p.pose_size();
     const bool in_place = votes_in_place(p, center);
     if (in_place) {
-      // Nothing to copy, and masked votes are zeros.
+      // Votes are read in place; masked votes are zeros already.
     } else if (p.capsule_lanes) {
       const T* votes = static_cast<const T*>(p.votes.data) + i0 * size * L;
       for (int64_t n = 0; n < count * size * L; n += L) store<L>(u + n, load<L>(votes + n) - center[n / L % size]);
@@ -206,8 +201,8 @@ struct LanesPacking {
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
   }
 
-  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none. valid
-  // and buffer as in pack_poses(), which has filled valid.
+  // Copies numbers [B, I] of a chunk, if there are any, to lanes, `to` [chunk][L], 0 for masked capsules. valid and
+  // buffer as in pack_poses(), which has filled valid.
   static CAPSFAST_ONCE void pack_numbers(const View& view, const Problem& p, int64_t b0, int64_t samples, int64_t i0,
                                          int64_t count, const T* valid, T* buffer, T* to) {
     if (view.data == nullptr) return;
@@ -241,7 +236,7 @@ struct LanesPacking {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.R(), p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (w.storage != kStorage<T> || s[1] != 1 || s[2] == 1) return gather<T>(w, i * w.stride[0], n, s, out);
-    // The rows r lie side by side, as in weights that are stored [.., K, D].
+    // The rows r are neighbours in memory, as in weights that are stored [.., K, D].
     for (int64_t j = 0; j < p.J; ++j) {
       const T* from = static_cast<const T*>(w.data) + i * w.stride[0] + j * s[0];
       for (int64_t r = 0; r < p.R(); r += W) {

@@ -1,9 +1,9 @@
 // The products of the gradient pass in the lanes layout: du = W^T dvotes and dW = sum_b dvotes u^T.
 //
-// dW is a sum over samples, which are the lanes. A block of L rows (j, d) of dvotes is transposed in registers: its
-// rows then lie along the lanes, and the numbers of a sample's pose are broadcast. The sum over samples is a chain of
-// multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
-// over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
+// dW is a sum over samples, which are the lanes. So a block of L rows (j, d) of dvotes is transposed in registers. Then
+// its rows lie along the lanes, and each number of the pose of a sample is broadcast. Multiply-adds sum over the
+// samples into accumulators [K][L], which are transposed back once a chunk. Long sums (du over all rows, dW over all
+// samples) are sums of block sums, so the error grows with the number of blocks only.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -18,7 +18,7 @@ struct LanesProducts : Lanes<T, L_, K_> {
   static constexpr int L = L_;
   static constexpr int W = kLanes<T>;
   static constexpr int kPoses = LanesPacking<T, L>::kSums;
-  static constexpr int kProducts = L == W ? 8 : kRegisters * 3 / 4 * W / L;  // that rows of memory are added to
+  static constexpr int kProducts = L == W ? 8 : kRegisters * 3 / 4 * W / L;  // sums that take rows from memory
 
   // du[k] += sum over rows of w[row][k] dx[row], for the N components k of a pose.
   template <int N>
@@ -50,8 +50,8 @@ struct LanesProducts : Lanes<T, L_, K_> {
     for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
   }
 
-  // Calls f(count, k) for numbers [k, k + count) of all K, where count is a constant: for as few blocks of at most N as
-  // there can be, none much smaller than the others.
+  // Calls f(count, k) for numbers [k, k + count) of all K, where count is a constant. There are as few blocks of at
+  // most N as possible, of about the same size.
   template <int N, int k = 0, class F>
   static CAPSFAST_INLINE void in_blocks(int64_t K, const F& f) {
     if constexpr (K_ > 0) {
@@ -176,7 +176,7 @@ struct LanesProducts : Lanes<T, L_, K_> {
     }
   }
 
-  // [rows / L][K][L] to [rows][K] where it stands. block [K][L]: scratch.
+  // [rows / L][K][L] to [rows][K], in place. block [K][L]: scratch.
   static CAPSFAST_ONCE void transpose_weights(int64_t K, int64_t rows, T* block, T* dw) {
     for (int64_t row = 0; row < rows; row += L, dw += K * L) {
       __builtin_memcpy(block, dw, static_cast<size_t>(K * L) * sizeof(T));

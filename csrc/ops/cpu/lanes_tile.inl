@@ -1,4 +1,4 @@
-// What a pass of the lanes layout works on at a time.
+// The part of the work that a pass of the lanes layout does at a time.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -6,7 +6,7 @@
 #include "lanes_packing.inl"
 
 // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
-// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if they are given.
+// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if votes are given.
 // valid [count][L], if there is a mask or the block is not full.
 template <class T, int L_>
 struct LanesTile {
@@ -22,24 +22,22 @@ struct LanesTile {
     return __builtin_expect(valid == nullptr, 1) ? nullptr : valid + i * L;
   }
 
-  // Begins a chunk of the weights of input capsules [from, to), at most `most` of them, at `to_weights` where they are
-  // copied.
+  // Begins a chunk of at most `most` input capsules of [from, to). Weights that must be copied go to `to_weights`.
   void begin_chunk(const Problem& p, int64_t from, int64_t to, int64_t most, T* to_weights) {
     i0 = from;
     count = Packing::chunk_of(p, from, to, most);
     weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
   }
 
-  // Whether couplings are softmaxes over j of scores alone, as far as it is the problem, the masks and what is added to
-  // scores that say.
+  // Whether couplings are softmaxes over j of scores alone, as far as the problem, the masks and constants tell.
   bool has_only_scores(const Problem& p, const T* valid_out, const Form<T>& score, const Form<T>& gradient) const {
     const bool masked = valid != nullptr || valid_out != nullptr;
     const bool added = p.logits.data != nullptr || score.constant != nullptr || gradient.constant != nullptr;
     return p.normalize == Normalize::out && !masked && !added && p.activation.data == nullptr;
   }
 
-  // Copies what the samples of tile `tile` have of the chunk to `at`: poses or votes less the center, logits, numbers
-  // of input capsules.
+  // Copies the data of tile `tile` for this chunk to `at`: poses or votes less the center, logits, numbers of input
+  // capsules.
   template <class At>
   CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const View& dlse, const At& at) {
     t = tile;

@@ -1,5 +1,6 @@
-// Between two passes in the lanes layout, a tile of samples at a time: forward s_t, v_t and V_t from the partial
-// sums; backward V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a call.
+// The work between two passes in the lanes layout, a tile of samples at a time. Forward: s_t, v_t and V_t from the
+// partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a
+// call.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -19,7 +20,7 @@ struct LanesUpdate {
   // The tile's rows of [tiles][J D][L].
   static int64_t rows_of(const Update<T>& at, int64_t tile) { return tile * at.problem->J * at.problem->D * L; }
 
-  // Where output capsule j of a tile is one: 1, else 0; lanes without a sample have none.
+  // 1 in lanes where output capsule j of the tile is valid, else 0, also in lanes without a sample.
   static V valid(const Update<T>& at, int64_t tile, int64_t j) {
     if (at.valid_out != nullptr) return load<L>(at.valid_out + (tile * at.problem->J + j) * L);
     T ok[L];
@@ -69,11 +70,11 @@ struct LanesUpdate {
     for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = at.s + (tile * L + l) * JD;
     B_::deinterleave(s, samples(at, tile), JD, to);
     if (at.v.data == nullptr) return;
-    // The sums are used up: those of s are room for numbers of another type.
+    // The sums are not needed any more: s is a buffer for numbers of another type.
     B_::unpack(v, tile * L, samples(at, tile), 0, p.J, D, s, at.v);
   }
 
-  // V_{t+1} = V_t + squash(s_t + bias); at.V points to V_t, V_{t+1} stands an iteration behind it.
+  // V_{t+1} = V_t + squash(s_t + bias). at.V points to V_t; V_{t+1} follows one iteration later in memory.
   static void restore(const Update<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D;

@@ -1,5 +1,5 @@
-// What the gradient pass in the lanes layout makes of scores, whatever votes they come from: coupling coefficients, the
-// gradients of the logits and of the votes. None of it depends on K. lanes_gradient.inl has the formulas.
+// What the gradient pass in the lanes layout makes of scores: coupling coefficients, the gradients of the logits and of
+// the votes. Nothing here depends on K. lanes_gradient.inl has the formulas.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -26,8 +26,8 @@ struct LanesVoteGradients {
     return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
   }
 
-  // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of what belongs to an
-  // input capsule.
+  // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of activation and
+  // lse.
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     if (!has_only_scores(pass, tile)) return any_coefficients(pass, tile, at);
     const int64_t J = pass.problem->J, size = J * L, pitch = pass.plan->gradient_chunk * size;
@@ -100,8 +100,8 @@ struct LanesVoteGradients {
     B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
   }
 
-  // Products that add up to a row of dvotes of (i, j): of numbers of the pair with rows of the output capsule, `next`
-  // apart from one iteration to the next.
+  // Products that add up to a row of dvotes of (i, j): factors of the pair times rows of the output capsule. The rows
+  // of two iterations are `next` apart.
   struct Products {
     const T *factors, *rows;
     int64_t count, next_factor, next_rows;
@@ -151,7 +151,7 @@ struct LanesVoteGradients {
     }
   };
 
-  // The same of a quadratic pass, of one iteration.
+  // The same for a quadratic pass, which has one iteration.
   template <bool Same>
   struct QuadraticVoteGradient {
     Form<T> gradient, score;
@@ -190,7 +190,7 @@ struct LanesVoteGradients {
     }
   };
 
-  // Same: what belongs to an output capsule is the same in all lanes.
+  // Same: numbers of an output capsule are the same in all lanes.
   template <bool Same = false>
   using Gradient = std::conditional_t<Q, QuadraticVoteGradient<Same>, VoteGradient<Same>>;
 
@@ -227,12 +227,12 @@ struct LanesVoteGradients {
       B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
   }
 
-  // Votes that are given: writes their gradients.
+  // Writes the gradients of given votes.
   static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
     if (p.capsule_lanes) {
-      // Over the votes, whose masked ones make no gradients.
+      // Gradients replace the votes. Masked votes are 0 and give no gradients.
       T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
       for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
       return;

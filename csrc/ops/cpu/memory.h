@@ -1,4 +1,4 @@
-// Memory of a call: aligned buffers, and sums that keep what their additions round off.
+// Memory of a call: aligned buffers, and sums that keep their rounding errors.
 #pragma once
 
 #if defined(__linux__)
@@ -16,8 +16,8 @@
 
 namespace capsfast {
 
-// Sums that a pass adds to. `low` keeps what additions to `high` round off, so that the error of a sum over many chunks
-// stays that of one chunk. Null if the sum is not wanted.
+// Sums that a pass adds to. `low` keeps the rounding errors of additions to `high`, so a sum over many chunks is as
+// exact as one chunk. Null if the sum is not wanted.
 template <class T>
 struct Sum {
   T* high = nullptr;
@@ -28,8 +28,7 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// With CAPSFAST_POISON=1 fresh memory is filled with NaN. In the tests this shows memory that is read before it is
-// written.
+// With CAPSFAST_POISON=1 fresh memory is filled with NaN, so tests find reads before the first write.
 inline bool poisoned() {
   static const bool asked = [] {
     const char* value = std::getenv("CAPSFAST_POISON");
@@ -38,8 +37,8 @@ inline bool poisoned() {
   return asked;
 }
 
-// Asks for huge pages in memory that was not touched yet, where it is large: else the kernel is entered at every 4 KiB
-// of it, which for fresh memory takes longer than to fill it.
+// Asks for huge pages in large memory that was not touched yet. Otherwise every 4 KiB enters the kernel, which for
+// fresh memory takes longer than filling it.
 inline void advise_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 2 * 1024 * 1024;
@@ -52,8 +51,8 @@ inline void advise_huge_pages(void* memory, size_t bytes) {
 #endif
 }
 
-// Says how much memory the system did not have. capsfast/ops/define.py makes a MemoryError of every text that begins
-// with "std::bad_alloc".
+// Says how much memory was asked for. capsfast/ops/define.py turns every text that begins with "std::bad_alloc" into a
+// MemoryError.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes) {
@@ -86,8 +85,8 @@ class Buffer {
 // The most bytes that stay allocated from one call to the next.
 constexpr int64_t kLasting = 64 * 1024 * 1024;
 
-// A Buffer that leaves its memory to the next one of its kind, up to kLasting bytes. Where the system hands memory out
-// afresh for every call it clears it first. A second such buffer at the same time is a plain one.
+// A Buffer that keeps up to kLasting bytes for the next LastingBuffer, because the system clears fresh memory in every
+// call. A second LastingBuffer at the same time allocates its own memory.
 template <class T>
 class LastingBuffer {
  public:
@@ -126,7 +125,7 @@ class LastingBuffer {
   std::unique_ptr<Buffer<T>> own_;
 };
 
-// `count` sums, each as high + low, where low is what additions to high rounded off.
+// `count` sums, each as high + low, where low has the rounding errors of additions to high.
 template <class T>
 class Sums {
  public:

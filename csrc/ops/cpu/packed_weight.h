@@ -20,11 +20,11 @@ class PackedWeight {
     p_.weight = View{memory_.get(), kStorage<T>, {size, p_.R() * p_.K, p_.K, 1}};
   }
 
-  // The problem with the weight as it is now.
+  // The problem with the packed weight, if there is one.
   const Problem& problem() const { return p_; }
 
  private:
-  // The most bytes of a copy. Where it would be larger, passes copy the weights of a few input capsules at a time.
+  // The most bytes of a copy. If it would be larger, passes copy the weights of a few input capsules at a time.
   static constexpr double kMost = 256.0 * 1024 * 1024;
 
   // Whether it pays: a small batch reads the weight once a call, and a shared weight is small.

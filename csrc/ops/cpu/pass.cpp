@@ -64,7 +64,8 @@ void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
     sum(parts.begin(part), parts.begin(part + 1) - parts.begin(part), num_threads());
 }
 
-// Parts that do not add to dW where it will stand add to sums of its size. These are to be less than what parts save.
+// Parts that do not add to dW in place add to sums of its size. Parts pay only if they save more memory than these
+// sums.
 template <class T>
 Parts backward_parts(const Problem& p, const PassGradients& out) {
   Parts parts = parts_of<T>(p);

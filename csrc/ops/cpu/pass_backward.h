@@ -1,4 +1,4 @@
-// The backward of a pass: an accumulate pass for what belongs to output capsules, then a gradient pass for the rest.
+// The backward of a pass: an accumulate pass for gradients of output capsules, then a gradient pass for the rest.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@ namespace capsfast::driver {
 template <class T>
 class PassBackward {
  public:
-  // Adds to dlogits_sum [I, J], null if it is not wanted. weights_: of all parts of the batch, of which this is the next.
+  // Adds to dlogits_sum [I, J], null if it is not wanted. weights_: sums of all parts of the batch; this is the next
+  // part.
   PassBackward(const Problem& problem, const PassInputs& inputs, const PassSaved& saved_, const PassGradients& outputs,
                double* dlogits_sum, WeightSums<T>* weights_, int64_t threads)
       : context(problem, threads),
@@ -53,7 +54,7 @@ class PassBackward {
   }
 
  private:
-  // What both passes have of the coupling and its gradient.
+  // The fields of both passes for the coupling and its gradient.
   template <class Pass>
   void normalise(Pass* pass) const {
     pass->dcoupling = saved.dweights;
@@ -65,12 +66,12 @@ class PassBackward {
     if (saved.dlse.data != nullptr) pass->in_dlse = in_dlse.get();
   }
 
-  // For a softmax over the input capsules: sum_i R dR. As the moments are the sums of the coupling that gradients of
-  // them multiply, it needs no pass.
+  // For a softmax over the input capsules: sum_i R dR. No pass is needed: it is the sum of the moments times their
+  // gradients.
   void mean_gradients() {
     std::fill_n(c_dc.get(), context.layout.scalars(), T(0));
     const auto product = [&](const View& x, const View& dx, int64_t b, int64_t j, int64_t size, int64_t axis) {
-      double total = 0;  // a difference of it and its terms is what counts
+      double total = 0;  // in double, because its terms are later subtracted from it
       if (dx.data == nullptr) return total;
       const int64_t from = b * x.stride[0] + j * x.stride[3 - axis], dfrom = b * dx.stride[0] + j * dx.stride[3 - axis];
       for (int64_t n = 0; n < size; ++n) {

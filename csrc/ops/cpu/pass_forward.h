@@ -1,4 +1,4 @@
-// The forward of a pass: one accumulate pass, whose splits are then added up to the moments.
+// The forward of a pass: one accumulate pass; the sums of its splits add up to the moments.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class PassForward {
     // With softmax "in" the weights are known only after the pass.
     if (!p.softmax_in()) pass.coupling = out.weights;
     if (p.normalize == Normalize::out) pass.lse = out.lse;
-    // A product of matrices, where all couplings of a sample are the same.
+    // If all couplings of a sample are the same, the pass is a product of matrices.
     const bool masked = !p.votes_given && p.mask.data != nullptr;
     const bool softmax = p.normalize == Normalize::out || p.softmax_in();
     pass.unweighted = softmax && !score.scored() && !p.quadratic && p.logits.data == nullptr && !masked &&
@@ -53,7 +53,7 @@ class PassForward {
   }
 
  private:
-  // Adds the sums of the splits up in the place of the first. A row is an output capsule of a tile.
+  // Adds the sums of the other splits to the sums of the first. A row is an output capsule of a tile.
   void add_splits(bool unweighted) {
     const int64_t rows = context.plan.tiles * p.J, L = context.plan_lanes();
     parallel(rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.D * L)), [&](int64_t begin, int64_t end) {
@@ -67,7 +67,7 @@ class PassForward {
     });
   }
 
-  // A split after the other, in loops that a compiler vectorises.
+  // One split after the other, in loops that a compiler vectorises.
   void add(const Sums<T>& sums, int64_t row, int64_t size, const std::vector<T>& factors) const {
     const int64_t L = context.plan_lanes(), pitch = context.plan.tiles * p.J * size;
     T* const to = sums.high() + row * size;
@@ -87,8 +87,8 @@ class PassForward {
     }
   }
 
-  // What the sums of every split are multiplied with, for lane l of a row; saves the normalisers of the softmax over
-  // the input capsules, and the mass where all couplings are the same.
+  // Computes the factors of the sums of every split, for lane l of a row. Saves the normalisers of the softmax over the
+  // input capsules, and the mass if all couplings are the same.
   void factor(bool unweighted, int64_t row, int64_t l, T* factors) const {
     const int64_t L = context.plan_lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
     const int64_t splits = context.plan.splits;

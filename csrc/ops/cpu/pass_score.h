@@ -1,4 +1,4 @@
-// What a pass scores its votes against, in the layout of the passes.
+// The arrays that score the votes of a pass, in the layout of the passes.
 #pragma once
 
 #include "context.h"

@@ -3,8 +3,8 @@
 // There are two layouts of arrays. In "lanes" a vector holds one number of L samples and weights are broadcast; an
 // array with n numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector
 // holds L numbers of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With
-// Problem::capsule_lanes the kernels of lanes run where arrays are as in rows, but for sums and for what there is of
-// every output capsule, [J][L]. T is the type sums are formed in.
+// Problem::capsule_lanes the kernels of lanes run with arrays as in rows; only sums and numbers of output capsules,
+// [J][L], are in lanes. T is the type sums are formed in.
 #pragma once
 
 #include <cstdint>
@@ -18,20 +18,20 @@ namespace capsfast {
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
   bool lanes = true;           // layout: lanes, else rows
-  bool small_batch = false;    // the votes are made once and kept, then routed with input capsules in lanes
+  bool small_batch = false;    // votes are made once and kept, then routed with input capsules in lanes
   int64_t L = 1;               // of a vector: samples or input capsules in lanes, numbers of a vote in rows
   int64_t tiles = 1;           // lanes: ceil(B / L); rows and capsule_lanes: B
-  int64_t capsules = 1;        // input capsules, or blocks of L of them where they are lanes
+  int64_t capsules = 1;        // input capsules, or blocks of L if input capsules are lanes
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
   int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time
-  int64_t tile_groups = 1;     // parts of the tiles; a task has one of these and one split
+  int64_t tile_groups = 1;     // parts of the tiles; a task has one part and one split
   int64_t splits = 1;          // parts of the input capsules
   int64_t gradient_chunk = 1;  // this and the next three: the same for the gradient pass
   int64_t gradient_out_tile = 1;
   int64_t gradient_groups = 1;
   int64_t gradient_splits = 1;
-  bool weight_in_place = false;  // lanes: one task writes a row of dW, whole vectors of it, and adds it up there
-  bool gather_rows = false;      // weight or votes are not contiguous rows of T, so they are copied first
+  bool weight_in_place = false;  // lanes: one task writes a row of dW as whole vectors, and adds it up in place
+  bool gather_rows = false;      // weight or votes are not contiguous rows of T, so tasks copy them first
 };
 
 // The tiles [tile0, tile1) and input capsules [i0, i1) of a task.
@@ -40,8 +40,8 @@ struct Range {
   int64_t i0 = 0, i1 = 0;
 };
 
-// What votes x are held against, by output capsule: x . linear + x^2 . square + constant. Null where a part is missing.
-// It scores votes, and it is the gradient that moments give a vote's coupling.
+// A quadratic form of the votes x for every output capsule: x . linear + x^2 . square + constant. A missing part is
+// null. A form scores votes; another one is the gradient of the coupling of a vote.
 template <class T>
 struct Form {
   const T* linear = nullptr;    // [tiles][J D][L]
@@ -50,20 +50,20 @@ struct Form {
   bool squares = false;         // linear holds zeros
 };
 
-// An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less center if there is one. Forward: e is
-// the coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits,
+// An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less the center if there is one. Forward: e
+// is the coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits,
 // made from dc = gradient + dcoupling.
 template <class T>
 struct AccumulatePass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  // With problem.quadratic there is a center, and every form that there is has both linear and square.
+  // With problem.quadratic there is a center, and every form has both linear and square.
   const T* center = nullptr;     // [tiles][J D][L]
   Form<T> score;                 // routing: V, none in the first iteration (V_0 = 0)
   Form<T> gradient;              // routing: ds; `linear` is null in the forward
   const T* valid_out = nullptr;  // [tiles][J][L], 1 or 0; null without out_mask
-  // Softmax over the input capsules with a known normaliser: R = exp(b - in_max) in_scale. Null in the forward, but for
-  // the pass that writes the coupling.
+  // Softmax over the input capsules with a known normaliser: R = exp(b - in_max) in_scale. Null in the forward, except
+  // in the pass that writes the coupling.
   const T* in_max = nullptr;    // [tiles][J][L]
   const T* in_scale = nullptr;  // [tiles][J][L]
   const T* c_dc = nullptr;      // sum_i c dc [tiles][J][L], with in_max in the backward
@@ -72,7 +72,7 @@ struct AccumulatePass {
   View dlse;                // [B, I], in the backward of a softmax over the output capsules: the gradient of its lse
   View coupling;            // [B, I, J], written unless data is null
   View lse;                 // [B, I], written unless data is null: the lse of a softmax over the output capsules
-  bool unweighted = false;  // c is taken as 1 everywhere: the caller scales the sum
+  bool unweighted = false;  // c counts as 1 everywhere: the caller scales the sum
   Sum<T> mass;              // [tiles][J][L]
   Sum<T> first;             // [tiles][J D][L]; null when only c is wanted
   Sum<T> second;            // [tiles][J D][L]
@@ -81,14 +81,14 @@ struct AccumulatePass {
   Sum<T> norm;       // [tiles][J][L]
 };
 
-// The gradient pass: du, dweight (or dvotes) and what belongs to an input capsule, from every iteration at once.
+// The gradient pass: du, dweight (or dvotes) and gradients of input capsules, for all iterations at once.
 template <class T>
 struct GradientPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
   const T* center = nullptr;  // as in AccumulatePass; in a quadratic pass there is one iteration
   int64_t first = 0;          // iterations [first, r) have gradients
-  // [r][tiles][J D][L]. score.linear[t], V_t, is what iteration t scored with; `scored` from which iteration on.
+  // [r][tiles][J D][L]. score.linear[t] is V_t, which iteration t scored with. Iterations from `scored` on have one.
   // gradient.linear[t] is ds_t.
   Form<T> score;
   Form<T> gradient;
@@ -107,14 +107,15 @@ struct GradientPass {
   View dlogits_sample;         // [B, I, J], if the logits are [B, I, J]
   double* dlogits = nullptr;   // [I, J], added to, if the logits are [I, J]
   T* dweight_sum = nullptr;    // [I or 1, J, D, K], added to; null if the pass writes dweight itself
-  T* dweight_low = nullptr;    // as dweight_sum: what those additions round off
+  T* dweight_low = nullptr;    // as dweight_sum: rounding errors of the additions
   View dweight;                // [I, J, D, K]
-  // Whether parts of the batch before or after this one add to a dweight in place too. Between them it holds blocks of
-  // L rows.
+  // Whether parts of the batch before or after this part also add to a dweight in place. Between parts it holds blocks
+  // of L rows.
   bool weight_begun = false, weight_continued = false;
 };
 
-// lanes: between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v [B, J, D].
+// lanes: the update between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v
+// [B, J, D].
 template <class T>
 struct Update {
   const Problem* problem = nullptr;
@@ -125,22 +126,22 @@ struct Update {
   T* low = nullptr;
   T* V = nullptr;  // [tiles][J D][L]; forward: null if no pass follows
   T* s = nullptr;  // of the iteration
-  // Forward: s is the sum over the splits of factor [splits][J][L], the tile's own, times their sums. Both halves of
-  // the first split's sums are used up. data null: v is not wanted.
+  // Forward: s is the sum over the splits of factor [splits][J][L] of the tile times the sums of the split. Overwrites
+  // high and low of the first split. If data is null, v is not wanted.
   const T* factor = nullptr;
   View v;
-  // Backward: data null, dv is what the passes summed.
+  // Backward: if data is null, dv is the sum of the passes.
   View dv;
   T* ds = nullptr;    // [tiles][J D][L]
   T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
 };
 
-// The gradients that a small batch derives from dvotes [B][ceil(I / L)][J D][L]. The fields are those of GradientPass;
+// The gradients that a small batch computes from dvotes [B][ceil(I / L)][J D][L]. Fields as in GradientPass;
 // dweight_sum is null unless the weight is shared.
 template <class T>
 struct SmallBatchGradients {
   T* dvotes = nullptr;
-  bool add = false;  // dW, of type T, is added to
+  bool add = false;  // add to dW, which is of type T
   View du;
   View dweight;
   T* dweight_sum = nullptr;
@@ -163,7 +164,7 @@ struct Kernels {
   void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
-  // Adds the lanes of rows x size sums [L], times the factor [L] of the row unless there are none, to sums
+  // Adds up the lanes of sums [rows][size][L], times the factor [L] of the row if there are factors, to sums
   // [rows][size].
   void (*fold_capsules)(const Sum<T>& lanes, const T* factor, int64_t rows, int64_t size, const Sum<T>& to);
   // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.

@@ -7,20 +7,21 @@ namespace capsfast {
 
 namespace {
 
-// How many bytes of a core's caches a plan counts on: less than the smallest of current x86-64 servers have (32 KiB L1,
-// 512 KiB L2), since other data passes through.
+// How many bytes of the caches of a core a plan counts on. Less than current x86-64 servers have (at least 32 KiB L1,
+// 512 KiB L2), because other data passes through.
 constexpr int64_t kL1 = 24 * 1024;
 constexpr int64_t kL2 = 256 * 1024;
-// Bytes of scores of a chunk that is swept twice. They come from L3 at worst. A larger chunk reads V and s less often.
+// Bytes of scores of a chunk that is swept twice. Scores come from L3 at worst. A larger chunk reads V and s less
+// often.
 constexpr int64_t kScores = 1024 * 1024;
 
-// Bytes of the votes of a slice, which are to stay in the cache for all iterations; and of dlogits of all tasks
+// Most bytes of the votes of a slice, which should stay in the cache for all iterations, and of dlogits of all tasks
 // together.
 constexpr int64_t kSliceBytes = 512 * 1024;
 constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
 
-// Bytes of what a thread has of the output capsules of a part of the batch in a pass: of at most so many arrays with J D
-// numbers a sample.
+// Bytes of the arrays of output capsules that a thread has in a pass over a part of the batch: at most kPassArrays
+// arrays with J D numbers a sample.
 constexpr int64_t kPartBytes = 2 * 1024 * 1024;
 constexpr int64_t kPassArrays = 10;
 
@@ -28,8 +29,8 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Tasks of a pass for every thread: a thread that other work holds up leaves its tasks to the others.
 constexpr int64_t kTasks = 4;
-// The fewest multiply-adds for each number of a partial sum: then clearing it and adding it up is about a hundredth of
-// the work.
+// The fewest multiply-adds for each number of a partial sum. Then clearing and adding up the sum is about a hundredth
+// of the work.
 constexpr int64_t kPerSum = 4096;
 
 // Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
@@ -48,16 +49,15 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// A tile in the lanes layout costs the same however many of its lanes hold samples. That is about what 11/16 as many
-// samples cost as a small batch, which makes their votes once and routes them one by one.
+// A tile in the lanes layout costs the same however many of its lanes hold samples. A small batch, which makes its
+// votes once and routes samples one by one, costs as much when 11/16 of the lanes would be filled.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes * 11 + 15) / 16); }
 
-// A small batch keeps the votes of so many samples at a time as take kLasting bytes, or of one sample if they take at
-// most kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout serves the call, which keeps
-// none.
+// A small batch keeps at most kLasting bytes of votes at a time, but at least one sample, whose votes may take
+// kKeptVotes bytes: 1 / K of the size of the weight. If they take more, the lanes layout serves the call and keeps no
+// votes.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
-// Blocks of input capsules, the last of which may have lanes to spare.
 int64_t blocks_of(const Problem& p, int64_t lanes) { return divide_up(p.I, lanes); }
 
 double sample_votes(const Problem& p, int64_t lanes, int64_t size) {
@@ -66,19 +66,19 @@ double sample_votes(const Problem& p, int64_t lanes, int64_t size) {
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
   const double kept = double(samples_kept(p, lanes, size)) * sample_votes(p, lanes, size);
-  // Lanes without an input capsule cost what the others do.
+  // Lanes without an input capsule cost as much as others.
   const bool few = p.B * blocks_of(p, lanes) * lanes < smallest_lanes_batch(lanes) * p.I;
   return !p.tiled && few && kept <= double(kKeptVotes);
 }
 
-// `count` parts cut into kTasks each, as far as there are `most`.
+// Cuts each of `count` parts into kTasks, up to `most` parts in all.
 int64_t finer(int64_t count, int64_t most) { return std::max(count, std::min(kTasks * count, most)); }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t L = plan->L, row = p.weight_size() * size, vote = p.D * L * size;
   plan->tiles = divide_up(p.B, L);
 
-  // The votes, V and s of the output capsules of a tile are to stay in L1 or close to it.
+  // The votes, V and s of the output capsules of a tile should stay in L1 or close to it.
   plan->out_tile = p.J * vote <= 2 * kL1 ? p.J : std::max<int64_t>(1, kL1 / 2 / vote);
   const bool held = plan->out_tile >= p.J;
   plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
@@ -86,37 +86,36 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
   if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
-  // Finer along the input capsules, where a task reads as much of the weight as it uses. With many tiles a pass is
-  // long, and so are its partial sums.
+  // Finer along the input capsules: each task then reads only its part of the weight. Not with many tiles: then a pass
+  // takes long anyway, and its partial sums are large.
   if (threads > 1 && plan->tiles < kTasks * threads)
     plan->splits = finer(plan->splits, std::min(divide_up(p.I, plan->chunk), p.I * p.K / kPerSum));
 
   // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple
-  // of L rows (j, d), that is a multiple of `whole` output capsules.
+  // of L rows (j, d), which is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
   const int64_t whole = p.side_by_side ? 1 : L / std::gcd(p.R(), L);
   plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
-  // A task that has a row of dW to itself adds it up where it will stand, and has that room for scores.
+  // A task that alone writes a row of dW adds it up in place, and has more room for scores.
   const Storage number = size == 4 ? Storage::f32 : Storage::f64;
   plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.R() % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
-  // A quadratic pass keeps the votes of a chunk, and so does one over positions.
+  // A quadratic pass, and a pass over positions, keep the votes of a chunk.
   if (p.quadratic || p.side_by_side)
     plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
   const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
-  // For one tile of samples, tasks so short were found to cost more than they gain.
+  // For one tile of samples such short tasks were measured to cost more than they gain.
   if (threads > 1 && plan->tiles > 1 && !p.shared_weight) plan->gradient_splits = finer(plan->gradient_splits, chunks);
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
-// A chunk is scored and then added up, so it is to stay in L2. A thread has the same input capsules in every pass,
-// those whose votes it has made. Tasks are short: only as many as there are threads, unless there are very many input
-// capsules.
+// A chunk is scored and then added up, so it should stay in L2. In every pass a thread has the input capsules whose
+// votes it has made. Tasks are short, so there are only as many as threads, unless there are very many input capsules.
 void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   constexpr int64_t kLong = 1024;  // blocks
   const int64_t votes = p.J * p.D * plan->L * size;
@@ -137,7 +136,7 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
   if (threads > 1) plan->tile_groups = finer(plan->tile_groups, p.B);
-  // The gradient pass writes gradients of input capsules. Cut along these it needs no partial sums.
+  // The gradient pass writes gradients of input capsules. Cut along input capsules it needs no partial sums.
   plan->gradient_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
   plan->gradient_groups = std::clamp<int64_t>(threads / plan->gradient_splits, 1, std::max<int64_t>(1, p.B));
   if (threads > 1) plan->gradient_splits = finer(plan->gradient_splits, divide_up(p.I, 16));
@@ -149,8 +148,8 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   Slices slices;
   const int64_t bytes = std::max<int64_t>(1, p.I * p.votes_size() * size);
   if (p.positions > 0) {
-    // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice
-    // keeps of the output capsules counts: V and s of every iteration, and sums.
+    // Whole tiles, but few enough to give every thread a slice. With few input capsules the arrays of output capsules
+    // of a slice count too: V and s of every iteration, and sums.
     const int64_t tiles = divide_up(p.positions, lanes), outputs = 2 * p.iterations + 4;
     const int64_t fit = std::max<int64_t>(1, kSliceBytes / ((bytes + outputs * p.J * p.D * size) * lanes));
     slices.samples = lanes * std::min(fit, std::max<int64_t>(1, tiles * p.B / threads));
@@ -162,7 +161,7 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   // Each task needs its own sum of dlogits [I, J], in double.
   if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
-  // Not smaller tasks, taken as threads come: a thread reads on in the votes that it has begun.
+  // Not more tasks than threads: so each thread reads the votes in the order of memory.
   slices.tasks = threads;
   return slices;
 }
@@ -200,11 +199,11 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   plan.L = lanes;
   plan.capsules = p.capsule_lanes ? blocks_of(p, lanes) : p.I;
   plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
-  // If there are no votes there is nothing to tile. At most (D = 0) there is a coupling, which follows from the logits.
+  // Without votes there is nothing to tile. With D = 0 there is only a coupling, which follows from the logits.
   const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;
   plan.lanes = (!p.votes_given || p.side_by_side) && !p.capsule_lanes && !plan.small_batch && !nothing;
   if (plan.small_batch) {
-    // Its votes are routed as another problem.
+    // A second problem routes its votes.
   } else if (p.capsule_lanes) {
     plan_capsules(p, size, threads, &plan);
   } else if (plan.lanes) {
@@ -217,8 +216,8 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
 
 namespace {
 
-// Multiply-adds per number of a vote that are spent on making it: `once` in a call, and `each` in every later pass. The
-// lanes layout makes votes in every pass, twice if it does not hold them. Votes that are inputs cost nothing.
+// Multiply-adds to make a number of a vote: `once` in a call, and `each` in every later pass. The lanes layout makes
+// votes in every pass, twice if it does not hold them. Given votes cost nothing.
 struct Making {
   double once, each;
 

@@ -6,38 +6,38 @@
 namespace capsfast {
 
 // lanes: how many numbers of the type that sums are formed in fill a register or, if samples are tiled, a vector of a
-// tile. bytes_per_number: size of that type. threads: how many the call may use.
+// tile. bytes_per_number: size of that type. threads: how many threads the call may use.
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
-// Votes in memory are read in every iteration. If a task takes few samples at a time, and runs all iterations of these
-// before the next ones, only the first iteration reads from memory and the others from the cache. The passes over such
-// a slice of the batch are planned for one thread.
+// Every iteration reads given votes. If a task runs all iterations of a few samples before the next samples, only the
+// first iteration reads from memory and the others read from the cache. The passes over such a slice of the batch are
+// planned for one thread.
 struct Slices {
   int64_t tasks = 0;    // 0: the batch is not sliced
   int64_t samples = 0;  // of a slice
 };
 
-// Votes with positions always are sliced: the positions of a slice lie within one b, and lanes run along them.
+// Votes with positions are always sliced: the positions of a slice lie within one b, and lanes are positions.
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
                    bool shared_logits_gradient);
 
-// How many samples, the first ones, fill whole tiles so that the others are better routed as a small batch; else all.
+// How many samples, from the first on, go to tiles: all, or as many as fill whole tiles if the rest is faster as a
+// small batch.
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many samples of a small batch keep their votes at a time.
 int64_t samples_kept(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
-// The samples of a pass in the lanes layout, cut into parts that go through it one after the other. So what it has of
-// every output capsule, B J D numbers each (what votes are scored against, their center, sums), is in memory of one part
-// only, and near.
+// The samples of a pass in the lanes layout, cut into parts that run one after the other. So arrays of output capsules
+// with B J D numbers (score, center, sums) take memory for one part only, and stay in the cache.
 struct Parts {
   int64_t count = 1;
-  // The first sample of a part; for `count` how many samples there are. Parts are whole tiles.
+  // The first sample of a part; begin(count) is the number of samples. Parts are whole tiles.
   int64_t begin(int64_t part) const { return part == count ? samples : rows * part / count * row; }
 
   int64_t samples = 0;
   int64_t saved = 0;          // numbers that are not in memory
-  int64_t rows = 0, row = 0;  // what parts are made of: rows of so many samples, a tile for every thread
+  int64_t rows = 0, row = 0;  // parts consist of rows of `row` samples, a tile for every thread
 };
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);

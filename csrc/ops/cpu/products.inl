@@ -18,7 +18,7 @@ struct RightFactor {
   int64_t row, column;
 };
 
-// The same of a result, which is written, or added to.
+// The same for a result, which is written or added to.
 template <class T>
 struct ProductResult {
   T* at;
@@ -30,14 +30,14 @@ template <class T>
 struct Products {
   static constexpr int L = kBytes / static_cast<int>(sizeof(T));  // a register
   using V = Vec<T, L>;
-  // Rows of a tile that is so many vectors wide. Its sums, one row of the right factor and a number fill the registers
-  // to three quarters at most.
+  // kRows<N>: rows of a tile that is N vectors wide. Its sums, one row of the right factor and a number of the left
+  // fill three quarters of the registers at most.
   static constexpr int kWide = kRegisters / 8;
   template <int N>
   static constexpr int kRows = N == 1 ? 8 : kRegisters / (2 * N);
 
-  // `Past` the cache: see store_past_cache(). Row: that of the left factor, if it is a constant. Dense: vectors of a row of
-  // the right factor and of the result lie side by side.
+  // Past: stores past the cache, see store_past_cache(). Row: LeftFactor::row if it is a constant, else 0. Dense:
+  // vectors of a row of the right factor and of the result are neighbours in memory.
   template <int M, int N, bool Past, int Row, bool Dense>
   static CAPSFAST_INLINE void tile(const LeftFactor<T>& a, const T* b, int64_t b_row, int64_t b_column, T* c,
                                    int64_t c_row, int64_t c_column, bool add) {
@@ -78,7 +78,7 @@ struct Products {
     }
   }
 
-  // Rows [m, M) of N vectors, as far as tiles of `rows` of them reach, and then of half as many.
+  // Rows [m, M) of N vectors: tiles of `rows` rows, then tiles of half as many for the rest.
   template <int rows, int N, bool Past, int Row, bool Dense>
   static CAPSFAST_INLINE void strips(int64_t m, int64_t M, const LeftFactor<T>& a, const T* b,
                                      const RightFactor<T>& right, T* c, const ProductResult<T>& to) {
@@ -90,7 +90,8 @@ struct Products {
     if constexpr (rows > 1) strips<rows / 2, N, Past, Row, Dense>(m, M, a, b, right, c, to);
   }
 
-  // N vectors of the right factor at a time, which stay in the first cache for all rows; then half as many.
+  // N vectors of the right factor at a time, which stay in the first cache for all rows; then half as many for the
+  // rest.
   template <int N, bool Past, int Row, bool Dense>
   static CAPSFAST_ONCE void panels(int64_t n, int64_t M, const LeftFactor<T>& a, const RightFactor<T>& b,
                                    int64_t vectors, const ProductResult<T>& c) {

@@ -39,8 +39,8 @@ BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
   return part;
 }
 
-// What the forward leaves for the backward, of a slice of positions. It is not kept from one to the other: it would be
-// r / I of the votes, which have few input capsules, and the backward routes a slice again while its votes are in the
+// What a forward leaves for its backward, for a slice of positions. It is not kept between the two calls: it would take
+// r / I of the memory of the votes, and I is small. So the backward routes a slice again while its votes are in the
 // cache.
 template <class T>
 class Intermediate {
@@ -50,7 +50,7 @@ class Intermediate {
         sums_(slice.side_by_side && !slice.capsule_lanes ? p_.iterations * p_.B * p_.J : 0),
         s_(sums_ * p_.D),
         norm_(p_.softmax_in() ? 2 * sums_ : 0) {}
-  // In place of what is kept otherwise.
+  // Makes `kept` point to this memory.
   template <class Kept>
   void replace(Kept* kept) const {
     if (sums_ == 0) return;

@@ -1,5 +1,5 @@
-// The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants.
-// Included inside the namespace and the target region of the set.
+// The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants. This
+// file is included inside the namespace and the target region of the set.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -16,8 +16,8 @@
 #include "rows_gradient.inl"
 #include "small_batch.inl"
 
-// Calls Pass<T, L, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of pose matrices, of
-// votes that are given and of a quadratic pass (Q), but for `quadratic`.
+// Calls Pass<T, L, K, Q>::run. Common K are template constants; 0 stands for any other K, for pose matrices, for given
+// votes and for a quadratic pass (Q), except K = `quadratic`.
 template <template <class, int, int, bool> class Pass, class T, int L, class Arguments, int quadratic = 0>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   if constexpr (quadratic > 0 && sizeof(T) == 4) {
@@ -38,8 +38,8 @@ void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   Pass<T, L, 0, false>::run(pass, range, scratch);
 }
 
-// Calls Pass<T, Rows<T, L, NV, Q>, Q>::run, where L is the number of lanes that the plan chose: fewer than a register has
-// for short votes. NV is the number of vectors of a vote if it is a constant, else 0.
+// Calls Pass<T, Rows<T, L, NV, Q>, Q>::run. The plan chose L, which is less than the lanes of a register for short
+// votes. NV is the number of vectors of a vote if it is a constant, else 0.
 template <template <class, class, bool> class Pass, class T, class Arguments>
 void rows_run(const Arguments& pass, const Range& range, T* scratch) {
   constexpr int L = kLanes<T>;
@@ -66,7 +66,7 @@ void rows_run(const Arguments& pass, const Range& range, T* scratch) {
   }
 }
 
-// The kernels whose vectors in tiles have L lanes: a register, or kTileLanes.
+// The kernels whose vectors in tiles have L lanes: the lanes of a register, or kTileLanes.
 template <class T, int L>
 const Kernels<T>& table_of() {
   static const Kernels<T> kernels{

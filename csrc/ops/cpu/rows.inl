@@ -1,9 +1,8 @@
-// Building blocks of the rows layout: a vector holds L of the D components of one vote. The votes are in memory, as an
-// input.
+// Building blocks of the rows layout: a vector holds L of the D components of one vote. The votes are an input.
 //
-// L input capsules make a block. The dot products of one output capsule are L vectors, one for each input capsule,
-// whose lanes are still to be added up. One call of sums() does that for all of them, and leaves the scores of the
-// block as [J][L] with the input capsules in the lanes.
+// L input capsules make a block. The dot products of one output capsule are first L vectors, one for each input
+// capsule. One call of sums() adds up the lanes of all L vectors. So the scores of the block are [J][L], with the input
+// capsules in the lanes.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -11,7 +10,7 @@
 #include "coupling.inl"
 #include "gather.inl"
 
-// What does not depend on the length of a vote.
+// The functions that do not depend on the length of a vote.
 template <class T, int L_>
 struct RowsBlock : Coupling<T, L_> {
   static constexpr int L = L_;
@@ -23,7 +22,7 @@ struct RowsBlock : Coupling<T, L_> {
   }
 
   // Adds the prior logits of input capsules [i0, i0 + count) of sample b to scores [J][L]. Masked entries and the lanes
-  // from `count` on become what stands for those.
+  // from `count` on become masked_logit().
   static CAPSFAST_INLINE void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out,
                                         T* scores) {
     const bool plain = p.logits.data == nullptr && p.mask.data == nullptr && valid_out == nullptr && count == L;
@@ -73,7 +72,8 @@ struct RowsBlock : Coupling<T, L_> {
     for (int64_t j = 0; j < J; ++j) total[j] += sum<T, L>(load<L>(e + j * L));
   }
 
-  // Replaces dc by dl where a pair is masked or a lane has no input capsule: the other ways of normalising make it 0.
+  // For Normalize::none, makes dl 0 where a pair is masked or a lane has no input capsule. For other ways dl is 0
+  // already.
   static CAPSFAST_ONCE void mask_unnormalized(const Problem& p, int64_t b, int64_t i0, int64_t count,
                                               const T* valid_out, T* dc) {
     if (p.normalize != Normalize::none) return;
@@ -86,7 +86,8 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  // Numbers [B, I] of input capsules [i0, i0 + count) to lanes, 0 for masked ones. Null if there are none.
+  // Copies numbers [B, I] of input capsules [i0, i0 + count) to lanes, 0 for masked capsules. Null if there are no
+  // numbers.
   static CAPSFAST_ONCE const T* numbers(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count,
                                         T* to) {
     if (view.data == nullptr) return nullptr;
@@ -97,7 +98,7 @@ struct RowsBlock : Coupling<T, L_> {
     return to;
   }
 
-  // Writes a number of input capsules [i0, i0 + count) to `view` [B, I]; 0 for masked ones.
+  // Writes a number of input capsules [i0, i0 + count) to `view` [B, I]; 0 for masked capsules.
   static CAPSFAST_ONCE void put(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count, V value) {
     for (int64_t n = 0; n < count; ++n) {
       const bool valid = p.mask.data == nullptr || p.mask.at(b, i0 + n);
@@ -120,8 +121,8 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  // Sets at[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a
-  // run of T, else copied to `buffer` [L][J D or D]. Those of a masked capsule are zeros.
+  // Points at[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them. Contiguous votes of
+  // type T are used in place, others are copied to `buffer` [L][J D or D]. Votes of a masked capsule are zeros.
   static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** at) {
     const View& view = p.votes;
     const int64_t J = p.shared_outputs ? 1 : p.J;
@@ -141,7 +142,7 @@ struct RowsBlock : Coupling<T, L_> {
   }
 };
 
-// Q: votes are taken about a center and scored by their squares too.
+// Q: the center is subtracted from votes, and squares of votes are scored too.
 template <class T, int L_, int NV, bool Q>
 struct Rows : RowsBlock<T, L_> {
   static constexpr int L = L_;
@@ -160,9 +161,9 @@ struct Rows : RowsBlock<T, L_> {
     RowsBlock<T, L_>::rows(p, b, i0, count, buffer, to->at);
   }
 
-  // Where the vector of numbers [d, d + L) of a row begins. The last vector of a row of D >= L numbers ends with it: it
-  // repeats lanes of the one before rather than being read and written in part, which is dear. Reading and writing them
-  // twice does no harm; sums must clear_repeated() first. Shorter rows are one vector in part.
+  // Where the vector of numbers [d, d + L) of a row begins. The last vector of a row of D >= L numbers ends with the
+  // row, and repeats lanes of the vector before: partial reads and writes would be slow. Reading and writing lanes
+  // twice does no harm; sums must clear_repeated() first. A shorter row is one partial vector.
   static CAPSFAST_INLINE int64_t begin_of(int64_t d, int64_t D) { return NV > 0 || d + L <= D || D < L ? d : D - L; }
 
   // The vector of numbers [d, d + L) of the row p. If NV > 0, D is NV L. Lanes from D on are 0 if D < L.
@@ -178,7 +179,7 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // That of a vote x, less the center if Q.
+  // The same for a vote x, less the center if Q.
   static CAPSFAST_INLINE V read_vote(const T* x, const T* center, int64_t d, int64_t D) {
     if constexpr (Q) return read_vector(x, d, D) - read_vector(center, d, D);
     (void)center;
@@ -190,9 +191,9 @@ struct Rows : RowsBlock<T, L_> {
     return begin == d ? x : clear_first<T, L>(x, d - begin);
   }
 
-  // out[j][n] = what the form p gives votes[n][j] (without its constant), for `count` input capsules n and all j.
-  // p and center are [J][D], out is [J][L], part [kOutputs][L][L]. The votes of a capsule are read from end to end,
-  // which the prefetcher can follow.
+  // out[j][n] = the form p (without its constant) of votes[n][j], for `count` input capsules n and all j. p and center
+  // are [J][D], out is [J][L], part [kOutputs][L][L]. The votes of a capsule are read from end to end, for the
+  // prefetcher.
   static CAPSFAST_ONCE void dots(const Votes& votes, int64_t count, const Form<T>& p, const T* center, int64_t J,
                                  int64_t D_given, T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
@@ -223,8 +224,8 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // The length of a row of sums: whole vectors, whose repeated lanes mean nothing. They are written and read again at
-  // once, so they must not overlap as those of the votes do.
+  // The length of a row of sums: whole vectors, whose repeated lanes mean nothing. Unlike vectors of votes they must
+  // not overlap, because they are read again right after the write.
   static CAPSFAST_INLINE int64_t size_of(int64_t D) { return NV > 0 ? NV * L : D; }
   static CAPSFAST_INLINE int64_t sum_pitch(int64_t D) { return NV > 0 ? NV * L : (D + L - 1) / L * L; }
 

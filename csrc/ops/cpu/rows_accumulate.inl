@@ -17,8 +17,8 @@ struct RowsAccumulate {
     typename B_::Votes votes;
   };
 
-  // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
-  // grows, all that was added up before is rescaled.
+  // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If max
+  // grows, all sums so far are rescaled.
   static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at,
                                    const Block& block) {
     const Problem& p = *pass.problem;
@@ -64,7 +64,7 @@ struct RowsAccumulate {
     B_::add_scaled(at.scores, block.votes, block.count, nullptr, p.J, p.D, at.sum, nullptr);
   }
 
-  // The sample's form; its linear part is null where there is none.
+  // The form of sample b; without a form the linear part is null.
   static Form<T> form(const Form<T>& all, const Problem& p, int64_t b) {
     const int64_t vectors = b * p.J * p.D;
     return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, b * p.J)};

@@ -109,12 +109,12 @@ struct RowsGradient {
     return g;
   }
 
-  // Of a form, with respect to the vote.
+  // The derivative of a form with respect to the vote.
   static CAPSFAST_INLINE V derivative(const Form<T>& form, int64_t vector, V twice, int64_t d, int64_t D) {
     return B_::read_vector(form.linear + vector, d, D) + twice * B_::read_vector(form.square + vector, d, D);
   }
 
-  // Computes dvotes [L][sum_pitch] of the block, where votes are matrices.
+  // Computes dvotes [L][sum_pitch] of the block, if votes are matrices.
   static void matrix_gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;

@@ -1,4 +1,5 @@
-// Arguments that begin at a sample. The samples of votes with positions are b S + s; a part of them lies within one b.
+// Arguments that begin at sample n. With positions, sample b S + s is position s of b; a part of the samples lies
+// within one b.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,7 @@ inline View shifted(View view, int64_t elements) {
   return view;
 }
 
-// A view with an axis B from sample n on. Its samples then are those of that axis or, where there are positions, of
-// theirs.
+// A view with an axis B, from sample n on. Its samples run along that axis; with positions, along the positions.
 inline View samples(const Problem& p, const View& view, int64_t n) {
   if (p.positions < 0) return shifted(view, n * view.stride[0]);
   View part = shifted(view, n / p.positions * view.stride[0] + n % p.positions * view.position);

@@ -24,21 +24,20 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// Whether lanes may have nothing that counts.
+// Whether some lanes may not count.
 inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes; }
 
-// How many numbers of a sample are copied before they go to lanes: poses or votes, logits, numbers of input capsules.
+// How many numbers of a sample are copied at a time before they go to lanes: poses or votes, logits, activation or lse.
 inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
   const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
   return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
 // weights [chunk][J R K], or [1][J R K] if shared: copies, if gather_rows. buffer [L][chunk][P K or J]: copies of poses
-// or logits before they are transposed. u [chunk][P K][L]; where samples are positions the votes, less the center,
-// [chunk][J D][L], and buffer has room for those of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if
-// masked). scores and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the
-// votes held. sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a
-// time.
+// or logits before they are transposed. u [chunk][P K][L]. With side_by_side, u holds the votes, less the center,
+// [chunk][J D][L], and buffer the votes of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked).
+// scores and dc [scored][J][L]: scored is 1 if all votes are held, else chunk. x [out_tile D][L]: the votes held. sum
+// [out_tile D][L] and norm [J][L]: the sums of a chunk; sum has a tile of output capsules at a time.
 template <class T>
 struct LanesAccumulateScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
@@ -67,11 +66,11 @@ struct LanesAccumulateScratch {
   }
 };
 
-// weights, buffer, u, logits and valid as above, but for rows (j, r) of the weight where it says J D. c and db
+// weights, buffer, u, logits and valid as above, with J R for the rows (j, r) of the weight. c and db
 // [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L rows. du
-// [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]: blocks of L rows, transposed, and row [J D K], dweight of
-// an input capsule before it is added or converted: both unless dW is added up in place. dlogits [chunk][J][L]. block
-// [K][L]. held [chunk][J D][L]: the votes of a quadratic pass. activation, lse and dlse [chunk][L].
+// [chunk][K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]: dweight of an
+// input capsule before it is added or converted. Neither exists if dW is added up in place. dlogits [chunk][J][L].
+// block [K][L]. held [chunk][J D][L]: the votes of a quadratic pass. activation, lse and dlse [chunk][L].
 template <class T>
 struct LanesGradientScratch {
   T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held, *activation,
@@ -106,8 +105,8 @@ struct LanesGradientScratch {
   }
 };
 
-// Of a small batch, for a block of L input capsules and `outputs` output capsules at a time. buffer [L][..]: copies
-// before they are transposed. u and du [B][P K][L]. valid [B][L]. weight and dweight [outputs][R K][L].
+// For a small batch: a block of L input capsules and `outputs` output capsules at a time. buffer [L][..]: copies before
+// they are transposed. u and du [B][P K][L]. valid [B][L]. weight and dweight [outputs][R K][L].
 template <class T>
 struct SmallBatchScratch {
   int64_t outputs;
@@ -115,8 +114,7 @@ struct SmallBatchScratch {
   int64_t size;
 
   SmallBatchScratch(const Problem& p, int64_t L, T* base) {
-    constexpr int64_t kNumbers =
-        256;  // of a capsule's weight; with those of L capsules and their gradients they fill L1
+    constexpr int64_t kNumbers = 256;  // of the weight of a capsule; for L capsules, with gradients, they fill L1
     const int64_t row = p.R() * p.K;
     outputs = std::clamp<int64_t>(kNumbers / std::max<int64_t>(1, row), 1, p.J);
     Carver<T> carve(base);
@@ -139,8 +137,9 @@ inline int64_t part_size(const Problem& p, const Plan& plan) {
 }
 
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
-// 16 output capsules. Of votes that are keys, rows are padded to whole vectors and part is [vectors of D][L]. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
-// as sum and norm. activation, lse and dlse [L].
+// 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. scores and dc
+// [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass: as sum and norm. activation, lse
+// and dlse [L].
 template <class T>
 struct RowsAccumulateScratch {
   T *rows, *part, *scores, *dc, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
@@ -164,7 +163,8 @@ struct RowsAccumulateScratch {
 };
 
 // rows and part as above. c and db [iterations][J][L]. row [J D or D]: dvotes before they are converted to another
-// dtype. Of keys, gradients [L][vectors of D] are those of a block, and padded [J][vectors of D] what they come from. activation, lse and dlse [L].
+// dtype. For keys: gradients [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
+// activation, lse and dlse [L].
 template <class T>
 struct RowsGradientScratch {
   T *rows, *part, *c, *db, *row, *activation, *lse, *dlse, *gradients, *padded;
@@ -187,28 +187,28 @@ struct RowsGradientScratch {
 };
 
 // The arrays of a block of samples. size: their length in T, from `memory` on. Coefficients of a sample are
-// [blocks][J][L]. A forward has those of one iteration and none of a backward.
+// [blocks][J][L]. A forward has coefficients of one iteration, and no arrays of the backward.
 template <class T>
 struct FactoredScratch {
-  T *U, *Ut;     // [samples][blocks L][Kp], unless they are read in place, and [samples][blocks][K][L]. 0 if masked
-  T* logits;     // [samples], or one for all
-  T* valid;      // [samples][blocks][L]: whether lanes have an input capsule, 1 or 0
-  T* valid_out;  // [samples][J][L]
-  T* c;          // [blocks][J][L]
-  T* start;      // couplings of iteration 0 where all samples have the same
+  T *U, *Ut;          // [samples][blocks L][Kp], unless read in place, and [samples][blocks][K][L]. 0 if masked
+  T* logits;          // [samples], or one for all
+  T* valid;           // [samples][blocks][L], or [L] without a mask: 1 in lanes with an input capsule, else 0
+  T* valid_out;       // [samples][J][L]
+  T* c;               // [blocks][J][L]
+  T* start;           // couplings of iteration 0, if all samples have the same
   T *mean, *inverse;  // [J][L]: of a softmax over the input capsules, sum_i c dc and 1 / sum_i exp(b - max)
-  T *part, *low;      // [J][Kp]: a part of a sum, and what adding parts up rounds off
+  T *part, *low;      // [J][Kp]: a part of a sum, and rounding errors of adding parts
   // Forward.
   T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
   T* s;      // [rows][Dp]: W z, then the outputs
-  // Backward. What stands together is one factor of a product.
+  // Backward. right, left, coefficients and vectors are each a factor of one product over all iterations.
   T *right, *left;  // [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp], whose product is dW: z of all iterations and dq of
                     // all but the last; ds of all iterations and the outputs of all but the last
   T* sums;          // [r][rows][Dp]: W z and the bias
   T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
-  T *f, *slope;     // [r][rows]: of the squash
-  T* coefficients;  // [samples][2 r - 1]: of du, c of all iterations and then the gradients of the logits
-  T* vectors;       // [2 r - 1][J][Kp]: what they multiply
+  T *f, *slope;     // [r][rows]: factor of the squash and its derivative
+  T* coefficients;  // [samples][2 r - 1], for du: c of all iterations, then the gradients of the logits
+  T* vectors;       // [2 r - 1][J][Kp]: the vectors that the coefficients multiply
   T* inverses;      // [samples][r][J][L]: `inverse` of every iteration
   T* dlogits;       // [samples]
   T* du;            // [L][Kp]

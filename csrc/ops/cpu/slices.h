@@ -36,8 +36,8 @@ void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& p
   }
 }
 
-// Calls tiles(problem) for the samples that are routed in tiles, then small(problem, b0) for the others: for as many of
-// a small batch at a time as keep their votes.
+// Calls tiles(problem) for the samples that are routed in tiles, then small(problem, b0) for the others, for
+// samples_kept() of a small batch at a time.
 template <class T, class Tiles, class Small>
 void for_parts(const Problem& p, const Tiles& tiles, const Small& small) {
   const int64_t lanes = kernels<T>(isa()).L, in_tiles = samples_in_tiles(p, lanes, sizeof(T));
@@ -50,8 +50,8 @@ void for_parts(const Problem& p, const Tiles& tiles, const Small& small) {
   for (int64_t b = in_tiles; b < p.B; b += kept) small(slice(p, b, std::min(kept, p.B - b)), b);
 }
 
-// The problem as the backward has it. Beside a dW that is added up where it stands, sums over the batch keep the
-// samples of a small batch together.
+// The problem of the backward. If a gradient is a sum over the batch, and is not a dW that is added up in place, the
+// samples of a small batch stay together.
 template <class T>
 Problem of_backward(const Problem& p, const BackwardOutputs& out) {
   const bool in_place = out.dweight.data == nullptr || (!p.shared_weight && out.dweight.storage == kStorage<T>);

@@ -23,7 +23,7 @@ class SmallBatch {
     });
   }
 
-  // The same problem for the votes that were made, whose input capsules lie along the lanes.
+  // The problem that routes these votes, with input capsules in the lanes.
   Problem routed() const {
     Problem q = p;
     q.votes_given = true;

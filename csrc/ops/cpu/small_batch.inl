@@ -1,6 +1,6 @@
 // The two steps of a small batch that need the weight: making its votes, and at the end of the backward du and dW from
-// dvotes. The lanes are input capsules, L of which are a block. Between the two the votes are routed by the passes of
-// the lanes layout. A vote takes K multiply-adds for a block, and nothing has to be added up across lanes.
+// dvotes. Between them the passes of the lanes layout route the votes. The lanes are input capsules; L of them are a
+// block. A vote takes K multiply-adds for a block, and no sum goes across lanes.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -18,7 +18,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
   using Block = typename B_::Block;
   using Rows = typename B_::Rows;
 
-  // [B, I, n] as [I, B, n]: as packing has it where input capsules are the lanes.
+  // [B, I, n] as [I, B, n], because packing turns the first axis into lanes.
   static View by_capsule(View view) {
     const int64_t sample = view.stride[0];
     view.stride[0] = view.stride[1];
@@ -26,7 +26,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     return view;
   }
 
-  // Copies the poses of a block to at.u [B][P K][L], zeros for masked ones even if they hold NaN.
+  // Copies the poses of a block to at.u [B][P K][L], zeros for masked capsules even if their poses hold NaN.
   static void poses(const Problem& p, const Block& block, const SmallBatchScratch<T>& at) {
     const int64_t size = p.pose_size();
     for (int64_t b = 0; b < p.B; ++b) {
@@ -75,7 +75,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     }
   }
 
-  // Computes du and dW of the input capsules of blocks [n0, n1) from dvotes, of which those of masked capsules are made
+  // Computes du and dW of the input capsules of blocks [n0, n1) from dvotes. First makes dvotes of masked capsules
   // zeros.
   static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t n0, int64_t n1, T* scratch) {
     const SmallBatchScratch<T> at(p, L, scratch);
@@ -123,7 +123,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     }
   }
 
-  // Whether dW is added up where it will stand.
+  // Whether dW is added up in place.
   static bool in_place(const SmallBatchGradients<T>& out) {
     return out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
   }
@@ -131,7 +131,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     return static_cast<T*>(out.dweight.data) + i * p.weight_size() + j * p.R() * p.K;
   }
 
-  // Writes dW of a block, whole vectors of it, if it can.
+  // Writes dW of a block as whole vectors, if possible. Returns whether it did.
   static bool weight_gradient_of_block(const SmallBatchGradients<T>& out, const Problem& p, const Block& block,
                                        const T* dx, int64_t sample, const SmallBatchScratch<T>& at) {
     if (!in_place(out)) return false;
@@ -146,7 +146,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     });
   }
 
-  // What dW of a block and of output capsules [j0, j1) begins with, in at.dweight.
+  // Writes the initial value of dW of a block and of output capsules [j0, j1) to at.dweight.
   static void begin_weight(const SmallBatchGradients<T>& out, const Problem& p, const Block& block, int64_t j0,
                            int64_t j1, const SmallBatchScratch<T>& at) {
     const int64_t size = (j1 - j0) * p.R() * p.K;
@@ -159,7 +159,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     Packing::interleave(from, block.count, size, at.dweight);
   }
 
-  // Writes it.
+  // Writes this dW to its tensor.
   static void finish_weight(const SmallBatchGradients<T>& out, const Problem& p, const Block& block, int64_t j0,
                             int64_t j1, const SmallBatchScratch<T>& at) {
     const int64_t size = (j1 - j0) * p.R() * p.K, from = j0 * p.R() * p.K;

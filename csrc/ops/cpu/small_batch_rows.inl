@@ -1,6 +1,6 @@
-// The steps of a small batch where whole vectors hold what the weight has for an input capsule: rows (j, d) of K = 4, 8
-// or 16 numbers, or components d that lie side by side. L vectors, one of each input capsule of a block, are worked on
-// in registers.
+// The steps of a small batch if the weight of an input capsule consists of whole vectors: rows (j, d) of K = 4, 8 or 16
+// numbers, or components d that are neighbours in memory. Registers hold L vectors, one of each input capsule of a
+// block.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -12,7 +12,7 @@ template <class T>
 struct SmallBatchRows {
   using Packing = LanesPacking<T>;
   static constexpr int L = kLanes<T>;
-  static constexpr int kAhead = 64;  // votes whose place is asked for ahead of writing them: each sample's are a stream
+  static constexpr int kAhead = 64;  // votes that are prefetched before writing: each sample is a stream of its own
   using V = Vec<T, L>;
 
   // Input capsules [i0, i0 + count), count at most L.
@@ -21,7 +21,8 @@ struct SmallBatchRows {
   };
   static Block block_of(const Problem& p, int64_t n) { return {n * L, Packing::min(L, p.I - n * L)}; }
 
-  // How the weight of an input capsule lies: `count` runs of `rows` rows, `pitch` apart; none if it is no such thing.
+  // The weight of an input capsule in memory: `count` runs of `rows` rows, `pitch` apart. count is 0 for any other
+  // weight.
   struct Runs {
     int64_t count, rows, pitch;
   };
@@ -43,12 +44,12 @@ struct SmallBatchRows {
     }
   }
 
-  static constexpr int64_t kNear = 256 * 1024;  // bytes of weights that stay in the caches until the next block
-  static constexpr int kStepsAhead = 16;  // vectors of an input capsule between asking for weights and reading them
+  static constexpr int64_t kNear = 256 * 1024;  // most bytes of weights that stay in the caches until the next block
+  static constexpr int kStepsAhead = 16;        // vectors of an input capsule between prefetching and reading weights
 
-  // Asks for as many weights as one step reads, number `at` of each input capsule being read now. If next is not null
-  // they are those of the next block, in the order of memory: the weights of L input capsules are read side by side, a
-  // piece of each at a time, which no processor foresees. Else they follow in each of these.
+  // Prefetches as many weights as one step reads; the step now reads number `at` of each input capsule. If next is not
+  // null, prefetches the next block in the order of memory: the weights of L input capsules are read in turn, a piece
+  // of each, which no processor foresees. Otherwise prefetches the weights that follow in each input capsule.
   static CAPSFAST_INLINE void ask(const T* next, const T* const* from, int64_t at) {
     if (next != nullptr) {
 #pragma GCC unroll 16
@@ -60,8 +61,8 @@ struct SmallBatchRows {
   }
 
   // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one
-  // vector of each input capsule. Products are added up over the numbers and lined up over the input capsules at once.
-  // from[l]: the weights of input capsule l. rows: a multiple of L / K. next: what ask() takes.
+  // vector of each input capsule. sums() adds up products over the K numbers and moves input capsules to lanes at once.
+  // from[l]: the weights of input capsule l. rows: a multiple of L / K. next: as in ask().
   template <int K>
   static CAPSFAST_INLINE void votes_of_one(const T* const* from, const T* next, const T* u, int64_t rows, T* x) {
     constexpr int G = L / K;
@@ -87,7 +88,7 @@ struct SmallBatchRows {
     }
   }
 
-  // The votes of several: L / K rows are transposed at a time and stay in registers for all samples.
+  // The votes of several samples: L / K rows are transposed at a time and stay in registers for all samples.
   template <int K>
   static CAPSFAST_INLINE void votes_of_rows(const T* const* from, const T* next, const T* u, int64_t rows,
                                             int64_t samples, int64_t next_x, T* x) {
@@ -119,12 +120,12 @@ struct SmallBatchRows {
     }
   }
 
-  // The votes of one sample where components d of the weight lie side by side, as in weights that are stored [.., K,
-  // D]: those of an input capsule along the lanes, then transposed. D is a multiple of L.
+  // The votes of one sample if components d of the weight are neighbours in memory, as in weights that are stored [..,
+  // K, D]. The votes of an input capsule lie along the lanes and are then transposed. D is a multiple of L.
   static void votes_of_components(const Problem& p, const Block& block, const T* u, T* x) {
     const int64_t *stride = p.weight.stride, size = p.weight_size();
-    // Asks for the next block as ask() does, if the input capsules of this one or those of an output capsule lie
-    // together.
+    // Prefetches the next block as ask() does, if input capsules follow each other in memory, in all or within an
+    // output capsule.
     const bool more = block.i0 + 2 * L <= p.I && (stride[0] == size || stride[0] == p.D * p.K);
     for (int64_t j = 0; j < p.J; ++j) {
       const T* const next = !more ? nullptr : weight_of(p, block.i0 + L) + (stride[0] == size ? 0 : j * stride[1]);
@@ -154,7 +155,7 @@ struct SmallBatchRows {
            p.D % L == 0;
   }
 
-  // du of one sample, likewise: the dvotes of an input capsule along the lanes.
+  // du of one sample, likewise, with the dvotes of an input capsule along the lanes.
   static void pose_gradient_of_components(const Problem& p, const Block& block, const T* dx,
                                           const SmallBatchScratch<T>& at) {
     const int64_t* stride = p.weight.stride;
@@ -206,7 +207,7 @@ struct SmallBatchRows {
     }
   }
 
-  // dW of one sample: one input capsule after the other, as it lies.
+  // dW of one sample: one input capsule after the other, in the order of memory.
   template <int K>
   static CAPSFAST_INLINE void weight_gradient_of_one(const T* dx, const T* u, int64_t rows, bool add, T* const* to) {
     for (int64_t l = 0; l < L; ++l) {
@@ -284,7 +285,7 @@ struct SmallBatchRows {
     return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0];
   }
 
-  // du of a block, if it can. For more samples transposed weights serve better.
+  // du of a block, if possible; returns whether it was. For more samples transposed weights are faster.
   static bool pose_gradient_of_block(const Problem& p, const Block& block, const T* dx, int64_t sample,
                                      const SmallBatchScratch<T>& at, const View& du) {
     const Runs runs = runs_of(p);
@@ -304,7 +305,7 @@ struct SmallBatchRows {
     });
   }
 
-  // Makes the votes of a block in one of these ways, if it can.
+  // Makes the votes of a block in one of these ways, if possible; returns whether it was.
   static bool votes_of_block(const Problem& p, const Block& block, const T* u, int64_t sample, T* x) {
     if (components_together(p)) {
       for (int64_t b = 0; b < p.B; ++b) votes_of_components(p, block, u + b * p.K * L, x + b * sample);

@@ -1,5 +1,5 @@
-// The steps of a small batch for any K and any weight, pose matrices too: the weights of a block and of a few output
-// capsules are transposed to lanes, in L1, and serve all samples.
+// The steps of a small batch for any K and any weight, pose matrices too. The weights of a block and of a few output
+// capsules are transposed to lanes once for all samples, and stay in L1.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -17,7 +17,7 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
   using Packing = LanesPacking<T>;
   using Block = typename SmallBatchRows<T>::Block;
 
-  // Where the weights of output capsule j, row r, number k of a pose stand in lanes.
+  // Transposed weights: the lanes of output capsule j, row r, number k of a pose.
   struct Rows {
     const T* at;
     int64_t output, row, number;  // steps of j, r and k
@@ -40,7 +40,7 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
       return {at.weight, size, p.K, 1};
     }
     if (plain && stride[2] == 1) {
-      // Rows lie side by side, as in weights that are stored [.., K, D].
+      // Rows are neighbours in memory, as in weights that are stored [.., K, D].
       for (int64_t j = j0; j < j1; ++j) {
         for (int64_t k = 0; k < p.K; ++k)
           transpose_run(j * stride[1] + k * stride[3], R, at.weight + ((j - j0) * size + k * R) * L);
@@ -57,8 +57,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     return {at.weight, size, p.K, 1};
   }
 
-  // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time and what is left in
-  // half as many. The poses and votes of two samples are next_u and next_x apart.
+  // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time, then half as many for
+  // the rest. The poses and votes of two samples are next_u and next_x apart.
   template <int N, int S>
   static CAPSFAST_INLINE void products(const Rows& w, const T* from, const T* u, int64_t next_u, int64_t K, int64_t r,
                                        int64_t r1, T* x, int64_t next_x) {
@@ -101,8 +101,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     }
   }
 
-  // For each of S samples: du[k] += sum over rows r < R of w[r][k] g[r], numbers k to K, N at a time and what is left
-  // in half as many.
+  // For each of S samples: du[k] += sum over rows r < R of w[r][k] g[r], numbers k to K, N at a time, then half as many
+  // for the rest.
   template <int N, int S>
   static CAPSFAST_INLINE void pose_gradient(const Rows& w, const T* from, const T* g, int64_t next_g, int64_t R,
                                             int64_t k, int64_t K, T* du, int64_t next_u) {
@@ -144,8 +144,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     }
   }
 
-  // dw[m][k] += the sum over samples and poses of dx[m] u[k], for M rows and numbers k to K, N at a time and what is
-  // left in half as many. dx and u: those of the first sample.
+  // dw[m][k] += the sum over samples and poses of dx[m] u[k], for M rows and numbers k to K, N at a time, then half as
+  // many for the rest. dx and u: arrays of the first sample.
   template <int M, int N>
   static CAPSFAST_INLINE void weight_gradient(const Problem& p, const T* dx, int64_t next_x, const T* u, int64_t k,
                                               T* dw) {

@@ -33,7 +33,7 @@ BackwardSteps<T> steps_of(Call<T>& call, const BackwardInputs& inputs) {
   return steps;
 }
 
-// What the kernels of all gradient passes are told alike.
+// The arguments that are the same for the gradient kernels of all families.
 template <class Args, class T>
 Args described(Args args, const BackwardSteps<T>& steps, bool gradient_last) {
   args.in = steps.in;
@@ -68,7 +68,7 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
     call.sum_vectors(steps.ds.from(steps.first * size, terms * size), terms, p.B, steps.order, out.dbias);
   };
   if constexpr (std::is_same_v<T, float>) {
-    // Without another pass, and without a gradient of a vote or a logit, no vote needs to be read.
+    // The votes are read only for another pass or for a gradient of a vote or a logit.
     if (call.by_votes && (steps.passes() > 0 || wants_gradient(p, out))) {
       call.by_votes->run(votes::RoutingArgs<true>{
           steps,
@@ -95,7 +95,7 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   if (plan.gradient_row_norm_apart) {
     for (int64_t t = steps.first; t < p.iterations; ++t) {
       Scoring<T> with = steps.scoring(t);
-      // Without a gradient through the agreement no sum of c dc is needed.
+      // Without a gradient through the agreement the sum of c dc is not needed.
       if (!logits && (t == 0 || p.gradient_last)) with.ds = {};
       // If the accumulating passes had a sweep too, its normalisers are still there.
       if (!plan.row_norm_apart || t == steps.first) call.row_norm(call.in, with, row_norms, t);

@@ -1,7 +1,7 @@
-// Which families of kernels may serve a call, and why others do not:
+// Which families of kernels may serve a call, and the reasons why others do not:
 //
 //   rows      votes of few output capsules, made on tensor cores: a warp has whole samples
-//   votes     votes that are given, where a sample fits the shared memory of a cluster (votes/launch.h looks)
+//   votes     given votes, if a sample fits the shared memory of a cluster (votes/launch.h looks)
 //   general   everything: any J, D and K, any strides, float64, and passes of their own
 #pragma once
 
@@ -29,8 +29,8 @@ inline const char* why_no_rows(const Problem& p) {
   return nullptr;
 }
 
-// Null if the votes family serves the call where a cluster holds a sample, else the reason why not. summed_logits: the
-// gradient of logits [I, J] is wanted.
+// Null if the votes family serves the call, provided that a cluster holds a sample, else the reason why not.
+// summed_logits: the gradient of logits [I, J] is wanted.
 inline const char* why_no_votes(const Problem& p, bool summed_logits) {
   if (!p.votes_given) return "votes are made";
   if (p.moments) return "it is a pass of its own, with mass";

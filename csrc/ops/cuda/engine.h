@@ -13,7 +13,7 @@ struct Engine {
   static constexpr bool kSharedOutputs = false;
   static constexpr bool kPoseMatrices = false;
   static constexpr bool kPositions = false;
-  // A template, as the type is complete only where its header is included.
+  // A template, because the type is complete only where its header is included.
   template <class AnyTensor>
   static bool holds(const AnyTensor& tensor) {
     return tensor.is_cuda();

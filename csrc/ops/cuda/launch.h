@@ -1,4 +1,4 @@
-// What forward and backward share: arguments as kernels take them, scratch memory, launches.
+// What forward and backward share: arguments of kernels, scratch memory, launches.
 #pragma once
 
 #include <initializer_list>
@@ -58,7 +58,7 @@ inline Inputs inputs_of(const Problem& p) {
   return in;
 }
 
-// What decides which family serves a call, beside the problem.
+// What decides, besides the problem, which family serves a call.
 struct Wanted {
   bool backward;
   bool coupling;       // see rows::choose
@@ -88,7 +88,7 @@ class Call {
     return {static_cast<N*>(memory_.allocate(count * static_cast<int64_t>(sizeof(N)), zeroed)), count};
   }
 
-  // The order of V and ds, and memory for `count` of them. What is padding must be 0.
+  // The order of V and ds, and memory for `count` arrays in this order. Padding must be 0.
   VectorOrder order() const { return by_rows ? by_rows->order() : VectorOrder{p.J, p.D, 0}; }
   Global<T> vector_scratch(int64_t count) {
     const VectorOrder of = order();
@@ -142,7 +142,7 @@ class Call {
     }
   }
 
-  // By the general kernel. There are input capsules.
+  // An accumulating pass of the general kernel. There are input capsules.
   void general_accumulate(const AccumulateArgs<T>& pass) const {
     kernels().accumulate(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
@@ -157,7 +157,7 @@ class Call {
     const int64_t size = count * p.B * p.I;
     return {scratch<T>(size), scratch<T>(size), scratch<T>(size)};
   }
-  // Computes normaliser n of `to`, where a tile does not hold all output capsules.
+  // Computes normaliser n of `to`, for tiles that do not hold all output capsules.
   Normaliser<T> row_norm(const Inputs& inputs, const Scoring<T>& scoring, const RowNorms& to, int64_t n) const {
     const int64_t count = p.B * p.I;
     const Global<T> max = to.max.from(n * count, count), scale = to.scale.from(n * count, count),
@@ -168,11 +168,11 @@ class Call {
     return {max, scale, mean};
   }
 
-  // Launches a kernel in which a warp has one output capsule of a sample at a time.
+  // Launches a kernel whose warps take one output capsule of a sample at a time.
   template <class Args>
   void per_output(void (*kernel)(Args), const Args& args) const {
     if (scalars() == 0) return;
-    // A warp may take several in turn, so the size of the grid can be limited.
+    // A warp may take several output capsules in turn, so the size of the grid can be limited.
     const int64_t blocks = std::min<int64_t>(divide_up(scalars(), kThreads / 32), 1 << 20);
     gpu::launch(kernel, {blocks, 1, 1}, kThreads, 0, context.stream(), args);
   }
@@ -186,7 +186,7 @@ class Call {
                 JoinArgs<N>{parts, size, from, operand(to, {size})});
   }
 
-  // to [J, D] = sum of `from`, vectors [B, J, D] in the order `of`, over `iterations` of them and over B.
+  // to [J, D] = sum of `from`, `iterations` arrays [B, J, D] in the order `of`, over iterations and B.
   template <class N>
   void sum_vectors(const Global<N>& from, int64_t iterations, int64_t B, const VectorOrder& of, const View& to) const {
     const int64_t rows = of.J * of.D;
@@ -224,14 +224,14 @@ class Call {
   gpu::Memory memory_;
 };
 
-// What the gradient passes of all families share: du and dweight, or dvotes, and dlogits.
+// Whether a gradient pass has anything to write: du, dweight or dvotes, or dlogits.
 inline bool wants_gradient(const Problem& p, const BackwardOutputs& out) {
   return p.I > 0 && (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr);
 }
 
-// Runs the gradient pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of
-// dweight and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of
-// dweight. args lacks nothing but what it writes.
+// Runs the gradient pass and adds up its partial sums. The samples are cut into `parts`, each with a sum of dweight and
+// dlogits. The input capsules are cut into `blocks`; if the weight is shared, each block has a sum of dweight. args has
+// all inputs; this function adds the outputs.
 template <class T, class Args, class Pass>
 void gradient_pass(Call<T>& call, const BackwardOutputs& out, Args args, int64_t parts, int64_t blocks,
                    const Pass& pass) {
@@ -253,7 +253,7 @@ void gradient_pass(Call<T>& call, const BackwardOutputs& out, Args args, int64_t
   if (logits > 0) call.join(args.dlogits, parts, logits, out.dlogits);
 }
 
-// The tiles of the kernels that take GradientArgs, and dvotes.
+// The tile sizes and dvotes, for the general gradient kernel.
 template <class T>
 GradientArgs<T> gradient_args(const Problem& p, const BackwardOutputs& out) {
   GradientArgs<T> args{};

@@ -1,12 +1,12 @@
-// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As those of update.h they
-// give a warp one output capsule of a sample at a time.
+// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As in update.h, a warp has
+// one output capsule of a sample at a time.
 #pragma once
 
 #include "update.h"
 
 namespace capsfast::cuda {
 
-// A lane's components of `to` [B, J, D], 0 where `from` is absent or the output capsule is masked, whatever it holds.
+// Copies a lane's components of `from` to `to` [B, J, D]. Writes 0 if `from` is absent or the output capsule is masked.
 template <class T>
 CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const Operand& from, const Global<T>& to) {
   const bool counts = from.data && in.out_mask.at(at.b, at.j);
@@ -14,7 +14,7 @@ CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const 
     to[at.row * in.D + d] = counts ? from.template read<T>(from.at(at.b, at.j, d)) : T(0);
 }
 
-// The step that makes V of the query.
+// The step that copies the query to V.
 template <class T>
 struct QueryArgs {
   Inputs in;
@@ -28,9 +28,9 @@ query_kernel(QueryArgs<T> a) {
   for_outputs(a.in, Share::of_grid(a.in), [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
 }
 
-// The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
-// c dc of every output capsule. As dc = dmass + votes . ds + dweights, and the moments are the sums of c and c votes,
-// this takes no pass.
+// The step that copies the gradient of the first moment to ds. For the softmax over the input capsules it also computes
+// the sum of c dc of every output capsule. This needs no pass: dc = dmass + votes . ds + dweights, and the moments are
+// the sums of c and c votes.
 template <class T>
 struct MomentGradientArgs {
   Inputs in;

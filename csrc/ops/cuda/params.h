@@ -1,5 +1,5 @@
-// The arguments of a call as kernels take them: tensors with their strides, sizes, options; the order of vectors that
-// kernels write for each other, and how the work of a pass is dealt out.
+// The arguments of kernels: tensors with strides, sizes, options; the order of vectors that kernels write for each
+// other, and how the work of a pass is dealt out.
 #pragma once
 
 #include <cstdint>
@@ -63,13 +63,13 @@ CAPSFAST_HOST_DEVICE inline int element_bytes(Storage storage) {
   return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2;
 }
 
-// A tensor whose element type is known only at run time; strides in elements. `data` is null if it is absent.
+// A tensor whose element type is known only at run time; strides in elements. `data` is null if the tensor is absent.
 struct Operand {
   Global<unsigned char> data;
   Storage storage = Storage::f32;
   int64_t stride[4] = {0, 0, 0, 0};
 
-  // The index of an element, or of the first one where not all axes are given.
+  // The index of an element; if not all axes are given, the index of the first element.
   template <class... Axes>
   CAPSFAST_DEVICE int64_t at(Axes... place) const {
     int64_t n = 0;
@@ -87,7 +87,7 @@ struct Operand {
   CAPSFAST_DEVICE void write(int64_t n, T value) const {
     with_type([&](auto elements) { narrow(value, &elements[n]); });
   }
-  // Adds an element, or writes it, if there is this tensor.
+  // Adds an element to *sum, or writes an element. Does nothing if the tensor is absent.
   template <class T, class... Axes>
   CAPSFAST_DEVICE void add_to(T* sum, Axes... place) const {
     if (data) *sum += read<T>(at(place...));
@@ -123,18 +123,18 @@ struct Mask {
   }
 };
 
-// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or the
-// votes [B, I, J, D] where these are given.
+// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or the given
+// votes [B, I, J, D].
 struct Inputs {
   int64_t B, I, J, D, K;
   bool softmax_in, leaky;
   Operand u, matrix;    // u [B, I, K], absent where votes are given
   Operand logits;       // [B, I, J]
-  Operand prior;        // [B, J], added to the logits; of a pass alone
+  Operand prior;        // [B, J], added to the logits; only in a pass op
   Mask mask, out_mask;  // [B, I], [B, J]
 };
 
-// The column (j, d) of votes that is the n-th, 0 <= n < 8, of a tile: see rows/layout.h.
+// The n-th column (j, d) of votes, 0 <= n < 8, of a tile: see rows/layout.h.
 struct Component {
   int j, d;
 };
@@ -156,8 +156,8 @@ CAPSFAST_HOST_DEVICE constexpr TileColumn tile_column_of(int tiles, int j, int d
   return {8 * G + d / 4, 4 * (j % 4) + d % 4};
 }
 
-// [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads them, of which what is padding is 0:
-// [B / 16][tiles / 2][even, odd columns][32 lanes][2 samples][2 tiles].
+// [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads vectors, where padding is 0: [B /
+// 16][tiles / 2][even, odd columns][32 lanes][2 samples][2 tiles].
 struct VectorOrder {
   int64_t J, D;
   int tiles;
@@ -173,18 +173,17 @@ struct VectorOrder {
   }
 };
 
-// Samples are cut into groups, and all pairs (group, input capsule), those of a group side by side, are one row that is
-// cut into `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch
-// fills the device, and all of a pass runs at once. (In the votes family a group is a sample, and a unit a block of its
-// cluster.) What a unit has of a group is a segment; a unit whose part crosses from one group to the next has two of
-// them, or more. Each segment has one partial sum.
+// Samples are cut into groups. All pairs (group, input capsule), one group after the other, are a row that is cut into
+// `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch fills the
+// device, and all of a pass runs at once. (In the votes family a group is a sample, and a unit a block of its cluster.)
+// The part of a group that a unit has is a segment; a unit that crosses a border between groups has two segments or
+// more. Each segment has one partial sum.
 struct Work {
   int64_t I, group, groups, units;  // group: samples of a group
 
   CAPSFAST_HOST_DEVICE int64_t begin(int64_t unit) const { return groups * I * unit / units; }
-  // The unit that has pair n.
   CAPSFAST_HOST_DEVICE int64_t unit_of(int64_t n) const { return ((n + 1) * units - 1) / (groups * I); }
-  // Segments are numbered along the row: a border between units or groups adds one.
+  // Segments are numbered along the row: a border between units or groups increases the number by 1.
   CAPSFAST_HOST_DEVICE int64_t segment(int64_t unit, int64_t g) const { return unit + g; }
   CAPSFAST_HOST_DEVICE int64_t segments() const { return units > 0 ? units + groups - 1 : 0; }
 
@@ -203,25 +202,25 @@ struct Work {
   }
 };
 
-// What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
-// ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
-// last iteration of a backward. A pass is one iteration: V is its query and ds the gradient of its first moment. dmass
-// [B, J], that of its mass, is added to dc. dlse is that of the log-sum-exp: [B, I] or, of one over the input capsules,
-// [B, J].
+// The arrays that score votes in iteration t. V [B, J, D] is the sum of the outputs before t, absent in the first
+// iteration. ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc; it is
+// absent except in the last iteration of a backward. A pass op is one iteration: V is its query and ds the gradient of
+// its first moment. dmass [B, J], the gradient of its mass, is added to dc. dlse is the gradient of the log-sum-exp:
+// [B, I], or [B, J] for a softmax over the input capsules.
 template <class T>
 struct Scoring {
   Global<const T> V, ds;
   Operand dcoupling, dmass, dlse;
 };
 
-// The normaliser of c = exp(b - max) scale, and mean = sum c dc. For the softmax over the output capsules there is one
-// for each row, an input capsule of a sample: arrays [B, I], absent if a block has all output capsules. For the softmax
-// over the input capsules there is one for each column, an output capsule of a sample: arrays [B, J].
+// The normaliser of c = exp(b - max) scale, and mean = sum c dc. The softmax over the output capsules has one for each
+// row (an input capsule of a sample): arrays [B, I], absent if a block has all output capsules. The softmax over the
+// input capsules has one for each column (an output capsule of a sample): arrays [B, J].
 template <class T>
 struct Normaliser {
   Global<const T> max, scale, mean;
 
-  // That of iteration t, if these are of all: `count` numbers each.
+  // The normaliser of iteration t, if this object holds all iterations of `count` numbers each.
   CAPSFAST_HOST_DEVICE Normaliser of(int64_t t, int64_t count) const {
     return {max.from(t * count, count), scale.from(t * count, count), mean.from(t * count, count)};
   }
@@ -233,17 +232,17 @@ struct AccumulateArgs {
   Inputs in;
   Scoring<T> scoring;
   Normaliser<T> norm;
-  bool unweighted;         // every coefficient is 1: the first iteration without logits
-  bool mass;               // a sum has one more element than D, that of the coefficients
+  bool unweighted;         // every coefficient counts as 1: the first iteration without logits
+  bool mass;               // a sum has one element more than D: the sum of the coefficients
   Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_rows;  // the same of the other families
-  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
+  Global<float> sum_rows;  // the same for the other families
+  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules with unknown normaliser
   Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written
   Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
 };
 
-// Of a block of the general kernels, and of the steps between the passes.
+// Threads of a block, in the general kernels and in the steps between the passes.
 constexpr int kThreads = 128;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -1,5 +1,6 @@
-// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general accumulating
-// pass, whose sums are the moments. In the backward its sums are dquery and dprior, and the gradient pass has the rest.
+// A linear pass is one iteration of routing without a squash, with the query as V. It runs the general accumulating
+// pass, whose sums are the moments. In the backward its sums are dquery and dprior; the gradient pass computes the
+// rest.
 #include <torch/headeronly/util/Exception.h>
 
 #include "engine.h"
@@ -22,7 +23,7 @@ struct Pass {
     scoring.V = V;
   }
 
-  // The normaliser of the softmax over the output capsules from a sweep of its own.
+  // The normaliser of the softmax over the output capsules, if a separate sweep computes it.
   Normaliser<T> row_norm() { return call.row_norm(in, scoring, call.row_norm_scratch(1), 0); }
 
   AccumulateArgs<T> accumulating(const Parts<T>& parts) const {
@@ -85,7 +86,7 @@ void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const Pass
   pass.accumulate(accumulate);
   call.per_output(moment_kernel<T>, moments);
   if (!p.softmax_in() || !weights.data) return;
-  // The coupling takes one more pass, whose normaliser is known now, and which adds nothing up.
+  // One more pass writes the coupling. Its normaliser is known now, and it forms no sums.
   AccumulateArgs<T> write = pass.accumulating({});
   write.norm = {moments.max, moments.scale, {}};
   write.coupling = weights;

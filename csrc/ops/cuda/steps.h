@@ -1,7 +1,7 @@
-// The sequence of passes and updates of a forward and of a backward. The host uses it to launch a kernel for each; the
-// rows and the votes kernels run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
-// passes(). after(n) is the update after pass n, for the output capsules of a share. In the backward after(-1) comes
-// before the first pass.
+// The sequence of passes and updates of a forward and of a backward. The host launches a kernel for each pass or
+// update; the rows and the votes kernels run all of them in one launch. pass(n) has the arguments of accumulating pass
+// n, 0 <= n < passes(). after(n) is the update after pass n, for the output capsules of a share. In the backward
+// after(-1) comes before the first pass.
 #pragma once
 
 #include "../../math/host_device.h"
@@ -22,8 +22,8 @@ struct ForwardSteps {
   Global<T> norm;       // [2, r, B, J], softmax over the input capsules
   Parts<T> parts;
 
-  // With the softmax over the input capsules the normaliser is known only after a pass. So writing the last coupling
-  // takes one more pass.
+  // The softmax over the input capsules knows its normaliser only after a pass. So one more pass writes the last
+  // coupling.
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations + (coupling.data && in.softmax_in); }
 
   CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t t) const {
@@ -47,15 +47,14 @@ struct ForwardSteps {
     return args;
   }
 
-  // Whether there is an update after pass t.
   CAPSFAST_HOST_DEVICE bool updates(int64_t t) const { return t < iterations; }
   CAPSFAST_DEVICE void after(int64_t t, const Share& share) const {
     if (updates(t)) for_outputs(in, share, [&](const UpdateCoord& at) { make_output(t, at); });
   }
 
  private:
-  // Computes s_t, its normaliser, and V of the next iteration or, in the last, v. That leaves V as it is: the pass that
-  // writes the coupling needs the V that the last iteration scored with.
+  // Computes s_t, its normaliser, and V of the next iteration. The last iteration computes v instead and keeps V,
+  // because the pass that writes the coupling needs the V that the last iteration scored with.
   CAPSFAST_DEVICE void make_output(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, unweighted = pass(t).unweighted;
     const bool valid = in.out_mask.at(at.b, at.j), follows = in.softmax_in && !unweighted;
@@ -99,7 +98,7 @@ struct BackwardSteps {
   Operand coupling, dcoupling;  // [B, I, J]
   Global<const T> s;            // [r, B, J, D], without bias
   VectorOrder order;            // of V and ds
-  Global<T> V, ds;              // [r, B, J, D]; V of iteration t is what it scored with
+  Global<T> V, ds;              // [r, B, J, D]; iteration t scored with V of iteration t
   Global<T> G;                  // [B, J, D], the gradient of v so far: the sum over the passes
   Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
   Global<T> mean;               // [r, B, J], the memory of columns.mean, which the updates write
@@ -114,7 +113,7 @@ struct BackwardSteps {
     return with;
   }
 
-  // One for each iteration from the last down to the second, or none for gradient="last".
+  // One pass for each iteration from the last down to the second, or none for gradient="last".
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - first; }
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
@@ -130,7 +129,7 @@ struct BackwardSteps {
   }
 
   CAPSFAST_HOST_DEVICE bool updates(int64_t) const { return true; }
-  // Differentiates the squash of the iteration before that of pass n.
+  // Differentiates the squash of the iteration before iteration_of(n).
   CAPSFAST_DEVICE void after(int64_t n, const Share& share) const {
     const int64_t t = iteration_of(n) - 1;
     for_outputs(in, share, [&](const UpdateCoord& at) {
@@ -140,7 +139,7 @@ struct BackwardSteps {
   }
 
  private:
-  // What iteration t left of an output capsule.
+  // s of an output capsule in iteration t.
   CAPSFAST_DEVICE Global<const T> saved(int64_t t, const UpdateCoord& at) const {
     return s.from((t * in.B * in.J + at.row) * in.D, in.D);
   }
@@ -167,8 +166,8 @@ struct BackwardSteps {
     }
   }
 
-  // Computes ds_t from the gradient of v_t: dv in the last iteration, else the sums of all passes so far, down to that
-  // of iteration t + 1, because v_t is part of V of all later iterations.
+  // Computes ds_t from the gradient of v_t. In the last iteration this is dv, else the sum of all passes so far, down
+  // to iteration t + 1, because v_t is part of V of all later iterations.
   CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j);
     const Global<const T> s_t = saved(t, at);
@@ -200,12 +199,12 @@ struct BackwardSteps {
     if (!in.softmax_in) return;
     // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
     agreement = lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, 32);
-    // Votes for a masked output capsule may be NaN, and so its s.
+    // Votes for a masked output capsule, and so s, may be NaN.
     if (at.slice == 0 && at.lane == 0) mean[t * in.B * in.J + at.row] = valid ? agreement : T(0);
   }
 };
 
-// An update as a launch of its own.
+// The arguments of a launch with a single update.
 template <class Steps>
 struct UpdateArgs {
   Steps steps;

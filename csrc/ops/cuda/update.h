@@ -1,5 +1,6 @@
-// What the updates between the passes are made of (steps.h, moments.h), on arrays [.., B, J, D]: adding up partial sums,
-// the squash. A warp has one output capsule of a sample at a time. And the kernels that add up gradients.
+// The building blocks of the updates between the passes (steps.h, moments.h), on arrays [.., B, J, D]: adding up
+// partial sums, the squash. A warp has one output capsule of a sample at a time. Also the kernels that add up
+// gradients.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +9,7 @@
 
 namespace capsfast::cuda {
 
-// With the bias that is added before.
+// The squash of a sum plus a bias.
 struct BiasedSquashing : Squashing {
   Operand bias;  // [J, D]
 
@@ -25,7 +26,7 @@ template <class T>
 struct Parts {
   Work work;
   Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
-  Global<float> sum_rows;  // the same of the other families, whose sums are short enough for float
+  Global<float> sum_rows;  // the same for the other families, whose sums are short enough for float
   Global<T> max;           // [segments, group, J]
   Global<double> total;    // [segments, group, J]
 
@@ -34,9 +35,9 @@ struct Parts {
   }
 };
 
-// Output capsule j of sample b, row = b J + j, and what this lane of its warp does: it is number `lane` of `lanes`
-// along the components, of which it has kWidth at a time, and number `slice` of `slices` among the lanes that share the
-// segments. The lanes of slice 0 end with the sums over all segments and go on alone.
+// Output capsule j of sample b, row = b J + j, and the share of this lane of the warp. Along the components it is
+// number `lane` of `lanes`, with kWidth components at a time; along the segments it is number `slice` of `slices`. The
+// lanes of slice 0 get the sums over all segments and go on alone.
 struct UpdateCoord {
   static constexpr int kWidth = 4;  // 16 bytes of float: one load
   int64_t b, j, row;
@@ -58,7 +59,7 @@ struct UpdateCoord {
 struct Share {
   int64_t first, end, step;
 
-  // All of them are dealt out to the warps of the grid.
+  // Deals all rows out to the warps of the grid.
   static CAPSFAST_DEVICE Share of_grid(const Inputs& in) {
     const int warps = gpu::threads() / 32;
     const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y();
@@ -82,7 +83,7 @@ CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, const F& 
   }
 }
 
-// The normaliser of c = exp(b - max) scale for one output capsule, combined from those of the segments.
+// The normaliser of c = exp(b - max) scale for one output capsule, combined from the segments.
 template <class T>
 struct ColumnNorm {
   T max, scale;
@@ -104,7 +105,7 @@ struct ColumnNorm {
 };
 
 // Calls f(d, sum) for this lane's components of the sum over the segments. If `follows`, each segment has its own
-// maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
+// maximum, and its part is rescaled to the common maximum `max`. elements: size of a sum, D or D + 1.
 template <class T, class F>
 CAPSFAST_DEVICE void for_sums(const Inputs& in, int64_t elements, const Parts<T>& parts, const UpdateCoord& at,
                               bool follows, T max, const F& f) {
@@ -152,8 +153,8 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
-// What the sums of an accumulating pass are still to be multiplied with, and the maximum that they are relative to.
-// unweighted, follows: the pass took every coefficient as 1, or as exp(b - max).
+// The factor that the sums of an accumulating pass still need, and the maximum that they are relative to. unweighted,
+// follows: the pass took every coefficient as 1, or as exp(b - max).
 template <class T>
 CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at, bool valid,
                                            bool unweighted, bool follows) {

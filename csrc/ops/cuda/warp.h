@@ -34,13 +34,13 @@ constexpr float kLog2E = 1.44269504f;
 // exp(x) with half the instructions of std::exp. Rounding the product changes the result no more than rounding x does.
 CAPSFAST_DEVICE float exponential(float x) { return gpu::exp2(x * kLog2E); }
 
-// 1 / sum, or 0 if the sum is: then no logit is finite, and the coupling is to be 0.
+// 1 / sum, or 0 if the sum is 0: then no logit is finite, and the coupling must be 0.
 template <class T>
 CAPSFAST_DEVICE T inverse(T sum) {
   return sum == T(0) ? T(0) : T(1) / sum;
 }
 
-// The log-sum-exp of what has this maximum and scale.
+// The log-sum-exp of logits with this maximum and scale.
 template <class T>
 CAPSFAST_DEVICE T log_sum(T max, T scale) {
   return scale == T(0) ? -Extreme<T>::infinity : max - std::log(scale);

@@ -1,9 +1,9 @@
-// The general accumulating pass: sum_i c votes (forward) or sum_i db votes (backward), and for the pass ops sum_i c or
-// sum_i db beside them. Before it, if a tile does not have all output capsules, a sweep for the normaliser.
+// The general accumulating pass: sum_i c votes (forward) or sum_i db votes (backward); for the pass ops also sum_i c or
+// sum_i db. If a tile does not have all output capsules, a sweep for the normaliser comes first.
 //
-// A block has a tile of samples, a tile of output capsules and a split of the input capsules, over which it walks. It
-// reads a weight once for the samples of the tile. A thread has rows (j, d) of the sum, so that no two threads add to
-// one number. Partial sums are in double; the step after the pass adds them up in a fixed order (update.h).
+// A block has a tile of samples and a tile of output capsules, and walks over a split of the input capsules. It reads a
+// weight once for the samples of the tile. A thread has rows (j, d) of the sum, so no two threads add to one number.
+// Partial sums are in double; the step after the pass adds them up in a fixed order (update.h).
 #pragma once
 
 #include "tile.h"
@@ -23,8 +23,8 @@ struct Accumulation {
   // The input capsules [i_begin, i_end) of the block's split.
   const int64_t split = gpu::block_x(), i_begin = in.I * split / gpu::blocks_x(),
                 i_end = in.I * (split + 1) / gpu::blocks_x();
-  // [samples][outputs], for a softmax over the input capsules of unknown normaliser: the largest logit so far, what the
-  // sum so far has to be multiplied with, and the sum of exp(b - max).
+  // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, the
+  // factor that rescales the sum so far, and the sum of exp(b - max).
   Shared<T> max = Scores::array(Scores::elements, columns);
   Shared<T> factor = Scores::array(Scores::elements + columns, columns);
   Shared<double> total = gpu::shared<double>(elements * static_cast<int>(sizeof(T)), columns);
@@ -35,7 +35,7 @@ struct Accumulation {
     for_each(tile.samples, tile.outputs, [&](int sample, int out) {
       const int column = tile.at(0, sample, out), end = columns * tile.inputs;
       if (tile.i0 == i_begin) {
-        const bool leaky = in.leaky && split == 0;  // the entry of logit 0 must count once: the first split has it
+        const bool leaky = in.leaky && split == 0;  // the entry with logit 0 must count once: the first split has it
         max[column] = leaky ? T(0) : Extreme<T>::lowest;
         total[column] = leaky ? 1.0 : 0.0;
       }
@@ -79,7 +79,7 @@ struct Accumulation {
     });
   }
 
-  // What the input capsules from tile.i0 on add. Must be called after a barrier, and ends with one.
+  // Adds the input capsules from tile.i0 on. Must be called after a barrier, and ends with a barrier.
   CAPSFAST_DEVICE void add_tile() {
     tile.fit(i_end, Size::outputs);
     if (!a.unweighted) tile.score(a.scoring);
@@ -110,7 +110,7 @@ accumulate_kernel(AccumulateArgs<T> a) {
   }
 }
 
-// A sweep over the output capsules, for a softmax over more of them than a tile has: computes its normaliser.
+// A sweep over the output capsules that computes the normaliser of a softmax over more output capsules than a tile has.
 template <class T>
 struct RowNormArgs {
   Inputs in;

@@ -1,8 +1,9 @@
 // The general gradient pass of the backward, for all iterations at once: du and dweight, or dvotes, and dlogits.
 //
-// A block has some input capsules and a split of the samples. It writes du or dvotes, and dlogits [B, I, J], of these.
-// dweight and dlogits [I, J] are sums over samples: every split has its own, which no other block adds to, and these
-// are added up in a fixed order afterwards. With a shared weight every block has its own sum of dweight.
+// A block has some input capsules and a split of the samples, and writes their du or dvotes, and dlogits [B, I, J].
+// dweight and dlogits [I, J] are sums over samples. Every split has a partial sum, to which no other block adds;
+// afterwards the partial sums are added up in a fixed order. With a shared weight every block has a partial sum of
+// dweight.
 #pragma once
 
 #include "tile.h"
@@ -13,7 +14,7 @@ template <class T>
 struct GradientArgs {
   Inputs in;
   int64_t first, iterations;  // iterations [first, iterations) have gradients
-  int64_t scored;             // the first one that scores with a V, for the general kernel
+  int64_t scored;             // the first iteration that scores with a V, for the general kernel
   bool gradient_last;
   int64_t outputs, components;     // of a tile
   Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
@@ -27,7 +28,7 @@ struct GradientArgs {
   Global<double> dlogits;  // [splits, I, J], if the logits are [I, J]
 };
 
-// Beside the tile a block has a piece of its components: [d0, d0 + components) of the output capsules and [k0, k0 +
+// A block works on a piece of its tile at a time: components [d0, d0 + components) of the output capsules and [k0, k0 +
 // columns) of the input capsules.
 template <class T, class E, bool kVotes>
 struct Gradient {
@@ -41,7 +42,7 @@ struct Gradient {
   Scores tile{in};
   int64_t d0 = 0, k0 = 0;
   int components = 0, columns = 0;
-  // The samples of the block's split begin at b_begin, those of the next one at b_end.
+  // The samples [b_begin, b_end) of the block's split.
   const int64_t split = gpu::block_y(), tiles = (in.B + kSamples - 1) / kSamples,
                 b_begin = tiles * split / gpu::blocks_y() * kSamples,
                 b_end = tiles * (split + 1) / gpu::blocks_y() * kSamples;
@@ -88,7 +89,7 @@ struct Gradient {
     });
   }
 
-  // dlogits [I, J] += sum over the samples of the tile. What the first tile of the split finds there is overwritten.
+  // dlogits [I, J] += sum over the samples of the tile. The first tile of the split overwrites dlogits.
   CAPSFAST_DEVICE void sum_dlogits() const {
     for_each(tile.inputs, tile.outputs, [&](int input, int out) {
       T sum = T(0);
@@ -140,7 +141,7 @@ struct Gradient {
     });
   }
 
-  // All gradients of a piece of a tile: dvotes of all iterations first, then what follows from them.
+  // All gradients of a piece of a tile: first dvotes of all iterations, then the gradients that follow from dvotes.
   CAPSFAST_DEVICE void add_piece() {
     tile.fit(in.I, a.outputs);
     components = at_most(in.D - d0, a.components);

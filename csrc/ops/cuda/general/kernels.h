@@ -1,4 +1,4 @@
-// The general kernels, any J, D and K, every option, every type: how their work is cut, and how they are launched.
+// The general kernels (any J, D and K, every option, every type): how their work is cut, and how they are launched.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ struct GeneralPlan {
   int64_t out_tiles;        // parts of the output capsules, in the accumulating passes
   int64_t gradient_blocks;  // parts of the input capsules, in the gradient pass
   int64_t gradient_splits;  // parts of the samples, in the gradient pass
-  // Whether the softmax over the output capsules takes a sweep of its own (row_norm_kernel), as a tile does not hold
-  // them all.
+  // Whether the softmax over the output capsules needs a sweep (row_norm_kernel), because a tile does not hold all of
+  // them.
   bool row_norm_apart;           // in the accumulating passes of forward and backward
   bool gradient_row_norm_apart;  // in the gradient pass
 };
 
-// So many blocks hide latencies. With more splits there would only be more partial sums.
+// This many blocks hide latencies. More splits would only give more partial sums.
 constexpr int64_t kBlocksPerMultiprocessor = 4;
 
 template <class T>
@@ -37,14 +37,13 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
 
   plan.gradient_row_norm_apart = !p.softmax_in() && Gradient::outputs_for(p.J, p.D) < p.J;
   const int64_t gradient_chunks = divide_up(p.I, Gradient::inputs);
-  // With a shared weight every block has its own sum of dweight, so there are no more blocks than the device needs.
+  // With a shared weight every block has a sum of dweight, so there are only as many blocks as the device needs.
   plan.gradient_blocks = p.shared_weight ? std::min(gradient_chunks, wanted) : gradient_chunks;
   plan.gradient_splits = std::clamp<int64_t>(
       wanted / std::max<int64_t>(1, plan.gradient_blocks), 1, std::max<int64_t>(1, divide_up(p.B, kSamples)));
   return plan;
 }
 
-// Where a kernel is launched.
 struct Launch {
   gpu::Grid grid;
   gpu::Stream stream;
@@ -62,7 +61,7 @@ void launch_general(const Args& args, const Launch& at) {
   gpu::launch(kKernel, at.grid, kThreads, kBytes, at.stream, args);
 }
 
-// The kernels for inputs of type E. votes: where these are given. Each type has a file in ../instantiations, so that types
+// The kernels for inputs of type E. kVotes: votes are given. Each type has a file in ../instantiations, so that types
 // compile in parallel.
 template <class T, class E, bool kVotes>
 constexpr GeneralKernels<T> kGeneral = {

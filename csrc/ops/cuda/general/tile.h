@@ -1,5 +1,5 @@
-// What a block of the general kernels works on at a time: its votes, computed where they are used, and its routing
-// logits in shared memory, with their softmax and the backward of it.
+// The part of the work that a block of the general kernels does at a time: votes, computed where they are used, and
+// routing logits in shared memory, with their softmax and its backward.
 #pragma once
 
 #include <algorithm>
@@ -10,18 +10,18 @@
 
 namespace capsfast::cuda {
 
-// How many blocks a multiprocessor must hold. Few, so that a thread has enough registers not to spill.
+// How many blocks a multiprocessor must hold. Few, so that no thread spills registers.
 template <class T>
 constexpr int kBlocksFor = sizeof(T) == 8 ? 2 : 3;
 
-// Sizes of a tile of the accumulating pass.
+// Sizes of a tile in the accumulating pass.
 template <class T>
 struct AccumulateTile {
-  static constexpr int inputs = 8;                          // so many votes are added in T, then in double
+  static constexpr int inputs = 8;                          // this many votes are added in T, then in double
   static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc take 32 KiB
 };
 
-// Of the gradient pass.
+// Sizes of a tile in the gradient pass.
 template <class T>
 struct GradientTile {
   static constexpr int inputs = 2;  // few, so that there are more blocks
@@ -36,11 +36,11 @@ struct GradientTile {
   static int64_t components_for(int64_t D) { return std::clamp<int64_t>(D, 1, rows); }
 };
 
-constexpr int kSamples = 8;  // of every tile: a weight is read once for so many
+constexpr int kSamples = 8;  // of every tile: a weight is read once for all
 
 CAPSFAST_DEVICE int at_most(int64_t rest, int64_t most) { return static_cast<int>(rest < most ? rest : most); }
 
-// Calls f(row, column) for every element of a matrix on one thread of the block, at every call on the same one.
+// Calls f(row, column) for every element of a matrix, each on one thread of the block: the same thread in every call.
 template <class N, class F>
 CAPSFAST_DEVICE void for_each(int rows, N width, const F& f) {
   for (N n = gpu::thread(); n < rows * width; n += gpu::threads()) f(static_cast<int>(n / width), n % width);
@@ -71,12 +71,12 @@ struct Tile {
   Shared<T> max = array(2 * scores, pairs), scale = array(2 * scores + pairs, pairs),
             mean = array(2 * scores + 2 * pairs, pairs);
 
-  // `count` elements of shared memory from element `from` on. Those up to `elements` are the tile's.
+  // `count` elements of shared memory from element `from` on. Elements up to `elements` belong to the tile.
   static CAPSFAST_DEVICE Shared<T> array(int from, int count) {
     return gpu::shared<T>(from * static_cast<int>(sizeof(T)), count);
   }
 
-  // Cuts off what is beyond the ends.
+  // Limits the tile to samples, input and output capsules that exist.
   CAPSFAST_DEVICE void fit(int64_t i_end, int64_t most_outputs) {
     samples = at_most(in.B - b0, kSamples);
     inputs = at_most(i_end - i0, Size::inputs);
@@ -96,15 +96,15 @@ struct Tile {
   }
 
   CAPSFAST_DEVICE unsigned all_samples() const { return (1u << samples) - 1; }
-  // Those whose input capsule i is not masked.
+  // The samples, as bits, whose input capsule i is not masked.
   CAPSFAST_DEVICE unsigned valid_samples(int64_t i) const {
     unsigned valid = all_samples();
     for (int n = 0; n < samples && in.mask.data; ++n) valid -= in.mask.at(b0 + n, i) ? 0u : 1u << n;
     return valid;
   }
 
-  // votes[n] = component d of the vote of input capsule i for output capsule j, in sample b0 + n. Component D, that of
-  // the mass, is 1. Others are 0 if bit n of `valid` is not set, even if inputs hold NaN.
+  // votes[n] = component d of the vote of input capsule i for output capsule j, in sample b0 + n. Component D, for the
+  // mass, is 1. Other components are 0 if bit n of `valid` is not set, even if inputs hold NaN.
   CAPSFAST_DEVICE void make_votes(unsigned valid, int64_t i, int64_t j, int64_t d, T (&votes)[kSamples]) const {
     for_samples(~0u, [&](int n) { votes[n] = d < in.D ? T(0) : T(1); });
     if (d == in.D || valid == 0) return;
@@ -122,12 +122,12 @@ struct Tile {
     }
   }
 
-  // Writes votes . V + logits + prior, or -inf for what is masked, to c. If there is ds, also writes votes . ds +
-  // dcoupling + dmass to dc. Must be called after a barrier, and ends with one.
+  // Writes votes . V + logits + prior, or -inf for masked entries, to c. If there is ds, also writes votes . ds +
+  // dcoupling + dmass to dc. Must be called after a barrier, and ends with a barrier.
   CAPSFAST_DEVICE void score(const Scoring<T>& with) const {
     const int lanes = lanes_for(in.D), warps = (inputs * outputs * lanes + 31) / 32;
-    // A unit is a pair of input and output capsule, on neighbouring lanes. There may be more units than pairs, so that
-    // all lanes of a warp take part in every shuffle.
+    // A unit is a pair of input and output capsule, on neighbouring lanes. There may be more units than pairs, because
+    // all lanes of a warp must take part in every shuffle.
     for_each(warps * 32 / lanes, lanes, [&](int unit, int lane) {
       const int input = unit / outputs, out = unit % outputs;
       const int64_t i = i0 + input, j = j0 + out;
@@ -163,8 +163,8 @@ struct Tile {
     gpu::barrier();
   }
 
-  // Adds the outputs of the tile to the normaliser of each pair. Until the last of them `scale` is the sum of
-  // exp(b - max), and `mean` that of exp(b - max) dc. Ends with a barrier.
+  // Adds the outputs of the tile to the normaliser of each pair. Before the last tile `scale` is the sum of exp(b -
+  // max), and `mean` the sum of exp(b - max) dc. Ends with a barrier.
   CAPSFAST_DEVICE void add_to_normaliser(bool with_dc) const {
     constexpr int kLanes = 8;
     static_assert(kLanes * kSamples % 32 == 0, "all lanes of a warp take part in every shuffle");
@@ -201,14 +201,14 @@ struct Tile {
     gpu::barrier();
   }
 
-  // An element of the normaliser: of a given one or, where that is absent, of what add_to_normaliser() made.
+  // An element of the given normaliser or, if it is absent, of the normaliser that add_to_normaliser() made.
   CAPSFAST_DEVICE T norm(const Global<const T>& given, const Shared<T>& made, int pair, int out) const {
     if (!given) return made[pair];
     return given[in.softmax_in ? sample_of(pair) * in.J + j0 + out : sample_of(pair) * in.I + input_of(pair)];
   }
 
-  // Turns the scores into c and, in the backward, db = c (dc - mean + dlse), and calls f(pair, out, n) for each, n its
-  // index. Without a given normaliser the tile has all output capsules. Ends with a barrier.
+  // Turns the scores into c and, in the backward, db = c (dc - mean + dlse), and calls f(pair, out, n) for each score,
+  // with index n. Without a given normaliser the tile has all output capsules. Ends with a barrier.
   template <class F>
   CAPSFAST_DEVICE void normalise(const Scoring<T>& with, const Normaliser<T>& given, const F& f) const {
     const bool with_dc = static_cast<bool>(with.ds);

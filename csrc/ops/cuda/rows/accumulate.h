@@ -1,7 +1,7 @@
 // The pass that accumulates sum_i c votes (forward) or sum_i db votes (backward) for J up to 12, D and K up to 16, on
-// tensor cores. A warp has 16 samples and all columns (j, d), see layout.h, and walks over input capsules; no warp
-// waits for another but where a chunk of weights and poses gives way to the next. The sums of the warps of a block,
-// then of the blocks of a cluster, are added up in a fixed order before one partial sum goes to memory.
+// tensor cores. A warp has 16 samples and all columns (j, d), see layout.h, and walks over input capsules. Warps wait
+// for each other only between two chunks of weights and poses. The sums of the warps of a block, then of the blocks of
+// a cluster, are added up in a fixed order before one partial sum goes to memory.
 #pragma once
 
 #include "../steps.h"
@@ -9,14 +9,14 @@
 
 namespace capsfast::cuda::rows {
 
-// One pass. Its arguments are those of all families, but that V is there whether or not it scores with it.
+// One pass. The arguments of all families, except that V is always there, even if the pass does not score with it.
 struct Pass : cuda::AccumulateArgs<float> {
   bool scored;  // whether votes are scored with V: not in the first iteration
-  int zero;     // 0, which the compiler does not know: so it reads V anew instead of keeping all of it
+  int zero;     // always 0. The compiler does not know, and so reads V anew instead of keeping it in registers
 };
 
-// Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these and the steps between
-// and after them; begin = -1 adds the step before pass 0. Else it is a launch of one pass without steps.
+// Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these passes and the steps
+// between and after them; begin = -1 adds the step before pass 0. Else the launch has one pass and no steps.
 template <bool kBackward>
 struct AccumulateArgs {
   std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
@@ -28,14 +28,14 @@ struct AccumulateArgs {
   CAPSFAST_DEVICE Pass pass(int n) const {
     Pass pass{steps.pass(n), false, zero};
     pass.scored = static_cast<bool>(pass.scoring.V);
-    // Where it is not scored with, it must not be chosen: that would take a register.
+    // Always set, even if the pass does not score with V: a choice would take a register.
     if constexpr (!kBackward) pass.scoring.V = steps.V;
     return pass;
   }
 };
 
-// Shared memory of a block after the last chunk of a segment: the sums of some of its warps, Tr::vectors floats each,
-// then for a running maximum two numbers of each warp's columns [16][Tr::outputs], and the block's maxima.
+// Shared memory of a block after the last chunk of a segment: the sums of some of its warps, Tr::vectors floats each.
+// With a running maximum then two numbers for each warp's columns [16][Tr::outputs], and the block's maxima.
 template <class Tr>
 class JoinMemory {
  public:
@@ -64,8 +64,8 @@ CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) 
   return chunk > join ? chunk : join;
 }
 
-// Calls f(slot, row, n) for this lane's columns, n being their index in an array [16][Tr::outputs]. A column that two
-// lanes share belongs to the first, but for reads.
+// Calls f(slot, row, n) for this lane's columns, where n is the index in an array [16][Tr::outputs]. A column that two
+// lanes share belongs to the first lane, except for reads.
 template <class Tr, class F>
 CAPSFAST_DEVICE void each_column(const ThreadCoord& at, bool reads, const F& f) {
   unrolled<Tr::slots, 2>([&](int slot, int row) {
@@ -74,7 +74,7 @@ CAPSFAST_DEVICE void each_column(const ThreadCoord& at, bool reads, const F& f) 
   });
 }
 
-// Gives the sums of all warps of the cluster that share a tile a common maximum, and leaves their totals in shared
+// Rescales the sums of all warps of the cluster that share a tile to a common maximum. Leaves the totals in shared
 // memory.
 template <class Tr>
 CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at, Accumulation<Tr>* mine) {
@@ -121,7 +121,7 @@ CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, Accum
   if (at.warp < shape.tiles()) put(at.warp);
 }
 
-// Adds up the sums of the blocks of a cluster, each block some of them, and writes them.
+// Adds up the sums of the blocks of a cluster and writes them; each block does a part.
 template <class Tr>
 CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& shape, int64_t segment, int b0) {
   const Inputs& in = a.in;
@@ -204,7 +204,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
   chunk.walk(b0, begin, end, [&](int i, int count) {
     if (idle) return;
     if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
-      // The tensor core adds up a chunk, no more: its additions round towards zero.
+      // The tensor core adds up only a chunk, because its additions round towards zero.
       Accumulator votes[Tr::tiles] = {};
 #pragma unroll 1
       for (int capsule = stream; capsule < count; capsule += shape.streams)
@@ -267,7 +267,7 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const 
     }
     n += here;
   }
-  // No block may leave, or use its shared memory for a step, while others read its sums.
+  // No block may exit, or use its shared memory for a step, while other blocks read its sums.
   gpu::cluster_barrier();
 }
 

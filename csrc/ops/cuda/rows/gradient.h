@@ -1,11 +1,11 @@
 // The gradient pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the
 // mapping of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t +
-// db_t V[t], one iteration after the other; du = dvotes W is its own. dweight = dvotes^T u is a sum over samples:
-// the warps of a block that share an input capsule leave theirs in shared memory, and a thread for each element adds
-// them up in a fixed order and to memory.
+// db_t V[t], one iteration after the other, and writes du = dvotes W. dweight = dvotes^T u is a sum over samples. Warps
+// of a block that share an input capsule leave their sums in shared memory; a thread for each element adds them up in a
+// fixed order, and to memory.
 //
-// Blocks are no clusters here, which could add up more before it goes to memory: a barrier of a cluster empties the L1
-// cache, where V and ds are.
+// There are no clusters here, although they could add up more before writing to memory: a cluster barrier empties the
+// L1 cache, which holds V and ds.
 #pragma once
 
 #include "accumulate.h"
@@ -26,16 +26,16 @@ struct GradientArgs {
   Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
   Shape shape;                // chunk == streams
   int64_t all;                // elements of V of one iteration
-  float scale;                // of dvotes: J in plain kernels, where coefficients of iteration 0 become 1, else 1
+  float scale;                // of dvotes: J in plain kernels, so that coefficients of iteration 0 become 1, else 1
   float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
-// Shared memory of a block. What comes before is ChunkMemory.
+// Shared memory of a block, after ChunkMemory.
 template <class Tr>
 class GradientMemory {
  public:
-  // A warp turns dvotes around two pairs of tiles at a time: four numbers of each lane, of even or odd columns. Space
-  // between quads, and between even and odd columns, keeps lanes in different banks.
+  // A warp transposes dvotes two pairs of tiles at a time: four numbers of each lane, of even or odd columns. Gaps
+  // between quads, and between even and odd columns, keep lanes in different banks.
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
@@ -55,20 +55,20 @@ class GradientMemory {
 };
 
 // dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the
-// iterations. vectors_at: where V and ds of these samples begin in those of one iteration.
+// iterations. vectors_at: where these samples begin in V and ds of one iteration.
 template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
                                  unsigned counts, const Accumulator (&votes)[Tr::tiles],
                                  Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
-  // ds is read for the dots and again for its sum. As much of it stays as registers hold beside votes and dvotes, fours
-  // for fours, before the compiler moves numbers to local memory.
+  // ds is read for the dot products and again for its sum. kKept fours of ds stay in registers: as many as fit beside
+  // votes and dvotes before the compiler spills.
   constexpr int kSpare = Tr::plain ? (Tr::exact ? 51 : 48) - 2 * Tr::tiles : 0;
   constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const Inputs& in = a.in;
   const int64_t scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
   int t = a.first;
   if constexpr (Tr::plain) {
-    // In iteration 0 every coefficient is 1 / J. Without it, the sum begins with V[0], which is 0.
+    // In iteration 0 every coefficient is 1 / J. Without iteration 0, the sum begins with V[0], which is 0.
     const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
     unrolled<Tr::tiles>([&](int tile) {
       const Four x = begin.template vector<Four>(tile * 128);
@@ -97,7 +97,7 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
     }
     const int64_t again = vectors + a.zero;
     add_vectors<Tr, kKept>(b, lane_vectors<Tr>(a.ds, again, at), dvotes, kept);
-    // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
+    // V of iteration 0 is 0, so dvotes do not need its db. Only dlogits do.
     if ((Tr::plain || t > 0) && !a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
     if constexpr (!Tr::plain) {
       unrolled<Tr::slots, 2>([&](int slot, int row) {
@@ -107,10 +107,10 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   }
 }
 
-// The two TF32 parts of four dvotes, in fewer instructions than two_parts() takes: bits that TF32 does not have are
-// dropped, here or by the tensor core. What is dropped has the sign of x. Of two parts that is 4e-8 on average; for
-// single ones a factor in a.unscale makes up for it. (It is an error of its own where numbers have no such bits: 3.5e-4
-// in one iteration of "identity" with a gradient of v of 16 bits, which has as large errors itself.)
+// The two TF32 parts of four dvotes, in fewer instructions than two_parts(): bits that TF32 does not have are dropped,
+// here or by the tensor core. The dropped rest has the sign of x. For two parts it is 4e-8 on average; for single parts
+// a factor in a.unscale makes up for it. (For numbers without such bits the factor is itself an error: 3.5e-4 in one
+// iteration of "identity" with a 16-bit gradient of v, which has errors of this size anyway.)
 constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of the last of 11 bits, for mantissas as they occur
 
 template <class Tr>
@@ -124,7 +124,7 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
   });
 }
 
-// Elements n and n + 1 of a contiguous tensor whose last axis has K, components k and k + 1 of it.
+// Writes elements n and n + 1 of a contiguous tensor with a last axis of K; the elements are components k and k + 1.
 template <class Tr>
 CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
   if (K % 2 != 0) {  // an n may be odd, and the second be missing
@@ -139,9 +139,9 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float
   }
 }
 
-// du^T [K, 16] = W^T dvotes^T, a sum over columns. A product may take these in any order: one column of each tile of a
-// pair become a lane's two rows of the operand, so no lane passes dvotes on. Rows of a product are k of two planes of a
-// weight: its high and low part, or two steps, or twice the same where there is but one plane.
+// du^T [K, 16] = W^T dvotes^T, a sum over columns, which a product may take in any order. A lane's two rows of the
+// operand are one column of each tile of a pair, so no lane passes dvotes on. Rows of a product are k of two planes of
+// a weight: its high and low part, or two steps, or the same plane twice if there is only one.
 template <class Tr>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
@@ -149,7 +149,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
   const int plane = at.group / 4, kp = at.group % 4;
   const int from = capsule * Tr::weight + (Tr::planes > 1 ? plane : 0) * kPlane;
   const int places[2] = {from + in_plane(2 * at.quad, kp), from + in_plane(2 * at.quad + 1, kp)};
-  // Of samples 0 to 7 and 8 to 15; of the two parts of dvotes or, if they have one, of even and odd columns.
+  // For samples 0 to 7 and 8 to 15; for the two parts of dvotes or, with one part, for even and odd columns.
   Accumulator du[kProducts][2][2];
   unrolled<Tr::pairs, 2>([&](int pair, int odd) {
     float x[2][4];
@@ -165,7 +165,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
     });
   });
   const int B = static_cast<int>(a.in.B), K = static_cast<int>(a.in.K);
-  // x: of k and k + 1, for two neighbouring samples each.
+  // x: k and k + 1, for two neighbouring samples each.
   const auto write = [&](const Accumulator& x, int half, int k) {
     const int sample = of.b0 + 8 * half + 2 * at.quad;
     const int64_t to = (sample * a.in.I + of.i) * K + k;
@@ -196,14 +196,14 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
 }
 
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
-// dvotes for it than they have, so these are turned around in shared memory of the warp.
+// dvotes than they have, so shared memory of the warp transposes dvotes.
 template <class Tr>
 CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<Four>& turned,
                                   const Shared<float>& sums, const ThreadCoord& at,
                                   const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
-  // A product may take its samples in any order: this lane's are quad and quad + 8 in the first, those four further in
-  // the second.
+  // A product may take its samples in any order. This lane has samples quad and quad + 8 in the first product, quad + 4
+  // and quad + 12 in the second.
   float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
   unrolled<2, Tr::steps>([&](int product, int step) {
     const gpu::Pair u = poses.pair(poses_at + step * 128 + (4 * product + at.quad) * 16 + 2 * at.group);
@@ -219,7 +219,7 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
   const int to = at.warp * Tr::dweight + in_plane(at.group, at.quad);
   unrolled<Tr::pairs / Memory::pairs>([&](int turn) {
     const int first = turn * Memory::pairs;
-    gpu::warp_barrier();  // all lanes have read what is overwritten now
+    gpu::warp_barrier();  // all lanes have read the numbers that are overwritten now
     unrolled<Memory::pairs, 2>([&](int pair, int odd) {
       turned[mine + pair * Memory::pair + odd * Memory::odd] = four(dvotes[2 * (first + pair) + odd]);
     });
@@ -241,14 +241,14 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
 }
 
 // Adds up dweight of the warps that share an input capsule and have one of the `tiles`, for `count` input capsules from
-// i on, and adds it to memory. first: nothing is there yet.
+// i on, and adds the sum to memory. first: overwrites memory instead.
 template <class Tr>
 CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int tiles, int64_t part, int64_t i,
                                    bool first, int count) {
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
   const int64_t size = static_cast<int64_t>(J) * D * K, row = a.shared_weight ? part : part * a.in.I + i;
   const int capsules = a.shared_weight ? 1 : count, more = a.shared_weight ? count : 1;
-  // Unrolled, so that the loads of a thread are under way together.
+  // Unrolled, so that the loads of a thread overlap.
 #pragma unroll 4
   for (int n = gpu::thread(); n < capsules * Tr::dweight / 4; n += gpu::threads()) {
     const PlaneItem<Tr> item(n);
@@ -308,7 +308,7 @@ CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<T
 }
 
 // A block walks over the groups of samples of one part of the batch and the input capsules of one split. Parts are the
-// fast axis of the grid: blocks that read the same weights are neighbours.
+// fast axis of the grid, so blocks that read the same weights are neighbours.
 template <class Tr>
 CAPSFAST_KERNEL(32 * kMostWarps, 1)
 gradient_kernel(GradientArgs a) {
@@ -350,7 +350,7 @@ gradient_kernel(GradientArgs a) {
       if (!a.dweight && !a.dlogits) return;
       gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
-      // Barriers of the next chunk keep its sums from coming here before these are read.
+      // The barriers of the next chunk keep its sums from overwriting these too early.
       if (a.dweight) write_dweight<Tr>(a, sums, tiles, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
         if (a.dlogits) write_dlogits<Tr>(a, memory, tiles, part, i, first, count);

@@ -1,5 +1,5 @@
-// Which kernels of the rows family there are. The lines of the table are spread over files in ../instantiations, so
-// that they compile in parallel.
+// The kernels of the rows family. Files in ../instantiations have the lines of the table, so that they compile in
+// parallel.
 #pragma once
 
 #include <tuple>
@@ -11,7 +11,6 @@ namespace capsfast::cuda::rows {
 struct Kernels {
   std::tuple<gpu::Kernel<AccumulateArgs<false>>, gpu::Kernel<AccumulateArgs<true>>> accumulate;  // [backward]
   gpu::Kernel<GradientArgs> gradient;
-  // Bytes of shared memory of a block.
   int (*accumulate_bytes)(const Inputs&, const Shape&);
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
   int tiles;
@@ -51,8 +50,8 @@ extern template Kernels kernels_with_options<20, 1>(bool);
 extern template Kernels kernels_with_options<24, 2>(bool);
 
 // Sizes: the accumulators are registers, so their number is a constant. 24 tiles take 96 registers for votes and as
-// many for their sum; more do not fit. Calls with options, and those of 11 and 12 output capsules with K above 8, are
-// rare and get by with few sizes and with exact products, which numbers of 16 bits take as well.
+// many for their sum; more do not fit. Calls with options, and calls with 11 or 12 output capsules and K above 8, are
+// rare. They have few sizes and exact products, also for 16-bit numbers.
 //
 //                           per cent of the columns that are padding, at D = 16 and J =
 //   tiles  K up to          1    2    3    4    5    6    7    8    9   10   11   12

@@ -11,20 +11,20 @@
 namespace capsfast::cuda::rows {
 
 struct Size {
-  // Blocks whose sums are one before they go to memory: more would not fit all GPCs.
+  // Blocks that add up their sums before writing to memory. More blocks would not fit all GPCs.
   static constexpr int cluster = 4;
-  // Tiles of samples of a block that accumulates, at most: a weight is read once for so many.
+  // Most tiles of samples of a block in an accumulating pass: a weight is read once for all of them.
   static constexpr int tiles = 8;
-  // And of a block in the gradient pass: V and ds of three iterations, 100 KiB, then stay in the L1 cache beside the
-  // block's shared memory.
+  // Most tiles of a block in the gradient pass: V and ds of three iterations, 100 KiB, then stay in the L1 cache beside
+  // the block's shared memory.
   static constexpr int gradient_tiles = 2;
-  // Of dweight, each as large as the weight, where there are chunks of input capsules for all blocks.
+  // Most partial sums of dweight, each as large as the weight, if there are chunks of input capsules for all blocks.
   static constexpr int parts = 4;
-  // Input capsules of a warp between two barriers, where all warps share them.
+  // Input capsules of a warp between two barriers, if all warps share the input capsules.
   static constexpr int chunk = 2;
 };
 
-// How the passes of a forward, or those of a backward but the last, are launched.
+// How the passes of a forward, or all passes of a backward except the last, are launched.
 struct AccumulatePlan {
   Shape shape;
   Work work;
@@ -37,7 +37,6 @@ struct GradientPlan {
   int64_t parts, splits;  // of the samples and of the input capsules
 };
 
-// A call: its kernels and how they are launched.
 class Launcher {
  public:
   Launcher(const Problem& problem, const Inputs& inputs, bool backward, bool with_coupling, const gpu::Context& context)
@@ -53,8 +52,8 @@ class Launcher {
   const Work& work() const { return plan_.work; }
   bool together() const { return plan_.together && on.cooperative(); }
 
-  // Runs passes [begin, end) of `steps`; see AccumulateArgs. False if `together` and the device refuses it. Nothing was
-  // launched then.
+  // Runs passes [begin, end) of `steps`; see AccumulateArgs. Returns false, without a launch, if `together` and the
+  // device refuses.
   template <bool kBackward, class Steps>
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const AccumulateArgs<kBackward> args{
@@ -71,8 +70,8 @@ class Launcher {
     const int64_t blocks = gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
     const int64_t units = std::max<int64_t>(blocks * on.multiprocessors(), 1);
-    // The fewest rounds of a block, each a chunk for a group of samples. More parts of dweight, which are written, read
-    // and added up, must save an eighth of them.
+    // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save an
+    // eighth of the rounds, because parts are written, read and added up.
     const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
     int64_t fewest = INT64_MAX;
     for (int64_t parts = 1; parts <= most; ++parts) {
@@ -96,8 +95,8 @@ class Launcher {
   }
 
  private:
-  // How a block cuts its work: the largest that fits shared memory. most: tiles of samples at most. deep: a warp may
-  // have several input capsules of a chunk. bytes: what a shape needs.
+  // How a block cuts its work: the largest shape that fits shared memory. most: tiles of samples at most. deep: a warp
+  // may have several input capsules of a chunk. bytes: memory that a shape needs.
   template <class Bytes>
   Shape shape_for(int most, bool deep, const Bytes& bytes) const {
     const int64_t tiles = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
@@ -109,7 +108,7 @@ class Launcher {
         p.u.stride[2] == 1 && whole(p.K) && whole(p.u.stride[0]) && whole(p.u.stride[1]) && starts(p.u.data);
     for (int warps = kMostWarps; warps > 0; warps /= 2) {
       for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
-        // Tiles beyond the batch cost as much as others, so they are an eighth at most.
+        // Tiles beyond the batch cost as much as others, so at most an eighth of the tiles may lie there.
         if (wide > 1 && 8 * wide * divide_up(tiles, wide) > 9 * tiles) continue;
         shape.tiles_log = log_of(wide);
         shape.streams = warps / wide;
@@ -131,11 +130,12 @@ class Launcher {
       return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes(plan.shape))
                          : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
     };
-    // Blocks of a cluster share the input capsules of a unit, so there must be enough for all.
+    // Blocks of a cluster share the input capsules of a unit, so there must be enough input capsules.
     const bool enough = pairs >= Size::cluster * plan.shape.chunk * on.multiprocessors();
     plan.cluster = on.clusters() && enough ? Size::cluster : 1;
     int64_t units = most(plan.cluster);
-    // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has none.
+    // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has no
+    // clusters.
     if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors() * 7) {
       plan.cluster = 1;
       units = most(1);

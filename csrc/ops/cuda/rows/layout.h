@@ -8,10 +8,10 @@
 //    sample 8     x2  x3 |       |       |
 //
 // Columns are dealt out so that a lane has every component of its output capsules. Four output capsules take a group of
-// eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of capsule j = 4 G + quad. Two that are
-// left over take four tiles, and neighbouring lanes share one: j = 4 G + quad / 2, d = 4 t + 2 (quad % 2) + e. So dot
-// products over d need no exchange (within a pair of lanes one shuffle), a coupling is already where the weighted sum
-// wants it, and the softmax over j takes two shuffles.
+// eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of capsule j = 4 G + quad. A rest of two
+// output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad / 2, d = 4 t + 2 (quad % 2) + e. So
+// dot products over d need no exchange (or one shuffle between two lanes), the weighted sum finds each coupling in its
+// lane, and the softmax over j takes two shuffles.
 //
 // The products with W take their k in the order 0 2 4 6 1 3 5 7, for which a lane's operands are neighbours in memory.
 #pragma once
@@ -40,22 +40,24 @@ constexpr int kSamples = 16;   // of a warp
 constexpr int kStep = 8;       // components k of a pose that one product takes; K is padded to whole steps
 constexpr int kMostWarps = 8;  // of a block: 255 registers a thread leave a multiprocessor no more
 
-// A plane is what one part of a weight has of two neighbouring tiles, 16 columns, and of the eight k of a step: floats.
+// A plane: the floats of one part of a weight for two neighbouring tiles, 16 columns, and the eight k of a step.
 constexpr int kPlane = 16 * kStep;
 
-// Where a plane has column n of both tiles for k = 2 kp and 2 kp + 1: four neighbours, the first tile's two first.
-// Eight lanes read neighbouring n and all kp at once in one product, every other n and two kp in another. The order
-// keeps both in different banks.
+// Where a plane has column n of both tiles for k = 2 kp and 2 kp + 1: four neighbours, first the two of the first tile.
+// In one product eight lanes read neighbouring n and all kp at once, in another every other n and two kp. This order
+// keeps the lanes in different banks in both products.
 CAPSFAST_DEVICE int in_plane(int n, int kp) {
   return 4 * (8 * (n / 2) + 2 * (n / 2 ^ (2 * (n % 2) + kp / 2)) + kp % 2);
 }
 
-// The options that a kernel is compiled for. plain: softmax "out", no masks, no logits, no leaky entry, no gradient or
-// output of the coupling: its loop has no option to look at. any: softmax "out" with them. in: softmax "in", with them.
+// The options that a kernel is compiled for. plain: softmax "out" without masks, logits, leaky entry, and gradient or
+// output of the coupling, so its loop tests no option. any: softmax "out" with all options. in: softmax "in" with all
+// options.
 enum class Options : int { plain, any, in };
 
-// What a kernel is compiled for. kTiles: of votes. kSteps: of a product, for K up to 8 kSteps. kExact: float32 numbers
-// are split into two TF32 parts, three products of which are as accurate as one of float32; else one product is taken.
+// What a kernel is compiled for. kTiles: tiles of votes. kSteps: steps of a product, for K up to 8 kSteps. kExact:
+// splits float32 numbers into two TF32 parts; three TF32 products are as accurate as a float32 product. Else one
+// product.
 template <int kTiles, int kSteps, bool kExact, Options kOptions>
 struct Rows {
   static constexpr int tiles = kTiles, steps = kSteps;
@@ -63,7 +65,7 @@ struct Rows {
   static constexpr int groups = kTiles / 8;  // of four output capsules
   static constexpr bool paired = kTiles % 8 != 0;
   static constexpr int slots = groups + (paired ? 1 : 0);  // output capsules of a lane, for each of its two samples
-  static constexpr int outputs = kTiles / 2;               // output capsules with those of padding
+  static constexpr int outputs = kTiles / 2;               // output capsules with padding
   static_assert(kTiles % 8 == 0 || kTiles % 8 == 4);
 
   // A weight in shared memory: [pairs of tiles][steps][parts][kPlane], dweight [pairs][steps][kPlane]; see in_plane().
@@ -76,7 +78,7 @@ struct Rows {
   static constexpr int vectors = kTiles * 128;
 };
 
-// The lane's elements of 16 x 8 votes, or of a sum of them; as they are loaded and stored, 16 bytes at once.
+// The lane's elements of 16 x 8 votes, or of a sum of votes; and four elements that are loaded or stored at once.
 using Accumulator = float[4];
 using Four = Run<float, 4>;
 
@@ -85,20 +87,20 @@ CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
   unrolled<4>([&](int n) { sum[n] += x.value[n]; });
 }
 
-// A thread's warp in its block, its lane and that in the fragment.
+// A thread's warp in its block, its lane, and the group and quad of the lane in the fragment.
 struct ThreadCoord {
   int warp, lane, group, quad;
 };
 
 CAPSFAST_DEVICE ThreadCoord thread_coord() {
-  // Unsigned, as the compiler divides these by a shift alone.
+  // Unsigned, because the compiler divides unsigned numbers by a single shift.
   const unsigned thread = static_cast<unsigned>(gpu::reread_thread_idx()), lane = thread % 32;
   return {
       static_cast<int>(thread / 32), static_cast<int>(lane), static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
 }
 
-// Output capsule of a slot, and whether this lane alone stands for it in sums over lanes: the second of two lanes that
-// share a capsule does not, nor does one whose capsule is padding.
+// The output capsule of a slot, and whether this lane counts it in sums over lanes. Not counted: padding, and the
+// second of two lanes that share a capsule.
 template <class Tr>
 CAPSFAST_DEVICE int output_of(const ThreadCoord& at, int slot) {
   return slot < Tr::groups ? 4 * slot + at.quad : 4 * Tr::groups + at.quad / 2;
@@ -108,7 +110,7 @@ CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
   return output_of<Tr>(at, slot) < J && (slot < Tr::groups || at.quad % 2 == 0);
 }
 
-// The slots for which this lane stands, as bits.
+// The slots that this lane counts, as bits.
 template <class Tr>
 CAPSFAST_DEVICE unsigned standing(const ThreadCoord& at, int J) {
   unsigned slots = 0;

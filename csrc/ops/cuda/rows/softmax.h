@@ -9,13 +9,13 @@
 
 namespace capsfast::cuda::rows {
 
-// What a score is of: samples b0 + group and b0 + group + 8, input capsule i.
+// The place of a score: samples b0 + group and b0 + group + 8, input capsule i.
 struct ScoreCoord {
   int b0, i;
   CAPSFAST_DEVICE int64_t sample(const ThreadCoord& at, int row) const { return b0 + at.group + 8 * row; }
 };
 
-// Writes scores to [B, I, J], those of the columns for which this lane stands.
+// Writes scores to [B, I, J], for the columns that this lane counts.
 template <class Tr>
 CAPSFAST_DEVICE void write_scores(const Inputs& in, const Operand& to, const ThreadCoord& at, const ScoreCoord& of,
                                   const Scores<Tr>& x) {
@@ -26,8 +26,8 @@ CAPSFAST_DEVICE void write_scores(const Inputs& in, const Operand& to, const Thr
   });
 }
 
-// The options of the scores: adds logits to b, or makes it -inf where an input or output capsule is masked; adds
-// dcoupling, if it is wanted, to dc, or makes that 0.
+// The options of the scores: adds logits to b and dcoupling, if wanted, to dc. For a masked input or output capsule
+// makes b -inf and dc 0.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void apply_options(const Inputs& in, const Operand& dcoupling, bool with_dcoupling,
                                    const ThreadCoord& at, const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
@@ -55,8 +55,8 @@ CAPSFAST_DEVICE float quad_max(float x) {
   return std::fmax(x, gpu::shuffle_xor(x, 2));
 }
 
-// Logits that are all within +-kNear need no maximum taken off before exp(): neither it, nor a sum of twelve, nor its
-// product with a gradient as small as 1e-25 overflows or becomes 0.
+// Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of twelve, and its
+// product with a gradient as small as 1e-25 neither overflow nor become 0.
 constexpr float kNear = 30.0f;
 
 // Softmax over the output capsules: replaces b by c times `times` and, in the backward, dc by db = c (dc - sum_j c dc)
@@ -72,7 +72,7 @@ CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Sco
       unrolled<Tr::slots>([&](int slot) { m = counts >> slot & 1 ? std::fmax(m, b[slot][row]) : m; });
       m = quad_max(m);
       if constexpr (!Tr::plain) leak[row] = exponential(-m);
-      // Only the logit of padding can exceed the maximum. Its coefficient may be anything but NaN.
+      // Only the logit of padding can exceed the maximum. The coefficient of padding may be any number but not NaN.
       unrolled<Tr::slots>([&](int slot) {
         const float x = b[slot][row] - m;
         b[slot][row] = x > 0.0f ? 0.0f : x;
@@ -122,15 +122,15 @@ CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& no
   });
 }
 
-// What a warp has of a segment. For a softmax over the input capsules whose normaliser is not known yet, c = exp(b -
-// max) / total after the input capsules so far.
+// The sums of a warp over a segment. For a softmax over the input capsules with unknown normaliser, c = exp(b - max) /
+// total after the input capsules so far.
 template <class Tr>
 struct Accumulation {
   Accumulator sum[Tr::tiles];
   Scores<Tr> max, total;
 };
 
-// `max` is replaced only when b exceeds it by more than this. exp(8) is small enough for sums in float, and so they are
+// `max` is replaced only if b exceeds it by more than this. exp(8) is small enough for sums in float, and sums are
 // hardly ever rescaled after the first input capsules.
 constexpr float kSlack = 8.0f;
 

@@ -1,6 +1,6 @@
-// Weights and poses of a few input capsules, a chunk, on their way to a block's shared memory: first as they are in
-// memory, by asynchronous copies that run while the chunk before is worked on, then in the order and the type in which
-// the products read them, weights split into TF32 parts once for all warps.
+// Brings weights and poses of a few input capsules, a chunk, to a block's shared memory. Asynchronous copies of the raw
+// bytes run while the block works on the chunk before. Then the bytes are converted to the order and type that the
+// products read; weights are split into TF32 parts once for all warps.
 #pragma once
 
 #include "../params.h"
@@ -11,7 +11,7 @@ namespace capsfast::cuda::rows {
 // How a block cuts its work, chosen by launch.h.
 struct Shape {
   int tiles_log;  // base 2, of the tiles of 16 samples that a block has
-  int streams;    // warps that share a tile, each with input capsules of its own
+  int streams;    // warps that share a tile; each has other input capsules
   int chunk;      // input capsules that are in shared memory at a time, a multiple of `streams`
   bool weight_in_pieces, poses_in_pieces;  // may be copied in pieces of 16 bytes
 
@@ -25,7 +25,7 @@ struct Shape {
 template <class Tr>
 struct ChunkMemory {
   int weight = 0, poses;         // Tr::weight and tiles x Tr::poses floats for each input capsule
-  int weight_bytes, pose_bytes;  // of an input capsule, and of a sample, as they are copied; a weight in whole pieces
+  int weight_bytes, pose_bytes;  // raw bytes of an input capsule, and of a sample; a weight has whole pieces
   int raw_weight, raw_poses;     // [chunk][weight_bytes], [chunk][samples][pose_bytes]
   int end;
 
@@ -40,14 +40,14 @@ struct ChunkMemory {
 
 // Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
 // not have, which leaves about 22 bits of x. Rounding in integers may turn a NaN into a number, but then low is NaN, so
-// no NaN is lost. to_tf32() takes twice as long, as it looks for NaN first.
+// no NaN is lost. to_tf32() looks for NaN first and takes twice as long.
 CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
   high = float_of_bits((bits_of_float(x) + 0x1000u) & 0xFFFFE000u);
   low = x - high;
 }
 
-// The n-th four elements of weights, or gradients of weights, [capsules][Tr::pairs][Tr::steps][32 lanes]: of a column
-// in each of two tiles, components k and k + 1. place: of these in the gradient of their input capsule.
+// The n-th four elements of weights, or gradients of weights, [capsules][Tr::pairs][Tr::steps][32 lanes]: components k
+// and k + 1 of a column in each of two tiles. place: their index in the gradient of the input capsule.
 template <class Tr>
 struct PlaneItem {
   int capsule, pair, k, n, place;
@@ -76,8 +76,9 @@ class Chunk {
     return ((capsule << shape.tiles_log) + tile) * Tr::poses;
   }
 
-  // Calls f(i, count) for the chunks of the input capsules [begin, end) when they are in shared memory, for the samples
-  // from b0 on. All threads of the block call it. Begins with a barrier, and there are two before each chunk.
+  // Calls f(i, count) for each chunk of the input capsules [begin, end) when it is in shared memory, for the samples
+  // from b0 on. All threads of the block must call walk(). It begins with a barrier, and has two barriers before each
+  // chunk.
   template <class F>
   CAPSFAST_DEVICE void walk(int b0, int begin, int end, const F& f) const {
     const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
@@ -108,7 +109,7 @@ class Chunk {
   }
 
   // Starts copying rows of `length` elements to byte `to` of shared memory: element n of row r is first + r stride + n
-  // step of the tensor. What does not fit pieces of 16 bytes is copied at once.
+  // step of the tensor. Elements that do not fit pieces of 16 bytes are copied synchronously.
   static CAPSFAST_DEVICE void start_rows(const Operand& from, int64_t first, int rows, int64_t stride, int length,
                                          int64_t step, bool in_pieces, int to) {
     const int size = element_bytes(from.storage);
@@ -134,7 +135,7 @@ class Chunk {
     }
   }
 
-  // Turns the copies of start(), for which every thread has waited, into what the products read.
+  // Converts the copies of start() for the products. Every thread must have waited for its copies.
   CAPSFAST_DEVICE void convert(int b0, int i, int count) const {
     if ((Tr::exact && Tr::plain) || in.u.storage == Storage::f32) {
       convert_weight<float>(count);
@@ -194,7 +195,7 @@ class Chunk {
     }
   }
 
-  // Poses that are not there or masked become 0, whatever they hold.
+  // Poses of absent samples and masked poses become 0, even if they hold NaN.
   template <class E>
   CAPSFAST_DEVICE void convert_poses(int b0, int i, int count) const {
     const int K = static_cast<int>(in.K);

@@ -5,7 +5,7 @@
 
 namespace capsfast::cuda::rows {
 
-// c += a b, or with from_zero c = a b, of numbers in two parts, or in one.
+// c += a b, or with from_zero c = a b, for numbers in two parts or in one.
 template <class Tr>
 CAPSFAST_DEVICE void multiply(bool from_zero, Accumulator& c, const float (&a_high)[4], const float (&a_low)[4],
                               const float (&b_high)[2], const float (&b_low)[2]) {
@@ -48,7 +48,7 @@ CAPSFAST_DEVICE void make_votes(const Chunk<Tr>& chunk, int capsule, int tile, c
 template <class Tr>
 using Scores = float[Tr::slots][2];
 
-// Makes votes of masked input capsules 0, whatever the weight holds. Not of plain kernels.
+// Makes votes of masked input capsules 0, even if the weight holds NaN. Not in plain kernels.
 template <class Tr>
 CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
                                  Accumulator (&votes)[Tr::tiles]) {
@@ -62,15 +62,15 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCo
   gpu::warp_barrier();  // products follow, which take the whole warp
 }
 
-// This lane's elements of the vectors of 16 samples, from its first on, which is element `from`: four for each tile,
-// one behind the other.
+// This lane's elements of the vectors of 16 samples; its first is element `from`. Four for each tile, one tile after
+// the other.
 template <class Tr>
 CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vectors, int64_t from,
                                                  const ThreadCoord& at) {
   return {&vectors[from], Tr::vectors - at.lane * 4};
 }
 
-// dots = votes . vectors, which are of lane_vectors(). The first kKept of these are left in `kept`.
+// dots = votes . vectors, where vectors come from lane_vectors(). Leaves the first kKept vectors in `kept`.
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<const float>& vectors, Scores<Tr>& dots,
                          Four* kept = nullptr) {
@@ -89,7 +89,7 @@ CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<con
     unrolled<2>([&](int row) { dots[Tr::groups][row] += gpu::shuffle_xor(dots[Tr::groups][row], 1); });
 }
 
-// to += coefficients times vectors, which are as in dot(), in their order.
+// to += coefficients times vectors, with vectors and their order as in dot().
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
                                  Accumulator (&to)[Tr::tiles], const Four* kept = nullptr) {

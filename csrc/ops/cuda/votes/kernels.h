@@ -1,6 +1,6 @@
-// The votes family: routing of given votes with the softmax over the output capsules. A cluster of blocks copies the votes of a
-// sample into its shared memory once, and runs all passes of a forward or backward on them there. Each block has some
-// of the input capsules; what it has summed up goes to memory, and the updates of steps.h follow, for this sample.
+// The votes family: routing of given votes with the softmax over the output capsules. A cluster of blocks copies the
+// votes of a sample into its shared memory once, and runs all passes of a forward or backward there. Each block has
+// some of the input capsules and writes its sums to memory; then the updates of steps.h follow, for this sample.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ template <bool kBackward>
 struct RoutingArgs {
   std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
   Cut cut;
-  bool gradient_last;  // of the backward, as what follows
+  bool gradient_last;  // backward only, like the next fields
   Operand dvotes;      // [B, I, J, D], contiguous, written
   Operand dlogits;     // [B, I, J], written
 };
@@ -31,7 +31,7 @@ CAPSFAST_HOST_DEVICE int64_t shared_bytes(const Inputs& in, const Cut& cut, int6
   return votes_bytes<Tr>(in, cut) + 4 * in.J * in.D * (rows > 2 * terms ? rows : 2 * terms);
 }
 
-// The lane that has output capsule (j + ahead) mod J of the same row. ahead <= J.
+// The lane with output capsule (j + ahead) mod J of the same row. ahead <= J.
 template <class Tr>
 CAPSFAST_DEVICE int lane_ahead(const ThreadCoord<Tr>& at, int ahead) {
   const int to = gpu::thread() % 32 + ahead * at.step;
@@ -44,7 +44,7 @@ CAPSFAST_DEVICE float row_max(const ThreadCoord<Tr>& at, int J, float x) {
   for (int span = 1; span < J; span *= 2) x = std::fmax(x, gpu::shuffle(x, lane_ahead(at, span)));
   return x;
 }
-// `run` is the sum over 1, 2, 4, ... output capsules from j on. That over all J is made of those whose lengths are the
+// `run` is the sum over 1, 2, 4, ... output capsules from j on. The sum over all J adds the runs whose lengths are
 // binary digits of J.
 template <class Tr>
 CAPSFAST_DEVICE float row_sum(const ThreadCoord<Tr>& at, int J, float x) {
@@ -88,8 +88,8 @@ CAPSFAST_DEVICE Coupled couple(const Inputs& in, const ThreadCoord<Tr>& at, cons
   return {e * scale, e * scale * (dc - row_sum(at, J, e * dc) * scale)};
 }
 
-// Calls f(row, mine) for the rows of this thread, the same number of times in all lanes of a warp. Without a row of its
-// own (`mine` is false) a lane is told another that is there, whose votes it must not read: that warp may be ahead.
+// Calls f(row, mine) for the rows of this thread, the same number of times in all lanes of a warp. A lane without a row
+// (`mine` is false) gets another valid row. It must not read the votes of that row: the warp of the row may be ahead.
 template <class Tr, class F>
 CAPSFAST_DEVICE void for_rows(const ThreadCoord<Tr>& at, int count, const F& f) {
   for (int first = at.first; first < count; first += at.rows) {
@@ -220,7 +220,7 @@ struct Kernels {
   int (*rows_of_warp)(const Inputs&);
 };
 
-// Eight components a lane where D is 8, else 16. Each type has a file ../instantiations/<type>.cu.
+// A lane has eight components if D is 8, else 16. Each type has a file ../instantiations/<type>.cu.
 template <class E>
 Kernels kernels_for(int64_t D) {
   using Few = Traits<E, 8>;

@@ -9,8 +9,8 @@
 
 namespace capsfast::cuda::votes {
 
-// A call: its kernels and how they are launched. `serves` is false if no cluster holds a sample; then nothing else of
-// it may be used.
+// A call: its kernels and how they are launched. `serves` is false if no cluster holds a sample; then no other member
+// may be used.
 class Launcher {
  public:
   Launcher(const Problem& problem, const Inputs& inputs, bool backward, const gpu::Context& context)
@@ -21,8 +21,8 @@ class Launcher {
               : p.gradient_last ? 1
                                 : p.iterations),
         kernels(kernels_of(problem)) {
-    // The device may refuse a cluster: an instance of a partitioned GPU may be too small for it, and kernels that were
-    // compiled for an older architecture have none.
+    // The device may refuse a cluster: an instance of a partitioned GPU may be too small, and kernels that were
+    // compiled for an older architecture have no clusters.
     for (int64_t most = on.clusters() ? kMostBlocks : 1; most > 0; most = cut.cluster / 2) {
       cut = cut_for(most);
       if (cut.cluster < 2 || max_active_clusters(backward) > 0) break;
@@ -47,7 +47,7 @@ class Launcher {
   }
 
  private:
-  static constexpr int64_t kMostBlocks = 8;  // of a cluster: every device with clusters has so many
+  static constexpr int64_t kMostBlocks = 8;  // of a cluster: every device with clusters allows this many
   static constexpr int kThreads = 256;       // of a block, if a multiprocessor runs two, else twice as many
 
   static Kernels kernels_of(const Problem& p) {
@@ -63,8 +63,8 @@ class Launcher {
 
   int64_t bytes(const Cut& of) const { return kernels.shared_bytes(in, of, terms); }
 
-  // The smallest cluster whose blocks fit a multiprocessor twice, so that one computes while the other waits for its
-  // votes, or if there is none the smallest. Where multiprocessors would be idle it is larger, as long as a thread has
+  // The smallest cluster of which a multiprocessor holds two blocks, so that one computes while the other waits for its
+  // votes. If there is none, the smallest that fits. Larger if multiprocessors would be idle, as long as a thread has
   // more than one row.
   Cut cut_for(int64_t most) const {
     Cut chosen{};
@@ -85,7 +85,7 @@ class Launcher {
     return chosen;
   }
 
-  // As many as have input capsules, in whole warps.
+  // Whole warps, as many as have input capsules.
   int threads_for(int64_t capsules, int most) const {
     return static_cast<int>(std::min<int64_t>(32 * divide_up(capsules, kernels.rows_of_warp(in)), most));
   }

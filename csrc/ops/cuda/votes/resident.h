@@ -1,8 +1,9 @@
-// How a block of the votes family holds the votes of some input capsules of a sample: all of them in shared memory, one
-// of each warp's in registers.
+// How a block of the votes family holds the votes of some input capsules of a sample: all votes in shared memory, one
+// row at a time in registers.
 //
-// A lane has kElements neighbouring components of a vote, J D / kElements lanes a row: the votes of an input capsule. A
-// warp has as many whole rows at a time as it has lanes for, so the softmax over the output capsules stays within it.
+// A row is the votes of an input capsule. A lane has kElements neighbouring components of a vote, so a row takes J D /
+// kElements lanes. A warp has as many whole rows at a time as fit its lanes, so the softmax over the output capsules
+// stays within a warp.
 #pragma once
 
 #include <cmath>
@@ -29,15 +30,14 @@ struct Traits {
   using Elements = float[kElements];
 };
 
-// How many rows a warp has at a time.
 template <class Tr>
 CAPSFAST_HOST_DEVICE int rows_of_warp(const Inputs& in) {
   return 32 / static_cast<int>(in.J * in.D / Tr::elements);
 }
 
-// A thread's place: component d and the ones behind it of output capsule j, in row `row` of the block and those that
-// are `rows` further on. Lanes that are left over (`mine` is false) repeat the work of others, so that they can take
-// part in shuffles, and write nothing.
+// A thread's place: components from d on of output capsule j, in row `row` of the block and then in every `rows`-th
+// row. Lanes that are left over (`mine` is false) repeat the work of others, so that they can take part in shuffles,
+// and write nothing.
 template <class Tr>
 struct ThreadCoord {
   int j, d, row, rows;
@@ -60,20 +60,20 @@ struct ThreadCoord {
     rows = gpu::threads() / 32 * in_warp;
   }
 
-  // Whether this lane writes what a vote has one of, such as its coupling coefficient.
+  // Whether this lane writes numbers that a vote has once, such as its coupling coefficient.
   CAPSFAST_DEVICE bool leads() const { return mine && d == 0; }
 };
 
-// Where piece n, 16 bytes, of what a lane has of a row is kept in shared memory, as an index of pieces; lane = row *
-// segment + place. Neighbouring lanes read their n-th pieces at the same time: if all had the same order, these would be
-// in the same banks.
+// Where shared memory keeps piece n (16 bytes) of a lane's part of a row, as an index of pieces; lane = row * segment +
+// place. Neighbouring lanes read their n-th pieces at the same time. If all lanes had the same order, the pieces would
+// be in the same banks.
 template <int kPieces>
 CAPSFAST_DEVICE int turned(int lane, int n) {
   return lane * kPieces + (n ^ (lane * kPieces / 8 % kPieces));
 }
 
-// Votes [count, J, D] in the block's shared memory, from byte 0 on. A warp copies its own rows, and no other warp reads
-// them.
+// Votes [count, J, D] in the block's shared memory, from byte 0 on. A warp copies its own rows; no other warp reads
+// these rows.
 template <class Tr>
 class ResidentVotes {
   using E = typename Tr::Type;
@@ -83,7 +83,8 @@ class ResidentVotes {
   CAPSFAST_DEVICE ResidentVotes(const Inputs& inputs, const ThreadCoord<Tr>& coord, int capsules)
       : in(inputs), at(coord), count(capsules), memory_(gpu::shared<E>(0, count * at.segment * Tr::elements)) {}
 
-  // Input capsules [begin, begin + count) of sample b. Those that are masked become 0, whatever their votes hold.
+  // Copies input capsules [begin, begin + count) of sample b. Votes of masked input capsules become 0, even if they
+  // hold NaN.
   CAPSFAST_DEVICE void copy(const Cut& cut, int64_t b, int64_t begin) const {
     const Operand& from = in.matrix;
     const int D = static_cast<int>(in.D);
@@ -105,7 +106,7 @@ class ResidentVotes {
     gpu::warp_barrier();
   }
 
-  // This lane's components of the votes of a row, or 0 if that is not `mine`.
+  // This lane's components of the votes of a row, or 0 if the row is not `mine`.
   CAPSFAST_DEVICE void read(int row, bool mine, typename Tr::Elements& votes) const {
 #pragma unroll
     for (int n = 0; n < Tr::pieces; ++n) {
@@ -115,7 +116,7 @@ class ResidentVotes {
       for (int k = 0; k < Tr::piece; ++k) votes[n * Tr::piece + k] = widened(piece.value[k]);
     }
   }
-  // Puts other numbers in their place.
+  // Overwrites these components.
   CAPSFAST_DEVICE void write(int row, const typename Tr::Elements& votes) const {
 #pragma unroll
     for (int n = 0; n < Tr::pieces; ++n) {
@@ -141,7 +142,7 @@ class ResidentVotes {
   const int count;
 
  private:
-  // Calls f(i, n, place) for this lane's share of the pieces of the warp's rows: elements n and on of input capsule i.
+  // Calls f(i, n, place) for this lane's share of the pieces of the warp's rows: elements from n on of input capsule i.
   template <class F>
   CAPSFAST_DEVICE void for_pieces(int64_t begin, const F& f) const {
     for (int row = at.row; row < count && at.mine; row += at.rows) {
@@ -160,7 +161,7 @@ class ResidentVotes {
 
 using Four = Run<float, 4>;
 
-// This lane's components of a vector of its output capsule, of sample b in vectors [B, J, D]; 0 if there are none.
+// This lane's components of the vector of its output capsule in sample b, from vectors [B, J, D]; 0 if absent.
 template <class Tr>
 CAPSFAST_DEVICE void read_vector(const Inputs& in, const ThreadCoord<Tr>& at, const Global<const float>& vectors,
                                  int64_t b, typename Tr::Elements& to) {
@@ -180,7 +181,7 @@ struct StagedVectors {
   Shared<float> memory;
   int vectors;  // J D
 
-  // Vector n = that of sample b in `from`, or 0.
+  // Vector n = the vector of sample b in `from`, or 0.
   CAPSFAST_DEVICE void stage(int n, const Global<const float>& from, int64_t b) const {
     for (int m = gpu::thread(); m < vectors / 4; m += gpu::threads())
       memory.write(n * vectors + 4 * turned<pieces>(m / pieces, m % pieces),
