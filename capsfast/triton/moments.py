@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..arguments import PassParameters
 from ..options import PassOptions
+from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call, Scores
 from .passes import Given
-from .routing import aligned, zeros
+from .routing import aligned, logits_gradient, zeros
 
 
 class Through(NamedTuple):
@@ -166,21 +167,23 @@ def backward(
     uniform = call.uniform_start and not need_activation
     through = Through(state, dcoupling, norms._replace(rows=_rows(call, parameters.lse)), beside)
     launched = I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse)
-    sweep = passes.sweep(call, True, _summed(call, need_scores), launched)
-    if sweep.rows and not uniform:
-        rows = call.new(B, I, 4)
-        through = through._replace(norms=norms._replace(rows=rows))
-        if sweep.row_norm:
-            passes.row_norm(call, state, dcoupling, rows, True, beside)
-    of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
-    found: tuple[Tensor | None, ...] = (None,) * 5
+    pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
+    terms = call.new_pairs(torch.float32) if launched and need_activation else None
+    of_scores = _score_gradients(call, through, dfirst, saved, need_scores, pairs, terms)
+    dx = dweight = dlogits = dactivation = drow = None
     if launched:
-        dactivation = call.new(B, I) if need_activation else None
-        drow = call.new(B, I) if need_lse else None
-        dx, dweight, dlogits = passes.gradient(
-            call, sweep.kernel, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
-        )
-        found = (dx, dweight, dlogits, dactivation, drow)
+        if need_x or need_weight:
+            dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dsecond)
+            dweight = None if parts is None else passes.add_up(call, parts)
+        if need_logits:
+            assert pairs is not None
+            dlogits = logits_gradient(call, pairs)
+        if terms is not None:
+            dactivation = _over_outputs(call, terms)
+        if need_lse:
+            assert pairs is not None
+            drow = -_over_outputs(call, pairs[0, ..., 1])
+    found = (dx, dweight, dlogits, dactivation, drow)
     gradients = (*found[:2], *of_scores, *found[2:])
     return tuple(
         zeros(call, tensor, wanted) if gradient is None else gradient.to((call.x if tensor is None else tensor).dtype)
@@ -214,6 +217,12 @@ def _inward_total(
     return total
 
 
+def _over_outputs(call: Call, pairs: Tensor) -> Tensor:
+    """The sums over j of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    found = pairs.sum(2)
+    return found if call.positions is None else to_samples(found)
+
+
 def _summed(call: Call, needed: list[bool]) -> bool:
     """Whether a gradient of the scores is a sum over the input capsules."""
     assert call.scores is not None
@@ -223,9 +232,16 @@ def _summed(call: Call, needed: list[bool]) -> bool:
 
 
 def _score_gradients(
-    call: Call, through: Through, dfirst: Tensor | None, saved: tuple[Tensor, ...], needed: list[bool]
+    call: Call,
+    through: Through,
+    dfirst: Tensor | None,
+    saved: tuple[Tensor, ...],
+    needed: list[bool],
+    pairs: Tensor | None,
+    terms: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed."""
+    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed. Fills pairs and terms, as
+    accumulate_gradient does."""
     assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
@@ -238,9 +254,16 @@ def _score_gradients(
             dcenter -= mass[:, :, None] * dfirst
         if through.given.second is not None:
             dcenter -= 2 * through.given.second * first
+    partial = None
     if _summed(call, needed):
         wanted = (need_prior or (need_center and query is not None), need_precision)
-        sums = passes.update_moments(call, passes.accumulate_gradient(call, *through, wanted))
+        partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
+    if partial is not None or pairs is not None:
+        state, dcoupling, norms, given = through
+        kept = None if pairs is None else pairs[0]
+        passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
+    if partial is not None:
+        sums = passes.update_moments(call, partial)
         dquery, dprior = sums.first, sums.mass
         if sums.second is not None:
             dprecision = -0.5 * sums.second

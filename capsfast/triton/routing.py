@@ -8,7 +8,6 @@ from torch import Tensor
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call
-from .passes import NOTHING
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,34 +69,25 @@ def backward(
         delta[-1] = call.over_inputs(coupling.float() * dcoupling)
 
     start = 0 if call.agreement else r - 1
-    first_varied = max(start, 1) if call.uniform_start else start
-    summed = start == 0 and r > 1
+    uniform = start == 0 and call.uniform_start
+    first = start + uniform  # of the iterations whose couplings differ
     need_x, need_weight, need_logits, need_bias = needed
-    sweep = passes.sweep(call, start == r - 1, summed, need_x or need_weight or need_logits)
-    rows = call.new(r, B, I, 4) if sweep.rows else None
-    norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
-
-    def norms_of(t: int) -> Norms:
-        return Norms(*(None if each is None else each[t] for each in norms))
-
-    def of_last(t: int) -> Tensor | None:
-        return dcoupling if t == r - 1 else None
-
-    def row_norm(t: int) -> None:
-        if rows is not None and t >= first_varied and (sweep.row_norm or t == 0):
-            passes.row_norm(call, state[:, :, t], of_last(t), rows[t], True)
-
-    row_norm(r - 1)
-    if summed:
-        G: Tensor | None = None
-        for t in range(r - 1, 0, -1):
-            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
+    pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
+    norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
+    G: Tensor | None = None
+    for t in range(r - 1, -1, -1):
+        sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
+        kept = None if pairs is None or t < first else pairs[t - first]
+        if sums is not None or kept is not None:
+            of_t = Norms(*(None if each is None else each[t] for each in norms))
+            of_last = dcoupling if t == r - 1 else None
+            passes.accumulate_gradient(call, state[:, :, t], of_last, of_t, kept, sums)
+        if sums is not None:
+            partial = sums.first
             if G is None:
                 # What the first of these passes adds is added to its own last part, which needs no zeros.
                 G, partial = partial[-1], partial[:-1]
-            before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial, G, s[t - 1], before)
-            row_norm(t - 1)
+            passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
     dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
@@ -105,16 +95,26 @@ def backward(
         dx, dweight, dlogits = (
             zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )
-    elif need_x or need_weight or need_logits:
-        uniform = start == 0 and call.uniform_start
-        found = passes.gradient(call, sweep.kernel, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
-        dx, dweight, dlogits = (
-            new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
-        )
+    else:
+        if need_x or need_weight:
+            found, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight))
+            dx = dx if found is None else found
+            dweight = dweight if parts is None else passes.add_up(call, parts)
+        if need_logits:
+            assert pairs is not None
+            dlogits = logits_gradient(call, pairs)
     if need_bias:
         assert call.bias is not None
         dbias = state[:, :, start:, 1].sum((0, 2)).to(call.bias.dtype)
     return dx, dweight, dlogits, dbias
+
+
+def logits_gradient(call: Call, pairs: Tensor) -> Tensor:
+    """The sum of db, from pairs [T, B, I, J, 2], over iterations and, for logits [I, J], over samples."""
+    assert call.logits is not None
+    db = pairs[..., 1]
+    over = (0, 1, *range(4, db.dim())) if call.shared_logits else (0,)
+    return db.sum(over).to(call.logits.dtype)
 
 
 def _given(call: Call) -> tuple[Tensor | None, ...]:
