@@ -15,6 +15,8 @@ from ._torch import constant_while_tracing
 MINIMUM_TRITON = (3, 6)
 # The first GPUs with TF32 and bfloat16 tensor cores.
 MINIMUM_CAPABILITY = (8, 0)
+# AMD's architectures whose matrix instructions the compiled kernels use. No kernel ran on one yet.
+AMD = ("gfx90a", "gfx942", "gfx950")
 # A tile holds whole output capsules of 16 samples: longer ones don't fit the shared memory of all these GPUs.
 LARGEST_D = 512
 # All rows of a pose matrix lie in one tile. One of 64 rows would be multiplied by four warps together (wgmma).
@@ -35,8 +37,8 @@ def why_no_triton() -> str:
 
 
 _NO_DEVICE = (
-    "there is no CUDA device that this torch can use (TRITON_INTERPRET=1, set before the start, runs the kernels "
-    "on the CPU for tests)"
+    "there is no CUDA device that this torch can use, nor one of ROCm (TRITON_INTERPRET=1, set before the start, runs "
+    "the kernels on the CPU for tests)"
 )
 
 
@@ -44,8 +46,6 @@ _NO_DEVICE = (
 def _why_not_installed() -> str:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (it comes with the CUDA builds of torch)"
-    if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs, this torch is for AMD's"
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # a build of Triton under another name
@@ -64,6 +64,9 @@ def too_old_for_triton(device: torch.device) -> str:
 
 @functools.cache
 def _too_old(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return "" if name in AMD else f"it needs an AMD GPU of {', '.join(AMD)}, {device} is {name}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MINIMUM_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or newer, {device} has {major}.{minor}"

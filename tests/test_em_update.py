@@ -119,16 +119,9 @@ def test_some_gradients(by: By) -> None:
 @on_every_backend
 def test_repeats_and_strides_give_the_same_bits(by: By) -> None:
     case = problem(by, (70, 9, 16) if by in CPP else (5, 4, 9), last=1, masked=True)
-    # The second call of a signature repeats the launches of the first one.
+    # The second call of a signature runs the plan of the first one.
     found = [run(by[0], *case, HELD, laid=laid) for laid in (Tensor.clone, Tensor.clone, turned, turned)]
     assert all(torch.equal(other[name], value) for other in found for name, value in found[0].items())
-    if by not in CPP:
-        from capsfast.triton import em_update as kernels
-        from capsfast.triton import replay
-
-        own = {function.__wrapped__ for function in (kernels.forward, kernels.backward)}
-        recordings = [recording for key, recording in replay._recordings.items() if key[0] in own]
-        assert replay.why_not() or (recordings and not any(isinstance(each, str) for each in recordings))
 
 
 @pytest.mark.parametrize("variance", [1e-44, 1e-37, 1e37])

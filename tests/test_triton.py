@@ -26,21 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    import triton
-    import triton.language as tl
-
-    from capsfast.triton import config, launch, passes, replay
+    from capsfast.triton import config, launch, passes, plan, routing
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
-    from capsfast.triton.kernels.arguments import Shape
-    from capsfast.triton.kernels.stores import add_weight_gradient
-
-    @triton.jit
-    def store_weight_gradient(at, value_ptr, K: tl.constexpr) -> None:
-        value = tl.load(value_ptr + tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :])
-        # J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE and what has no part in it.
-        T: tl.constexpr = Shape(2, 1, K, 1, 1, 16, 4, 2, 1, 8, 1, False, "tf32", True, *(False,) * 6)
-        add_weight_gradient(at, value, 0, 0, 0, T, 8)
 
 
 @pytest.fixture
@@ -176,7 +164,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
     for held, columns in ((0, 16), (0, 160), (1000, 160), (1000, 16)):
         monkeypatch.setattr(passes, "MOST_HELD", held)
         monkeypatch.setitem(config.TABLE, "gradient", config.TABLE["gradient"]._replace(columns=columns))
-        replay.forget()
+        plan.forget()
         found: dict[str, torch.Tensor] = {}
         launched = dict(kernels_of(lambda into=found: into.update(run(problem, "triton")), monkeypatch))[
             "gradient_kernel"
@@ -184,7 +172,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
         ways.add((launched["HELD"], launched["NT"] * launched["JT"] < 11))
         for name, value in found.items():
             assert relative_l2(value.double(), wanted[name].double()) < 16 * eps, (name, held, columns)
-    replay.forget()
+    plan.forget()
     assert len(ways) == 4
 
 
@@ -206,6 +194,29 @@ def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common
         return float(torch.autograd.grad(v, x, dv.to(dtype))[0].abs().max())
 
     assert gradient(torch.cat([half, -half], 1)) < 1e-5 * gradient(torch.cat([half, 0 * half], 1))
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("dynamic_routing", Case(bias=True, logits="IJ")),
+        ("dynamic_routing", Case(softmax="in", logits="BIJ", mask=True, out_mask=True)),
+        ("route_votes", Case(spatial=(3,), mask=True)),
+    ],
+    ids=str,
+)
+def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the coefficients of all samples would take more than half of the votes."""
+    problem = make((33, 2, 3, 4, 2) if op == "dynamic_routing" else (3, 2, 3, 4, 1), case, op, torch.float32)
+    wanted, whole = run(problem.to(torch.float64), "reference"), launches(problem, monkeypatch)
+    monkeypatch.setattr(routing, "MOST_COEFFICIENTS", 0)
+    plan.forget()
+    found: dict[str, torch.Tensor] = {}
+    parts = kernels_of(lambda: found.update(run(problem, "triton")), monkeypatch)
+    plan.forget()
+    assert len(parts) > len(whole)
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-5)
 
 
 def test_votes_of_the_positions_of_one_sample() -> None:
@@ -286,28 +297,46 @@ def far_apart(size: tuple[int, ...], stride: tuple[int, ...], values: torch.Tens
     return room.as_strided(size, stride).copy_(values)
 
 
-@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
-def test_offsets_beyond_32_bits(op: str) -> None:
-    problem = make((2, 2, 2, 4, 3), Case(coupling=False), op, torch.float32)
-    wanted = run(problem, "triton")
-    name = "votes" if op == "route_votes" else "u"
-    values = problem.inputs[name]
-    far = 2**31 + 16
-    for stride in ((far, *values.stride()[1:]), (values.stride(0), far, *values.stride()[2:])):
-        problem.inputs[name] = far_apart(values.shape, stride, values)
-        got = run(problem, "triton")
-        for key, value in wanted.items():
-            assert torch.equal(got[key], value), (stride, key)
+FAR = 2**31 + 16
 
 
-def test_offsets_beyond_32_bits_in_a_pass() -> None:
-    problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), dtype=torch.float32)
-    wanted = run(problem, "triton")
-    for name in ("u", "logits"):
-        values = problem.inputs[name]
-        problem.inputs[name] = far_apart(values.shape, (2**31 + 16, *values.stride()[1:]), values)
+@pytest.mark.parametrize(("op", "name"), [("dynamic_routing", "u"), ("route_votes", "votes"), ("routing_pass", "u")])
+def test_input_capsules_beyond_32_bits(op: str, name: str) -> None:
+    """Input capsules may lie that far apart, samples may not."""
+    if op == "routing_pass":
+        problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), op, torch.float32)
+    else:
+        problem = make((2, 2, 2, 4, 3), Case(coupling=False), op, torch.float32)
+    wanted, values = run(problem, "triton"), problem.inputs[name]
+    problem.inputs[name] = far_apart(values.shape, (values.stride(0), FAR, *values.stride()[2:]), values)
     for key, value in run(problem, "triton").items():
         assert torch.equal(value, wanted[key]), key
+    problem.inputs[name] = far_apart(values.shape, (FAR, *values.stride()[1:]), values)
+    with pytest.raises(RuntimeError, match=r"'triton' serves tensors that reach less than 2\*\*31 .*; pass contiguous"):
+        run(problem, "triton")
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_positions_beyond_32_bits(axis: int) -> None:
+    """A sample of positions may lie that far from another, output capsules may not."""
+    case = replace(EVERYTHING, spatial=(3,))
+    problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
+    wanted, votes = run(problem, "triton"), problem.inputs["votes"]
+    problem.inputs["votes"] = far_apart(votes.shape, (*votes.stride()[:axis], FAR, *votes.stride()[axis + 1 :]), votes)
+    if axis == 2:
+        with pytest.raises(RuntimeError, match="u or votes would reach"):
+            run(problem, "triton")
+        return
+    for key, value in run(problem, "triton").items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def test_a_weight_beyond_32_bits_is_refused() -> None:
+    problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
+    weight = problem.inputs["weight"]
+    problem.inputs["weight"] = far_apart(weight.shape, (12, FAR, 3, 1), weight)
+    with pytest.raises(RuntimeError, match="the weight would reach"):
+        run(problem, "triton")
 
 
 def launches(problem: Any, monkeypatch: pytest.MonkeyPatch, need: tuple[str, ...] | None = None) -> list[str]:
@@ -421,9 +450,9 @@ def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: p
     wanted = run(problem.to(torch.float64), "reference")
     before = run(problem.to(torch.float32), "triton")
     monkeypatch.setattr(launch, "INTERPRETED", 20)
-    replay.forget()
+    plan.forget()
     found = run(problem.to(torch.float32), "triton")
-    replay.forget()
+    plan.forget()
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(value, before[name]) for name, value in found.items()), "sums have the same parts"
@@ -456,6 +485,7 @@ def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch
     for name in config.TABLE:
         if name.split()[0] in ("accumulate", "accumulate_gradient", "gradient"):
             monkeypatch.setitem(config.TABLE, name, Choice(16, 1, chunk=1))
+    plan.forget()
     assert "row_norm_kernel" in launches(problem, monkeypatch)
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
@@ -470,29 +500,10 @@ def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.Mon
     for name in config.TABLE:
         if name.split()[0] in ("accumulate", "accumulate_gradient", "gradient"):
             monkeypatch.setitem(config.TABLE, name, Choice(16, 1, chunk=1))
+    plan.forget()
     assert "row_norm_kernel" in launches(problem, monkeypatch)
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
-
-
-def test_offsets_beyond_32_bits_with_positions() -> None:
-    case = replace(EVERYTHING, spatial=(3,))
-    problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
-    wanted, votes = run(problem, "triton"), problem.inputs["votes"]
-    for axis in (0, 2):
-        stride = (*votes.stride()[:axis], 2**31 + 16, *votes.stride()[axis + 1 :])
-        problem.inputs["votes"] = far_apart(votes.shape, stride, votes)
-        for key, value in run(problem, "triton").items():
-            assert torch.equal(value, wanted[key]), (axis, key)
-
-
-def test_offsets_beyond_32_bits_within_a_weight() -> None:
-    problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
-    wanted, weight = run(problem, "triton"), problem.inputs["weight"]
-    problem.inputs["weight"] = far_apart(weight.shape, (12, 2**31 + 16, 3, 1), weight)
-    got = run(problem, "triton")
-    for key, value in wanted.items():
-        assert torch.equal(got[key], value), key
 
 
 def test_one_tf32_product_rounds_to_the_nearest(tensor_cores: None, tf32_allowed: None) -> None:
@@ -509,15 +520,6 @@ def problem_with_nan(problem: Any) -> Any:
     """The NaN that GPUs make, all of whose bits are set."""
     problem.inputs["u"][0] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
     return problem
-
-
-def test_offsets_beyond_32_bits_within_a_weight_gradient() -> None:
-    """A contiguous dW of more numbers than 32 bits count: its second row, of which eight numbers are touched."""
-    K = 2**31 + 16
-    room, value = torch.from_numpy(np.empty(K + 8, np.float32)), torch.rand(8, 8)
-    store_weight_gradient[(1,)](room, value, K)
-    # J = 2 and D = 1, so that of four outputs of two components only these columns are of dW.
-    assert torch.equal(room[:8], value[0]) and torch.equal(room[K:], value[2])
 
 
 def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,6 +546,26 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_warned", False)
     with pytest.warns(RuntimeWarning, match=r"slow reference backend: .* capability 8\.0 or newer"):
         assert choice.choose(call, None) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gfx942:sramecc+:xnack-", ""), ("gfx1100", "it needs an AMD GPU of gfx90a")]
+)
+def test_amd_gpus(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))
+    found = toolchain._too_old.__wrapped__(torch.device("cuda", 0))
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_for_amd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 operands are multiplied as they are."""
+    problem = make((3, 4, 5, 6, 2), PLAIN, dtype=dtype)
+    plain = errors(problem, "reference")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name, error in errors(problem, "triton").items():
+        assert error < 2 * plain[name] + torch.finfo(dtype).eps, name
 
 
 def test_the_interpreter_serves_only_who_asks() -> None:

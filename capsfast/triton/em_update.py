@@ -8,15 +8,14 @@ from ..options import EMOptions
 from .config import power_of_two
 from .kernels.em_update import em_update_kernel
 from .launch import bytes_of
-from .recorder import launch
-from .replay import replayed
+from .plan import Plan, Slot, planned
 
 # Numbers of a tile for each warp: half a dozen arrays of them stay in registers.
 NUMBERS_OF_A_WARP = 512
 
 
 def _launch(
-    tensors: tuple[Tensor | None, ...], rest: tuple[Any, ...], of_results: Any, gradients: Any = (None,) * 7
+    plan: Plan, tensors: tuple[Slot | None, ...], rest: tuple[Any, ...], of_results: Any, gradients: Any = (None,) * 7
 ) -> None:
     """tensors: mass, first, second, center, beta_a, beta_u, last. rest: the mask and the options."""
     mass, first, second, center, beta_a, beta_u, last, *of_results = (
@@ -31,32 +30,32 @@ def _launch(
     numbers = (float(o.floor), float(o.momentum), float(o.cost_scale), float(o.inverse_temperature))
     sizes = {"J": J, "D": D, "JP": JP, "DP": DP, "num_warps": min(8, max(1, JP * DP // NUMBERS_OF_A_WARP))}
     chosen = {"ISOTROPIC": o.isotropic, "VARIANCE": o.cost == "variance", "SOFTMAX": o.nonlinearity == "softmax"}
-    launch(em_update_kernel, (B,), *given, *of_results, *gradients, *numbers, **sizes, **chosen, FINAL=o.final)
+    plan.launch(em_update_kernel, (B,), *given, *of_results, *gradients, *numbers, **sizes, **chosen, FINAL=o.final)
 
 
-@replayed
-def forward(*args: Any) -> tuple[Tensor, ...]:
+@planned
+def forward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # Seven tensors, the mask, the options.
     first, final = args[1], args[-1]
-    poses, score = first.new_empty(first.shape), first.new_empty(first.shape[:2])
-    precision = first.new_empty(0 if final else first.shape)
-    _launch(args[:7], args[7:], (poses, None if final else precision, score))
+    poses, score = plan.new(*first.shape), plan.new(*first.shape[:2])
+    precision = plan.new(*((0,) if final else first.shape))
+    _launch(plan, args[:7], args[7:], (poses, None if final else precision, score))
     return poses, precision, score
 
 
-@replayed
-def backward(*args: Any) -> tuple[Tensor, ...]:
+@planned
+def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # Three gradients of results, seven tensors, the mask, the options, what is needed.
     dposes, dprecision, dscore, *tensors = args[:10]
     rest, needed = args[10:-1], args[-1]
     first = tensors[1]
-    dmass, dbeta_a, dbeta_u = (first.new_empty(first.shape[:2]) for _ in range(3))
-    dfirst, dsecond, dcenter, dlast = (first.new_empty(first.shape) for _ in range(4))
-    _launch(
-        tuple(tensors), rest, (dposes, dprecision, dscore), (dmass, dfirst, dsecond, dcenter, dlast, dbeta_a, dbeta_u)
-    )
-    found = (dmass, dfirst, dsecond, dcenter, dbeta_a.sum(0), dbeta_u.sum(0), dlast)
+    dmass, dbeta_a, dbeta_u = (plan.new(*first.shape[:2]) for _ in range(3))
+    dfirst, dsecond, dcenter, dlast = (plan.new(*first.shape) for _ in range(4))
+    gradients = (dmass, dfirst, dsecond, dcenter, dlast, dbeta_a, dbeta_u)
+    _launch(plan, tuple(tensors), rest, (dposes, dprecision, dscore), gradients)
+    dbeta_a, dbeta_u = (plan.compute(Tensor.sum, each, 0) for each in (dbeta_a, dbeta_u))
+    found = (dmass, dfirst, dsecond, dcenter, dbeta_a, dbeta_u, dlast)
     return tuple(
-        gradient if wanted and tensor is not None else first.new_empty(0)
+        gradient if wanted and tensor is not None else plan.new(0)
         for gradient, wanted, tensor in zip(found, needed, tensors, strict=True)
     )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..options import SOFTMAX, Options, PassOptions
-from ..positions import to_samples
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
+from .plan import Slot
 
 # Warps of the pass loops that a multiprocessor holds at once: their threads take nearly all 255 registers.
 RESIDENT_WARPS = 8
@@ -26,14 +27,21 @@ MOST_CHUNKS = 65535
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """DOT of the votes' product (kernels/products.py): of float32 one TF32 product if that is allowed, else three."""
+    """DOT of the votes' product (kernels/products.py): float32 is one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
+    if torch.version.hip is not None:
+        return "ieee"
     return "tf32" if tf32 else "tf32x3"
 
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def reach(tensor: Slot, first: int, last: int) -> int:
+    """How far the axes from first to last lead from a number to another."""
+    return sum((n - 1) * step for n, step in zip(tensor.shape[first:last], tensor.stride()[first:last], strict=True))
 
 
 def programs(device: torch.device, warps: int) -> int:
@@ -43,18 +51,22 @@ def programs(device: torch.device, warps: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, RESIDENT_WARPS // warps)
 
 
-def bytes_of(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.view(torch.uint8).contiguous()
+def bytes_of(mask: Slot | None) -> Any:
+    return None if mask is None else mask.plan.compute(_bytes, mask)
+
+
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.view(torch.uint8).contiguous()
 
 
 class Scores(NamedTuple):
     """What a pass scores votes with beyond logits, float32 and contiguous, and 0 for masked capsules."""
 
-    query: Tensor | None = None  # [B, J, D]
-    precision: Tensor | None = None  # [B, J, D]
-    center: Tensor | None = None  # [B, J, D]
-    prior: Tensor | None = None  # [B, J]
-    activation: Tensor | None = None  # [B, I]
+    query: Slot | None = None  # [B, J, D]
+    precision: Slot | None = None  # [B, J, D]
+    center: Slot | None = None  # [B, J, D]
+    prior: Slot | None = None  # [B, J]
+    activation: Slot | None = None  # [B, I]
 
 
 @dataclass
@@ -66,12 +78,12 @@ class Call:
     every position is a sample, of which the masks and scores have a row each. Logits [B, I, J, S] stay as they are.
     """
 
-    x: Tensor
-    weight: Tensor | None
-    logits: Tensor | None
-    bias: Tensor | None
-    mask: Tensor | None
-    out_mask: Tensor | None
+    x: Slot
+    weight: Slot | None
+    logits: Slot | None
+    bias: Slot | None
+    mask: Slot | None
+    out_mask: Slot | None
     options: Options | PassOptions
     tf32: bool = False
     outputs: int | None = None
@@ -146,7 +158,7 @@ class Call:
         return self.options.second or self.scores.precision is not None or self.scores.center is not None
 
     @functools.cached_property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Slot | None, ...]:
         scores = Scores() if self.scores is None else self.scores
         return (self.x, self.weight, self.logits, self.mask, self.out_mask, *scores[1:])
 
@@ -171,35 +183,37 @@ class Call:
 
     @functools.cached_property
     def precision(self) -> dict[str, Any]:
+        self.refuse_far()
         return {
             "VOTES": self.votes_given,
             "DOT": dot_precision(self.x.dtype, self.tf32),
-            "WIDE": self.wide,
             "SHARED_LOGITS": self.shared_logits,
             "LEAKY": self.options.leaky,
             "QUERY": self.scores is None or self.scores.query is not None,
             "QUADRATIC": self.quadratic,
         }
 
-    @functools.cached_property
-    def wide(self) -> bool:
-        """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
+    def refuse_far(self) -> None:
+        """Kernels count offsets within the samples of a tile, all outputs and all K in 32 bits.
+
+        Raises:
+            RuntimeError: a tensor reaches further.
+        """
         B, I, J, D, K = self.sizes
-        samples, positions = max(2 * config.ROWS, power_of_two(self.poses)), self.positions
-        # The gradients of inputs and logits, numbers [B, I], and V and ds of all iterations.
-        inputs = samples * I * max(J * D, self.poses * K) if positions is None else samples + J * D * positions
-        of_x = zip(self.x.shape[2:4], self.x.stride()[2:4], strict=True)
-        reach = [
-            inputs,
-            samples * I * 4,  # arguments.Norms.rows
-            samples * 2 * self.iterations * J * D,
-            samples * self.sample_stride + sum((n - 1) * stride for n, stride in of_x),
-        ]
-        if self.weight is not None:
-            j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
-            # Beside the weight its gradient, which is contiguous.
-            reach += [sum((n - 1) * stride for n, stride in j_d_k), math.prod(self.weight.shape[1:])]
-        return max(reach) >= 2**31
+        samples = min(B, max(2 * config.ROWS, power_of_two(self.poses)))
+        of_sample = I * (J * D if self.votes_given else max(J, self.poses * K))
+        reaches = {
+            "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
+            "V of all iterations": samples * 2 * self.iterations * J * D,
+            "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
+            "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
+        }
+        name, most = max(reaches.items(), key=lambda each: each[1])
+        if most >= 2**31:
+            raise RuntimeError(
+                f"capsfast: backend 'triton' serves tensors that reach less than 2**31 numbers in {samples} samples, "
+                f"{name} would reach {most}; pass contiguous tensors, or take backend 'cuda' or 'reference'"
+            )
 
     @property
     def back_dot(self) -> str:
@@ -207,6 +221,8 @@ class Call:
 
         Those of float16 are not split into two of it, as they may be out of its range.
         """
+        if torch.version.hip is not None:
+            return "ieee"
         if self.x.dtype == torch.bfloat16:
             return "bf16x2"
         precision = dot_precision(self.x.dtype, self.tf32)
@@ -287,18 +303,17 @@ class Call:
         each = cdiv(batch, max(parts, 1))
         return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
 
-    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self.x.device)
+    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
+        return self.x.plan.new(*size, dtype=dtype)
 
-    def new_pairs(self, dtype: torch.dtype) -> Tensor:
+    def new_pairs(self, dtype: torch.dtype) -> Slot:
         """[B, I, J] or [B, I, J, S]"""
         positions = () if self.positions is None else (self.positions,)
         return self.new(self.x.shape[0], self.x.shape[1], self.sizes[2], *positions, dtype=dtype)
 
-    def over_inputs(self, pairs: Tensor) -> Tensor:
-        """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
-        found = pairs.sum(1)
-        return found if self.positions is None else to_samples(found)
+    def zeros(self, *size: int) -> Any:
+        return self.x.plan.zeros(*size)
 
-    def zeros(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self.x.device)
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As of the plan."""
+        return self.x.plan.compute(function, *arguments)

@@ -2,71 +2,67 @@
 ops/routing_pass.py.
 
 The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
-not fit one program; the backward is one accumulate_gradient, if a gradient is a sum over the input capsules, and one
-gradient with one iteration, with row_norm before them where passes.sweep() says so.
+not fit one program; the backward is one accumulate_gradient, unless all couplings are equal, and one gradient with one
+iteration.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import PassParameters
 from ..options import PassOptions
 from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call, Scores
 from .passes import Given
-from .routing import aligned, logits_gradient, zeros
+from .plan import Slot
+from .routing import logits_gradient, over_inputs, zeros
 
 
 class Through(NamedTuple):
-    """What both kernels of the backward take after the call."""
+    """What accumulate_gradient takes after the call."""
 
-    state: Tensor  # [B, J, 1, 2, D]: query and dfirst
-    dcoupling: Tensor | None  # [B, I, J]
+    state: Slot  # [B, J, 1, 2, D]: query and dfirst
+    dcoupling: Slot | None  # [B, I, J]
     norms: Norms
     given: Given
 
 
 def call(
-    x: Tensor,
-    weight: Tensor | None,
-    parameters: PassParameters,
+    x: Slot,
+    weight: Slot | None,
+    parameters: Any,
     options: PassOptions,
     tf32: bool = False,
     outputs: int | None = None,
 ) -> Call:
-    """As in launch.py, with a row of every sample in the parameters but logits. outputs: J, if there is no weight."""
-    given, hidden = parameters, _hidden(parameters.out_mask)
-    scores = Scores(
-        query=_plain(given.query, hidden),
-        precision=_plain(given.precision, hidden),
-        center=_plain(given.center, hidden),
-        prior=_plain(given.prior, hidden),
-        activation=_plain(given.activation),
-    )
+    """As in launch.py. parameters: PassParameters of slots, with a row for every sample in all but logits.
+
+    outputs: J, if there is no weight.
+    """
+    given, plain = parameters, functools.partial(x.plan.compute, _plain)
+    shown = (given.query, given.precision, given.center, given.prior)
+    query, precision, center, prior = (plain(value, given.out_mask) for value in shown)
+    scores = Scores(query, precision, center, prior, plain(given.activation))
     return Call(
         x, weight, given.logits, None, given.mask, given.out_mask, options, tf32, outputs=outputs, scores=scores
     )
 
 
-def _hidden(out_mask: Tensor | None) -> Tensor | None:
-    return None if out_mask is None else ~out_mask
-
-
-def _plain(value: Tensor | None, hidden: Tensor | None = None) -> Tensor | None:
-    """The value as kernels take it: contiguous float32, and 0 where it is hidden [B, J], as there it may be NaN."""
+def _plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:
+    """The value as kernels take it: contiguous float32, and 0 where out_mask [B, J] hides it: it may be NaN there."""
     if value is None:
         return None
     value = value.float()
-    if hidden is not None:
-        value = value.masked_fill(hidden if value.dim() == 2 else hidden[:, :, None], 0.0)
+    if out_mask is not None:
+        value = value.masked_fill(~(out_mask if value.dim() == 2 else out_mask[:, :, None]), 0.0)
     return value.contiguous()
 
 
-def _rows(call: Call, lse: Tensor | None) -> Tensor | None:
+def _rows(lse: Tensor | None) -> Tensor | None:
     """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp stands for the maximum, 1 for the sum.
 
     The coupling is 0 where the log-sum-exp is -inf, and no sum of c dc is taken off its gradient.
@@ -74,10 +70,8 @@ def _rows(call: Call, lse: Tensor | None) -> Tensor | None:
     if lse is None:
         return None
     nothing = torch.isneginf(lse)
-    rows = call.zeros(*lse.shape, 4)
-    rows[..., 0] = lse.masked_fill(nothing, 0.0)
-    rows[..., 1] = ~nothing
-    return rows
+    nought = torch.zeros_like(lse, dtype=torch.float32)
+    return torch.stack([lse.masked_fill(nothing, 0.0), (~nothing).float(), nought, nought], -1)
 
 
 def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
@@ -86,8 +80,8 @@ def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
 
 
 def forward(
-    call: Call, given_lse: Tensor | None, return_weights: bool, return_lse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call: Call, given_lse: Slot | None, return_weights: bool, return_lse: bool
+) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
     """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the one that normalize="lse" needs."""
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
@@ -98,24 +92,24 @@ def forward(
     if B == 0 or J == 0:
         sums = passes.Sums(call.new(B, J, D), call.new(B, J), call.new(B, J, D) if call.options.second else None)
         if log_sum is not None:
-            log_sum.fill_(0.0 if call.options.leaky else -torch.inf)
+            log_sum = call.compute(_empty_log_sum, B, I, call.options.leaky, call.x.device)
         elif inward and return_lse:
             log_sum = call.new(B, J)
     else:
         uniform = call.uniform_start and not return_weights and not return_lse
-        rows = _rows(call, given_lse)
+        rows = call.compute(_rows, given_lse)
         if not uniform and call.normalize == "out" and call.tiles("accumulate").groups > 1:
             rows = call.new(B, I, 4)
             passes.row_norm(call, call.scores.query, None, rows, False)
             if log_sum is not None:
-                log_sum = _log_sum(rows[..., 0], rows[..., 1])
+                log_sum = call.compute(_log_sum, rows[..., 0], rows[..., 1])
         partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
         if norm is not None and weights is not None:
             passes.coupling(call, call.scores.query, Norms(None, *norm), weights)
         if norm is not None and return_lse:
-            log_sum = _log_sum(norm[0], norm[1])
+            log_sum = call.compute(_log_sum, norm[0], norm[1])
     assert sums.mass is not None
     return (
         sums.mass,
@@ -130,11 +124,11 @@ def forward(
 
 def backward(
     call: Call,
-    parameters: PassParameters,
-    given: tuple[Tensor | None, ...],
-    saved: tuple[Tensor, ...],
+    parameters: Any,
+    given: tuple[Slot | None, ...],
+    saved: tuple[Slot, ...],
     needed: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
+) -> tuple[Slot, ...]:
     """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; those that are not
     needed are empty. dx: du, or dvotes.
 
@@ -145,27 +139,21 @@ def backward(
     if B == 0 or J == 0:
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(inputs, needed, strict=True))
     assert call.scores is not None
-    hidden = _hidden(parameters.out_mask)
-    dmass, dfirst, dsecond = (_plain(value, hidden) for value in given[:3])
-    dcoupling, dlse = None if given[3] is None else given[3].contiguous(), _plain(given[4])
-    # The layout of dynamic routing. Without a query nothing reads its place.
-    state = call.new(B, J, 1, 2, D)
-    if dfirst is None:
-        state[:, :, 0, 1].zero_()
-    else:
-        state[:, :, 0, 1] = dfirst
-    if call.scores.query is not None:
-        state[:, :, 0, 0] = call.scores.query
+    dmass, dfirst, dsecond = (call.compute(_plain, value, parameters.out_mask) for value in given[:3])
+    dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(_plain, given[4])
+    query_and_dfirst = (call.zeros(B, J, D) if each is None else each for each in (call.scores.query, dfirst))
+    state = call.compute(_state, *query_and_dfirst)  # without a query nothing reads its place
     norms = Norms()
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
         # As in coupling_gradient(); an activation multiplies dc, but not s.
-        s = aligned(saved[1]) if call.scores.activation is None else None
-        delta = _inward_total(call, beside, dfirst, dcoupling, saved, s)
+        s = saved[1].aligned() if call.scores.activation is None else None
+        first = None if dfirst is None or s is not None else saved[1]
+        delta = call.compute(_inward_total, *beside[:2], dfirst, dcoupling, saved[0], first, *saved[2:4], s)
         norms = Norms(None, saved[5][0], saved[5][1], delta, s)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
-    through = Through(state, dcoupling, norms._replace(rows=_rows(call, parameters.lse)), beside)
+    through = Through(state, dcoupling, norms._replace(rows=call.compute(_rows, parameters.lse)), beside)
     launched = I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse)
     pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
     terms = call.new_pairs(torch.float32) if launched and need_activation else None
@@ -176,51 +164,66 @@ def backward(
             dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dsecond)
             dweight = None if parts is None else passes.add_up(call, parts)
         if need_logits:
-            assert pairs is not None
             dlogits = logits_gradient(call, pairs)
-        if terms is not None:
-            dactivation = _over_outputs(call, terms)
+        if need_activation:
+            dactivation = call.compute(_over_outputs, terms)
         if need_lse:
-            assert pairs is not None
-            drow = -_over_outputs(call, pairs[0, ..., 1])
+            drow = call.compute(_of_log_sum, pairs)
     found = (dx, dweight, dlogits, dactivation, drow)
     gradients = (*found[:2], *of_scores, *found[2:])
     return tuple(
-        zeros(call, tensor, wanted) if gradient is None else gradient.to((call.x if tensor is None else tensor).dtype)
+        zeros(call, tensor, wanted)
+        if gradient is None
+        else call.compute(Tensor.to, gradient, (call.x if tensor is None else tensor).dtype)
         for gradient, tensor, wanted in zip(gradients, inputs, needed, strict=True)
     )
 
 
+def _state(query: Tensor, dfirst: Tensor) -> Tensor:
+    """[B, J, 1, 2, D], as dynamic routing has it."""
+    return torch.stack([query, dfirst], 2)[:, :, None]
+
+
+def _empty_log_sum(B: int, I: int, leaky: bool, device: torch.device) -> Tensor:
+    return torch.full((B, I), 0.0 if leaky else -torch.inf, device=device)
+
+
 def _inward_total(
-    call: Call,
-    given: Given,
+    dmass: Tensor | None,
+    dsecond: Tensor | None,
     dfirst: Tensor | None,
     dcoupling: Tensor | None,
-    saved: tuple[Tensor, ...],
+    mass: Tensor,
+    first: Tensor | None,
+    second: Tensor,
+    weights: Tensor,
     s: Tensor | None,
 ) -> Tensor:
     """sum_i c dc [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
 
     s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/votes.py takes it off dc.
     """
-    B, _, J, *_ = call.sizes
-    mass, first, second, weights, *_ = saved
-    total = call.zeros(B, J)
-    if given.mass is not None:
-        total += given.mass * mass
-    if dfirst is not None and s is None:
-        total += (dfirst * first).sum(2)
-    if given.second is not None:
-        total += (given.second * (second if s is None else second - s * s)).sum(2)
+    total = torch.zeros_like(mass)
+    if dmass is not None:
+        total = total + dmass * mass
+    if dfirst is not None and first is not None:
+        total = total + (dfirst * first).sum(2)
+    if dsecond is not None:
+        total = total + (dsecond * (second if s is None else second - s * s)).sum(2)
     if dcoupling is not None:
-        total += call.over_inputs(dcoupling.float() * weights)
+        total = total + over_inputs(dcoupling.float() * weights)
     return total
 
 
-def _over_outputs(call: Call, pairs: Tensor) -> Tensor:
+def _over_outputs(pairs: Tensor) -> Tensor:
     """The sums over j of [B, I, J] or [B, I, J, S]: a row for each sample."""
     found = pairs.sum(2)
-    return found if call.positions is None else to_samples(found)
+    return found if pairs.dim() == 3 else to_samples(found)
+
+
+def _of_log_sum(pairs: Tensor) -> Tensor:
+    """The gradient of a log-sum-exp that is given, from pairs [1, B, I, J, 2]."""
+    return -_over_outputs(pairs[0, ..., 1])
 
 
 def _summed(call: Call, needed: list[bool]) -> bool:
@@ -234,27 +237,19 @@ def _summed(call: Call, needed: list[bool]) -> bool:
 def _score_gradients(
     call: Call,
     through: Through,
-    dfirst: Tensor | None,
-    saved: tuple[Tensor, ...],
+    dfirst: Slot | None,
+    saved: tuple[Slot, ...],
     needed: list[bool],
-    pairs: Tensor | None,
-    terms: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+    pairs: Slot | None,
+    terms: Slot | None,
+) -> tuple[Slot | None, ...]:
     """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed. Fills pairs and terms, as
-    accumulate_gradient does."""
+    passes.accumulate_gradient() does."""
     assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
     mass, first, *_ = saved
-    dquery = dprecision = dcenter = dprior = None
-    if need_center:
-        # As x = votes - center, minus the sum of the gradients of x over i. What goes through the score is below.
-        dcenter = call.zeros(*first.shape)
-        if dfirst is not None:
-            dcenter -= mass[:, :, None] * dfirst
-        if through.given.second is not None:
-            dcenter -= 2 * through.given.second * first
-    partial = None
+    partial = sums = None
     if _summed(call, needed):
         wanted = (need_prior or (need_center and query is not None), need_precision)
         partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
@@ -264,12 +259,42 @@ def _score_gradients(
         passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
     if partial is not None:
         sums = passes.update_moments(call, partial)
-        dquery, dprior = sums.first, sums.mass
-        if sums.second is not None:
-            dprecision = -0.5 * sums.second
-        if dcenter is not None and query is not None and sums.mass is not None:
-            dcenter -= query * sums.mass[:, :, None]
-        if dcenter is not None and precision is not None:
-            dcenter += precision * sums.first
-    found = (dquery, dprecision, dcenter, dprior)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    dprecision = dcenter = None
+    if need_precision and sums is not None:
+        dprecision = call.compute(_dprecision, sums.second)
+    if need_center:
+        through_score = (None, None, None) if sums is None else (sums.first, sums.mass, precision)
+        dcenter = call.compute(_dcenter, mass, first, dfirst, through.given.second, query, *through_score)
+    return (
+        sums.first if need_query and sums is not None else None,
+        dprecision,
+        dcenter,
+        sums.mass if need_prior and sums is not None else None,
+    )
+
+
+def _dprecision(second: Tensor) -> Tensor:
+    return -0.5 * second
+
+
+def _dcenter(
+    mass: Tensor,
+    first: Tensor,
+    dfirst: Tensor | None,
+    dsecond: Tensor | None,
+    query: Tensor | None,
+    dscores_x: Tensor | None,
+    dscores: Tensor | None,
+    precision: Tensor | None,
+) -> Tensor:
+    """As x = votes - center, minus the sum of the gradients of x over i. dscores, dscores_x: sums of db and of db x."""
+    found = torch.zeros_like(first)
+    if dfirst is not None:
+        found = found - mass[:, :, None] * dfirst
+    if dsecond is not None:
+        found = found - 2 * dsecond * first
+    if query is not None and dscores is not None:
+        found = found - query * dscores[:, :, None]
+    if precision is not None and dscores_x is not None:
+        found = found + precision * dscores_x
+    return found

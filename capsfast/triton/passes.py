@@ -13,15 +13,15 @@ from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
-from .recorder import launch
+from .plan import Slot
 
 
 class Given(NamedTuple):
     """Gradients of the outputs of a pass beside those of its first moment, float32 and contiguous."""
 
-    mass: Tensor | None = None  # [B, J]
-    second: Tensor | None = None  # [B, J, D]
-    lse: Tensor | None = None  # [B, I], [B, J] for normalize="in"
+    mass: Slot | None = None  # [B, J]
+    second: Slot | None = None  # [B, J, D]
+    lse: Slot | None = None  # [B, I], [B, J] for normalize="in"
 
 
 NOTHING = Given()
@@ -33,9 +33,9 @@ MOST_HELD, MOST_VECTORS = 352, 9
 class Sums(NamedTuple):
     """What a pass adds up, or the partial sums of it with an axis of splits in front."""
 
-    first: Tensor  # [B, J, D]
-    mass: Tensor | None = None  # [B, J]
-    second: Tensor | None = None  # [B, J, D]
+    first: Slot  # [B, J, D]
+    mass: Slot | None = None  # [B, J]
+    second: Slot | None = None  # [B, J, D]
 
 
 def mode(call: Call, kernel: str) -> str:
@@ -45,19 +45,23 @@ def mode(call: Call, kernel: str) -> str:
     return "row_norm" if call.normalize == "lse" else call.normalize
 
 
-def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
+def uniform_factor(call: Call) -> tuple[Slot | None, float]:
     """The coupling of a first pass without logits: [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
     valid, count = (call.mask, I) if call.normalize == "in" else (call.out_mask, J)
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
+    return call.compute(_inverse_counts, valid, extra), 0.0
+
+
+def _inverse_counts(valid: Tensor, extra: int) -> Tensor:
     counts = valid.sum(1, dtype=torch.float32)
-    return torch.where(counts > 0, 1 / (counts + extra), 0.0), 0.0
+    return torch.where(counts > 0, 1 / (counts + extra), 0.0)
 
 
 def row_norm(
-    call: Call, state: Tensor | None, dcoupling: Tensor | None, rows: Tensor, with_ds: bool, given: Given = NOTHING
+    call: Call, state: Slot | None, dcoupling: Slot | None, rows: Slot, with_ds: bool, given: Given = NOTHING
 ) -> None:
     """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
 
@@ -72,17 +76,17 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *mor
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
     grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
-    launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
+    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
 
 
 def accumulate(
     call: Call,
-    V: Tensor | None,
-    rows: Tensor | None,
+    V: Slot | None,
+    rows: Slot | None,
     uniform: bool,
-    coupling: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Sums, Tensor | None]:
+    coupling: Slot | None = None,
+    lse: Slot | None = None,
+) -> tuple[Sums, Slot | None]:
     """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
 
     In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
@@ -115,13 +119,13 @@ def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = Fal
 
 def accumulate_gradient(
     call: Call,
-    state: Tensor,
-    dcoupling: Tensor | None,
+    state: Slot,
+    dcoupling: Slot | None,
     norms: Norms,
-    pairs: Tensor | None,
+    pairs: Slot | None,
     sums: Sums | None,
     given: Given = NOTHING,
-    terms: Tensor | None = None,
+    terms: Slot | None = None,
 ) -> None:
     """What one iteration adds to gradients. Fills what is not None: pairs [B, I, J, 2] float32 with its coefficients c
     and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
@@ -137,7 +141,7 @@ def accumulate_gradient(
     _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
 
 
-def coupling(call: Call, V: Tensor | None, norms: Norms, out: Tensor) -> None:
+def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
     arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
@@ -165,19 +169,19 @@ def _splits_at_once(shape: dict[str, Any]) -> int:
 
 def update(
     call: Call,
-    partial: Tensor,
-    online: Tensor | None,
-    factor: tuple[Tensor | None, float],
-    V: Tensor | None,
-    s: Tensor,
-    norm: tuple[Tensor | None, ...],
-    following: Tensor | None,
-    v: Tensor | None,
+    partial: Slot,
+    online: Slot | None,
+    factor: tuple[Slot | None, float],
+    V: Slot | None,
+    s: Slot,
+    norm: tuple[Slot | None, ...],
+    following: Slot | None,
+    v: Slot | None,
 ) -> None:
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call, last=v is not None)
-    launch(update_kernel, grid,
+    call.x.plan.launch(update_kernel, grid,
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
@@ -187,9 +191,9 @@ def update(
 def update_moments(
     call: Call,
     partial: Sums,
-    online: Tensor | None = None,
-    factor: tuple[Tensor | None, float] = (None, 1.0),
-    norm: Tensor | None = None,
+    online: Slot | None = None,
+    factor: tuple[Slot | None, float] = (None, 1.0),
+    norm: Slot | None = None,
 ) -> Sums:
     """Adds up the splits. Fills norm [2, B, J] if it is given. factor: what the sums are multiplied by."""
     grid, shape = _update_grid(call)
@@ -199,63 +203,64 @@ def update_moments(
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    launch(moments_kernel, grid,
-        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
+    call.x.plan.launch(moments_kernel, grid,
+        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm),
         B, partial.first.shape[0], factor[1],
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
 
 
-def restore(call: Call, s: Tensor, dv: Tensor) -> Tensor:
+def restore(call: Call, s: Slot, dv: Slot) -> Slot:
     """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration, ds of the last one and room for others."""
     assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
-    launch(restore_kernel, grid,
+    call.x.plan.launch(restore_kernel, grid,
         s, dv, call.bias, call.out_mask, state, B, call.options.eps,
         **shape, LAST=_update_grid(call, last=True)[1]["KIND"], R=R, num_warps=4,
     )  # fmt: skip
     return state
 
 
-def update_gradient(call: Call, partial: Tensor, G: Tensor, s: Tensor, ds: Tensor) -> None:
+def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
-    launch(update_gradient_kernel, grid,
+    call.x.plan.launch(update_gradient_kernel, grid,
         partial, G, call.bias, call.out_mask, s, ds, call.sizes[0], partial.shape[0],
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
 
 
-def new_coefficients(call: Call, iterations: int) -> Tensor:
+def new_coefficients(call: Call, iterations: int) -> Slot:
     """Room for c and db of some iterations, [T, B, I, J, 2], or with positions [T, B, I, J, S, 2]."""
     positions = () if call.positions is None else (call.positions,)
     return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
-def add_up(call: Call, parts: Tensor) -> Tensor:
-    """dweight: the sum of its parts [n, ...], in its dtype."""
+def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
+    """dweight: the sum of its parts [n, ...], in the dtype of the weight or another one."""
     assert call.weight is not None
-    if parts.shape[0] == 1 and parts.dtype == call.weight.dtype:
+    dtype = dtype or call.weight.dtype
+    if parts.shape[0] == 1 and parts.dtype == dtype:
         return parts[0]
-    total = call.new(*call.weight.shape, dtype=call.weight.dtype)
+    total = call.new(*call.weight.shape, dtype=dtype)
     # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
     at_once = 64 if call.shared else 4
     n, width = total.numel(), 2048 // at_once
-    launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.shape[0], WIDTH=width, SB=at_once)
+    call.x.plan.launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.shape[0], WIDTH=width, SB=at_once)
     return total
 
 
 def gradient(
     call: Call,
-    state: Tensor,
-    pairs: Tensor | None,
+    state: Slot,
+    pairs: Slot | None,
     uniform: bool,
     needed: tuple[bool, bool],
-    dsecond: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+    dsecond: Slot | None = None,
+) -> tuple[Slot | None, Slot | None]:
     """dx and, in parts [n, ...] that are to be added up, dweight, as far as they are needed.
 
     pairs: [T, B, I, J, 2] from accumulate_gradient, of the last T iterations. uniform: in the iteration before these
@@ -287,10 +292,14 @@ def gradient(
         "AGREEMENT": call.agreement, "SHARED": call.shared, "HELD": held,
         "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
-    launch(gradient_kernel, (splits, chunks),
+    call.x.plan.launch(gradient_kernel, (splits, chunks),
         *call.tensors, dsecond, state, pairs, factor[0], dx, room, dw,
         *call.walk, chunk, batch_tiles, tiles.groups, factor[1], **constants,
     )  # fmt: skip
     if dx is not None and call.common:
-        dx = dx.sum(2, keepdim=True).to(call.x.dtype)
+        dx = call.compute(_over_outputs, dx, call.x.dtype)
     return dx, dw
+
+
+def _over_outputs(dvotes: Tensor, dtype: torch.dtype) -> Tensor:
+    return dvotes.sum(2, keepdim=True).to(dtype)

@@ -3,14 +3,25 @@
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
+import math
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
+from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
-from .launch import Call
+from .launch import Call, cdiv
+from .plan import Slot
+
+# Bytes of the coefficients c and db of all pairs and iterations that a backward may have, however few the votes are.
+MOST_COEFFICIENTS = 64 * 1024**2
+# Parts of the batch have full tiles.
+FULL = 32
 
 
-def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
@@ -22,8 +33,8 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
         return v, coupling, s, norm
 
     split_outputs = not inward and call.tiles("accumulate").groups > 1
-    V: Tensor | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
-    rows: Tensor | None = None
+    V: Slot | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
+    rows: Slot | None = None
     for t in range(r):
         last = t == r - 1
         # Of softmax "in" the coupling is known when all splits are added up, so it takes a pass of its own.
@@ -47,26 +58,81 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
 
 def backward(
     call: Call,
-    dv: Tensor,
-    dcoupling: Tensor | None,
-    coupling: Tensor,
-    s: Tensor,
-    norm: Tensor,
+    dv: Slot,
+    dcoupling: Slot | None,
+    coupling: Slot,
+    s: Slot,
+    norm: Slot,
     needed: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
+) -> tuple[Slot, ...]:
+    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes.
+
+    The samples are taken in parts if the coefficients of all of them would take too much memory.
+    """
+    B, step = call.x.shape[0], samples_at_once(call)
+    if step >= B or not any(needed[:3]):
+        return _backward(call, dv, dcoupling, coupling, s, norm, needed)
+    each = call.positions or 1
+    found = []
+    for lo in range(0, B, step):
+        b, rows = slice(lo, lo + step), slice(lo * each, (lo + step) * each)
+        part = replace(
+            call,
+            x=call.x[b],
+            logits=call.logits if call.logits is None or call.shared_logits else call.logits[b],
+            mask=None if call.mask is None else call.mask[rows],
+            out_mask=None if call.out_mask is None else call.out_mask[rows],
+        )
+        of_coupling = None if dcoupling is None else dcoupling[b]
+        of_norm = norm[:, :, rows] if call.normalize == "in" else norm
+        found.append(
+            _backward(part, dv[rows], of_coupling, coupling[b], s[:, rows], of_norm, needed, dtype=torch.float32)
+        )
+    together = (_cat, _sum, _sum if call.shared_logits else _cat, _sum)
+    columns = zip(together, zip(*found, strict=True), _given(call), strict=True)
+    return tuple(call.compute(join, (call.x if like is None else like).dtype, *parts) for join, parts, like in columns)
+
+
+def samples_at_once(call: Call) -> int:
+    """How many of the batch have coefficients at the same time: of all iterations no more than half of what the votes
+    would take in float32, or MOST_COEFFICIENTS."""
+    B, D = call.x.shape[0], call.sizes[3]
+    pairs = math.prod(call.sizes[:3])
+    parts = cdiv(8 * call.iterations * pairs, max(2 * D * pairs, MOST_COEFFICIENTS, 1))
+    step = cdiv(B, max(parts, 1))
+    return step if call.positions is not None else cdiv(step, FULL) * FULL
+
+
+def _sum(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    return torch.stack(parts).sum(0).to(dtype)
+
+
+def _cat(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    return torch.cat(parts).to(dtype)
+
+
+def _backward(
+    call: Call,
+    dv: Slot,
+    dcoupling: Slot | None,
+    coupling: Slot,
+    s: Slot,
+    norm: Slot,
+    needed: tuple[bool, bool, bool, bool],
+    dtype: torch.dtype | None = None,
+) -> tuple[Slot, ...]:
+    """dtype: of the sums over samples, if it is not that of the tensors they are gradients of."""
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
-        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
+        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
-    s = aligned(s)
+    s = s.aligned()
     state = passes.restore(call, s, dv.contiguous())
-    delta: Tensor | None = None
+    delta: Slot | None = None
     if inward and dcoupling is not None:
-        delta = call.zeros(r, B, J)
-        delta[-1] = call.over_inputs(coupling.float() * dcoupling)
+        delta = call.compute(_delta, coupling, dcoupling, r)
 
     start = 0 if call.agreement else r - 1
     uniform = start == 0 and call.uniform_start
@@ -74,7 +140,7 @@ def backward(
     need_x, need_weight, need_logits, need_bias = needed
     pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
     norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
-    G: Tensor | None = None
+    G: Slot | None = None
     for t in range(r - 1, -1, -1):
         sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
         kept = None if pairs is None or t < first else pairs[t - first]
@@ -99,36 +165,49 @@ def backward(
         if need_x or need_weight:
             found, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight))
             dx = dx if found is None else found
-            dweight = dweight if parts is None else passes.add_up(call, parts)
+            dweight = dweight if parts is None else passes.add_up(call, parts, dtype)
         if need_logits:
-            assert pairs is not None
-            dlogits = logits_gradient(call, pairs)
+            dlogits = logits_gradient(call, pairs, dtype)
     if need_bias:
         assert call.bias is not None
-        dbias = state[:, :, start:, 1].sum((0, 2)).to(call.bias.dtype)
+        dbias = call.compute(_dbias, state[:, :, start:, 1], dtype or call.bias.dtype)
     return dx, dweight, dlogits, dbias
 
 
-def logits_gradient(call: Call, pairs: Tensor) -> Tensor:
-    """The sum of db, from pairs [T, B, I, J, 2], over iterations and, for logits [I, J], over samples."""
+def logits_gradient(call: Call, pairs: Slot | None, dtype: torch.dtype | None = None) -> Slot:
+    """dlogits, from pairs [T, B, I, J, 2]."""
     assert call.logits is not None
+    found: Slot = call.compute(_sum_of_db, pairs, call.shared_logits, dtype or call.logits.dtype)
+    return found
+
+
+def _sum_of_db(pairs: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
+    """Over iterations and, for logits [I, J] that samples share, over these."""
     db = pairs[..., 1]
-    over = (0, 1, *range(4, db.dim())) if call.shared_logits else (0,)
-    return db.sum(over).to(call.logits.dtype)
+    return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
 
 
-def _given(call: Call) -> tuple[Tensor | None, ...]:
+def over_inputs(pairs: Tensor) -> Tensor:
+    """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    found = pairs.sum(1)
+    return found if pairs.dim() == 3 else to_samples(found)
+
+
+def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
+    """sum_i c dc [iterations, B, J], of which the last iteration alone has any."""
+    last = over_inputs(coupling.float() * dcoupling)
+    return torch.cat([last.new_zeros(iterations - 1, *last.shape), last[None]])
+
+
+def _dbias(ds: Tensor, dtype: torch.dtype) -> Tensor:
+    return ds.sum((0, 2)).to(dtype)
+
+
+def _given(call: Call) -> tuple[Slot | None, ...]:
     return (call.x, call.weight, call.logits, call.bias)
 
 
-def aligned(s: Tensor) -> Tensor:
-    """s contiguous and at a multiple of 16 bytes, which kernels take for granted. Only part of another tensor may be
-    elsewhere, and positions of one sample a view."""
-    s = s.contiguous()
-    return s.clone() if s.data_ptr() % 16 else s
-
-
-def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
+def zeros(call: Call, slot: Slot | None, wanted: bool) -> Slot:
     """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
-    like = call.x if tensor is None else tensor
-    return like.new_zeros(like.shape) if wanted and tensor is not None else like.new_empty(0)
+    dtype = call.x.dtype if slot is None else slot.dtype
+    return call.x.plan.zeros(*slot.shape, dtype=dtype) if wanted and slot is not None else call.new(0, dtype=dtype)

@@ -1,15 +1,14 @@
 """The kernels of ``capsfast::triton_routing_pass``; the contract is in ops/routing_pass.py."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from ..arguments import PassParameters
 from ..options import PassOptions
 from ..positions import as_positions, as_samples
 from . import moments
-from .replay import replayed
+from .plan import Plan, Slot, planned
 
 # What has positions behind, as the votes have them, and is read and written like that.
 IN_PLACE = ("u", "weight", "logits", "weights", "norm")
@@ -17,34 +16,34 @@ OUTPUTS = ("mass", "first", "second", "weights", "lse", "norm")
 GRADIENTS = ("u", "weight", *PassParameters._fields[:-2])
 
 
-def _samples(names: Sequence[str], values: Sequence[Tensor | None], u: Tensor) -> tuple[Tensor | None, ...]:
+def _samples(names: Sequence[str], values: Sequence[Slot | None], u: Slot) -> tuple[Any, ...]:
     """Values by name, with a row for every position."""
-    spatial = u.shape[4:]
+    moved = functools.partial(u.plan.compute, as_samples)
     pairs = zip(names, values, strict=True)
-    return tuple(value if name in IN_PLACE else as_samples(value, spatial) for name, value in pairs)
+    return tuple(value if name in IN_PLACE else moved(value, u.shape[4:]) for name, value in pairs)
 
 
-def _positions(names: Sequence[str], values: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
+def _positions(names: Sequence[str], values: Sequence[Slot], u: Slot) -> tuple[Slot, ...]:
     """The opposite."""
-    B, spatial = u.shape[0], u.shape[4:]
+    moved = functools.partial(u.plan.compute, as_positions)
     pairs = zip(names, values, strict=True)
-    return tuple(value if name in IN_PLACE else as_positions(value, B, spatial) for name, value in pairs)
+    return tuple(value if name in IN_PLACE else moved(value, u.shape[0], u.shape[4:]) for name, value in pairs)
 
 
-@replayed
-def forward(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+@planned
+def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot, ...]:
     J, *options, tf32, return_weights, return_lse = rest[9:]
-    parameters = PassParameters(*_samples(PassParameters._fields, rest[:9], u))
+    parameters: Any = PassParameters(*_samples(PassParameters._fields, rest[:9], u))
     call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
     return _positions(OUTPUTS, moments.forward(call, parameters.lse, return_weights, return_lse), u)
 
 
-@replayed
-def backward(*args: Any) -> tuple[Tensor, ...]:
+@planned
+def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # Five gradients of outputs, u and weight, nine parameters, six saved outputs, J and the options, what is needed.
     (u, weight), (J, *options, tf32, needed) = args[5:7], args[22:]
     given = _samples(OUTPUTS[:5], args[:5], u)
-    parameters = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
+    parameters: Any = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
     saved: Any = _samples(OUTPUTS, args[16:22], u)
     call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
     return _positions(GRADIENTS, moments.backward(call, parameters, given, saved, needed), u)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    from capsfast.triton import config, launch
+    from capsfast.triton import config, launch, plan
     from capsfast.triton.config import Choice, Layer
     from capsfast.triton.launch import Call
 
@@ -123,5 +123,6 @@ def test_other_tile_sizes_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         ("gradient", Choice(16, 2, 3)),
     ):
         monkeypatch.setitem(config.TABLE, kernel, given)
+    plan.forget()
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)

@@ -4,8 +4,8 @@ Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and
 arguments. So the time of the driver is missing, and the time of the allocator is the one of CPU tensors.
 
     python -m tests.support.triton_host          µs, for people
-    python -m tests.support.triton_host json     µs by row of a layer that is compiled sooner, and what replays launch
-                                                 otherwise than ordinary calls
+    python -m tests.support.triton_host json     µs by row of a layer that is compiled sooner, and what plans launch
+                                                 otherwise than Triton's ordinary path
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 # The layer of the benchmarks but for B and I, which take the host no time; what torch does takes time here that a GPU
 # would. Two tiles of the batch and few input capsules: the batch is split, and partial dW are to be added up.
 SHAPE = (33, 2, 10, 16, 8)
-ROUNDS = 15
+ROUNDS = 300
 
 
 @contextmanager
@@ -32,6 +32,7 @@ def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
+    from capsfast.triton import plan
     from tests.support.triton_compile import Driver
 
     launched: deque[tuple[Any, ...]] = deque(maxlen=100)
@@ -42,26 +43,27 @@ def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
             self._run = lambda *args: launched.append((name, args))
 
     before, CompiledKernel._init_handles = CompiledKernel._init_handles, load
+    stream_of, plan.stream_of = plan.stream_of, lambda device: 0
     driver.set_active(Driver())
     try:
         yield launched
     finally:
-        CompiledKernel._init_handles = before
+        CompiledKernel._init_handles, plan.stream_of = before, stream_of
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Inside, nothing is recorded or repeated."""
-    from capsfast.triton import replay
+    """Inside, every launch takes Triton's ordinary path."""
+    from capsfast.triton import plan
 
-    before, replay.why_not = replay.why_not, lambda: "it is compared with"
+    before, plan.stream_of = plan.stream_of, lambda device: None
     try:
         yield
     finally:
-        replay.why_not = before
+        plan.stream_of = before
 
 
-def microseconds(function: Callable[[], Any], calls: int = 200) -> float:
+def microseconds(function: Callable[[], Any], calls: int = 10) -> float:
     """Of a call, in the quickest round: what else the machine does only adds to it."""
     least = float("inf")
     for _ in range(ROUNDS):
@@ -104,7 +106,7 @@ def measure(J: int, D: int) -> dict[str, float]:
         "backward": lambda: torch.autograd.grad(v, needing, dv, retain_graph=True),
     }
     found = {
-        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), 2000),
+        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), 200),
         "backward of a Function that computes nothing": microseconds(
             lambda: torch.autograd.grad(nothing, needing, one, retain_graph=True)
         ),
@@ -115,7 +117,7 @@ def measure(J: int, D: int) -> dict[str, float]:
 
 
 def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
-    """Where a replay gives the launcher other arguments than Triton's own path: addresses but in alignment."""
+    """Where a plan gives the launcher other arguments than Triton's own path: of addresses the alignment counts."""
     import torch
 
     from tests.support.problems import Case, make, run
@@ -133,7 +135,7 @@ def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
             with manner():
                 run(problem, "triton")
             sequences.append(list(launched))
-        # Triton's own path has tensors where a replay has their addresses.
+        # Triton's own path has tensors where a plan has their addresses.
         pointers = [[hasattr(value, "data_ptr") for value in args[9:]] for _, args in sequences[0]]
         first, *others = (
             [known(*launch, where) for launch, where in zip(sequence, pointers, strict=True)] for sequence in sequences
@@ -146,10 +148,11 @@ def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
 
 def known(name: str, args: tuple[Any, ...], pointers: list[bool]) -> list[Any]:
     """The arguments of a launch with addresses as what is known of them."""
-    x, y, z, stream, function, metadata, _, _, _, *values = args
+    x, y, z, stream, function, metadata, _, *rest = args
+    hooks, values = rest[:2], rest[2:]
     numbers = (each.data_ptr() if hasattr(each, "data_ptr") else each for each in values)
     plain = [value % 16 if pointer else value for value, pointer in zip(numbers, pointers, strict=True)]
-    return [name, (x, y, z), stream, function, metadata, plain]
+    return [name, (x, y, z), stream, function, metadata, hooks, plain]
 
 
 if __name__ == "__main__":

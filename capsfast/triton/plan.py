@@ -1,0 +1,350 @@
+"""A plan: what a call allocates, launches and asks of torch, in order. It is made once, and every call of the same
+signature runs it.
+
+A planner is a function that gets a slot in place of every tensor. It makes memory with new(), and appends kernels with
+launch() and functions of torch with compute(). A signature is all that decides about a plan: the planner, the options,
+and the shape, strides, dtype, device and alignment of every tensor.
+
+Parts of Triton that its documentation has in examples only; the same from 3.6 (torch 2.10) to 3.9 (torch 2.15):
+  * ``kernel[grid](...)`` returns the compiled kernel (None in the interpreter);
+  * ``compiled[grid]`` launches it again, without its checks. It takes all arguments of the signature, tensors as
+    addresses, and ``stream``. It calls the hooks of profilers.
+Where either is missing, every launch takes the ordinary path, and a warning says so once.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+# The compiler is told which arguments point to multiples of it.
+ALIGNMENT = 16
+# Tensors in the workspace begin at multiples of it, as those of PyTorch's allocator do.
+GRANULE = 512
+# Plans that are kept. The oldest goes first.
+MOST = 256
+# Options of every launch. Sums of products are multiply-adds, which Triton 3.10 and newer do not make unasked.
+ALWAYS = {"enable_fp_fusion": True}
+
+Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def form_of(tensor: Tensor) -> Form:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+class Memory:
+    """Where slots lie. kind: "given" with the call, "new", or the "result" of a function of torch.
+
+    alone: a tensor of its own, because torch uses it or it is returned; other new memory lies in the workspace.
+    first, last: the steps that use it. index: of a run's tensors. offset: in the workspace.
+    """
+
+    def __init__(self, kind: str, form: Form, alignment: int = 0) -> None:
+        self.kind, self.form, self.alignment = kind, form, alignment
+        self.alone = kind != "new"
+        self.first, self.last, self.index, self.offset = -1, -1, -1, 0
+
+    @property
+    def bytes(self) -> int:
+        """Of new memory, which is contiguous."""
+        return -(-torch.Size(self.form[1]).numel() * self.form[0].itemsize // GRANULE) * GRANULE
+
+
+class Slot:
+    """A tensor as far as a planner knows it: everything but its numbers. ghost: a meta tensor of its form."""
+
+    def __init__(self, plan: "Plan", memory: Memory, ghost: Tensor) -> None:
+        self.plan, self.memory, self.ghost = plan, memory, ghost
+        self.shape, self.dtype, self.device = ghost.shape, ghost.dtype, plan.device
+        self.stride, self.dim, self.numel, self.element_size = ghost.stride, ghost.dim, ghost.numel, ghost.element_size
+
+    def __getitem__(self, key: Any) -> "Slot":
+        return Slot(self.plan, self.memory, self.ghost[key])
+
+    def __iter__(self) -> Iterator["Slot"]:
+        return (self[n] for n in range(self.shape[0]))
+
+    @property
+    def offset(self) -> int:
+        """Bytes behind the start of its memory."""
+        return int(self.ghost.storage_offset()) * self.element_size()
+
+    def contiguous(self) -> "Slot":
+        slot: Slot = self.plan.compute(Tensor.contiguous, self)
+        return slot
+
+    def aligned(self) -> "Slot":
+        """Contiguous, and at a multiple of ALIGNMENT: a part of another tensor may begin elsewhere."""
+        slot = self.contiguous()
+        # What a function of torch returned may be a view.
+        if slot.memory.kind == "result" or (slot.memory.alignment + slot.offset) % ALIGNMENT:
+            slot = self.plan.compute(_aligned, slot)
+        return slot
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_meta or tensor.data_ptr() % ALIGNMENT else tensor
+
+
+class Place(NamedTuple):
+    """Where a run finds a slot: in which of its tensors, and how many bytes behind the start.
+
+    form: None if it is the form of the whole tensor.
+    """
+
+    tensor_index: int
+    offset: int
+    form: Form | None
+
+    def tensor(self, tensors: Sequence[Any]) -> Tensor:
+        base: Tensor = tensors[self.tensor_index]
+        if self.form is None:
+            return base
+        dtype, size, stride = self.form
+        base = base if base.dtype == dtype else base.view(dtype)
+        return base.as_strided(size, stride, base.storage_offset() + self.offset // base.itemsize)
+
+
+def filled(values: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    return [value.tensor(tensors) if isinstance(value, Place) else value for value in values]
+
+
+class Launch:
+    """A kernel, its grid and arguments. constants: by name, and options of the launch."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
+        self.constants = constants | ALWAYS
+        self.runner: Any = None
+
+    def finish(self, place: Callable[[Any], Any]) -> None:
+        self.arguments = [place(value) for value in self.arguments]
+        self.addresses = [(n, *at[:2]) for n, at in enumerate(self.arguments) if isinstance(at, Place)]
+        by_name = [*inspect.signature(self.kernel.fn).parameters.values()][len(self.arguments) :]
+        self.signature = [*self.arguments, *(self.constants.get(each.name, each.default) for each in by_name)]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
+        """stream: None for the ordinary path."""
+        if self.runner is not None and stream is not None:
+            signature = self.signature.copy()
+            for n, index, offset in self.addresses:
+                signature[n] = addresses[index] + offset
+            try:
+                self.runner(*signature, stream=stream)
+                return
+            except TypeError as error:  # a release that takes other arguments has launched nothing
+                _warn_of_ordinary_launches(repr(error))
+        compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
+        if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling
+            self.runner = again(compiled, self.grid)
+
+
+@functools.cache
+def _warn_of_ordinary_launches(why: str) -> None:
+    warnings.warn(
+        f"capsfast: Triton {triton.__version__} does not launch a compiled kernel again ({why}); every launch takes "
+        "Triton's ordinary path, which costs the host several times as much",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def again(compiled: Any, grid: tuple[int, ...]) -> Any:
+    """What launches the compiled kernel another time, None if this Triton has no such thing."""
+    try:
+        return compiled[grid]
+    except (TypeError, AttributeError) as error:
+        _warn_of_ordinary_launches(repr(error))
+        return None
+
+
+class Compute:
+    """A function of torch. result: where a run keeps what it returns."""
+
+    def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], result: Memory) -> None:
+        self.function, self.arguments, self.result = function, arguments, result
+
+    def finish(self, place: Callable[[Any], Any]) -> None:
+        self.arguments = [place(value) for value in self.arguments]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
+        result = self.function(*filled(self.arguments, tensors))
+        tensors[self.result.index], addresses[self.result.index] = result, result.data_ptr()
+
+
+class Plan:
+    """The tensors of a run are those of the call, then new ones, of which the workspace is the last, then results."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memories: list[Memory] = []
+        self.steps: list[Launch | Compute] = []
+        self.new_forms: list[Form] = []
+        self.results = 0
+        self.done: list[list[int]] = []  # for each step the results that no later step needs
+        self.outputs: list[Place] = []
+
+    def _slot(self, kind: str, form: Form, alignment: int = 0) -> Slot:
+        self.memories.append(Memory(kind, form, alignment))
+        dtype, size, stride = form
+        return Slot(self, self.memories[-1], torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+    def given(self, tensor: Tensor) -> Slot:
+        return self._slot("given", form_of(tensor), tensor.data_ptr() % ALIGNMENT)
+
+    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
+        return self._slot("new", form_of(torch.empty(size, dtype=dtype, device="meta")))
+
+    def zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> Any:
+        return self.compute(functools.partial(torch.zeros, size, dtype=dtype, device=self.device))
+
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The slot of what a function of torch returns. It must not change its arguments.
+
+        A function that returns an argument as it is, as contiguous() does, or None, is no step.
+        """
+        result = function(*(each.ghost if isinstance(each, Slot) else each for each in arguments))
+        same = [each for each in arguments if isinstance(each, Slot) and each.ghost is result]
+        if result is None or same:
+            return same[0] if same else None
+        self._use(arguments, alone=True)
+        slot = self._slot("result", form_of(result))
+        self.steps.append(Compute(function, arguments, slot.memory))
+        self._use([slot], alone=True, step=len(self.steps) - 1)
+        return slot
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        self._use(arguments)
+        self.steps.append(Launch(kernel, grid, arguments, constants))
+
+    def _use(self, values: Sequence[Any], alone: bool = False, step: int | None = None) -> None:
+        step = len(self.steps) if step is None else step
+        for memory in (value.memory for value in values if isinstance(value, Slot)):
+            memory.alone |= alone
+            memory.first = step if memory.first < 0 else memory.first
+            memory.last = step
+
+    def finish(self, outputs: Sequence[Slot]) -> None:
+        """Gives every slot its place."""
+        self._use(outputs, alone=True)
+        given, new, results = (
+            [each for each in self.memories if each.kind == kind] for kind in ("given", "new", "result")
+        )
+        alone = [each for each in new if each.alone]
+        workspace = [each for each in new if not each.alone and each.first >= 0]
+        for index, memory in enumerate((*given, *alone, *workspace[:1], *results)):
+            memory.index = index
+        self.new_forms = [memory.form for memory in alone]
+        if workspace:
+            self.new_forms.append((torch.uint8, (arrange(workspace),), (1,)))
+        for memory in workspace:
+            memory.index = workspace[0].index
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, Slot):
+                return value
+            memory, form = value.memory, form_of(value.ghost)
+            whole = memory.alone and not value.offset and form == memory.form
+            return Place(memory.index, memory.offset + value.offset, None if whole else form)
+
+        for step in self.steps:
+            step.finish(place)
+        self.results = len(results)
+        self.done = [[each.index for each in results if each.last == n] for n in range(len(self.steps))]
+        self.outputs = [place(slot) for slot in outputs]
+        self.memories = []
+
+    def run(self, tensors: list[Any], addresses: list[int]) -> tuple[Tensor, ...]:
+        """The outputs. tensors: of the call; both lists grow."""
+        bits = 0
+        for dtype, size, stride in self.new_forms:
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+            address = tensor.data_ptr()
+            tensors.append(tensor)
+            addresses.append(address)
+            bits |= address
+        tensors += [None] * self.results
+        addresses += [0] * self.results
+        # An allocator of the user's may give memory that is not aligned: Triton's own path sees that.
+        stream = None if bits % ALIGNMENT else stream_of(self.device)
+        for step, done in zip(self.steps, self.done, strict=True):
+            step(tensors, addresses, stream)
+            for index in done:
+                tensors[index] = None
+        return tuple([place.tensor(tensors) for place in self.outputs])
+
+
+def arrange(memories: list[Memory]) -> int:
+    """Gives each an offset, so that none overlaps another that is in use at the same step. Returns the bytes in all."""
+    placed: list[Memory] = []
+    for memory in sorted(memories, key=lambda each: -each.bytes):
+        for other in sorted(placed, key=lambda each: each.offset):
+            at_once = other.first <= memory.last and memory.first <= other.last
+            if at_once and other.offset < memory.offset + memory.bytes:
+                memory.offset = max(memory.offset, other.offset + other.bytes)
+        placed.append(memory)
+    return max(memory.offset + memory.bytes for memory in placed)
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The current stream, None where launches take the ordinary path: in the interpreter, and on AMD GPUs, on which a
+    plan never ran."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}  # by signature
+_lock = threading.Lock()
+_as_it_is = contextlib.nullcontext()
+
+
+def forget() -> None:
+    """All calls are planned anew: for tests that change tile sizes."""
+    with _lock:
+        _plans.clear()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a device the current one: Triton launches there."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _as_it_is
+    return torch.cuda.device(device)
+
+
+def planned(planner: Callable[..., Sequence[Slot]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The kernels of an op. planner: gets the plan and the arguments, slots for tensors, and returns the outputs."""
+
+    @functools.wraps(planner)
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        key: list[Any] = [planner]
+        tensors, addresses = [], []
+        for value in args:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                addresses.append(address := value.data_ptr())
+                key.append((value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT))
+            else:
+                key.append(tuple(value) if isinstance(value, list) else value)
+        signature = tuple(key)
+        with on_device(tensors[0].device):
+            plan = _plans.get(signature)
+            if plan is None:
+                plan = Plan(tensors[0].device)
+                outputs = planner(plan, *(plan.given(each) if isinstance(each, Tensor) else each for each in args))
+                plan.finish(outputs)
+                with _lock:
+                    if len(_plans) >= MOST:
+                        del _plans[next(iter(_plans))]
+                    _plans[signature] = plan
+            return plan.run(tensors, addresses)
+
+    return call
