@@ -34,19 +34,22 @@ class Choice(NamedTuple):
     columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
     chunk: the most input capsules of a program, or 0 for no more programs than the device runs at once.
     down: warps of a program, 16 rows each, if a warp holds whole rows.
+    kept: whether accumulate reads V once, else for every input capsule.
     """
 
     columns: int
     warps: int
     chunk: int = 0
     down: int = 1
+    kept: bool = False
 
 
 TABLE = {
-    # 160 columns of 16 rows are 80 registers each for the sums and the votes; V is read again for every input capsule.
+    # 160 columns of 16 rows are 80 registers each for the sums and the votes. V beside them takes 64 bytes of spilled
+    # registers a lane, where reading V again for every input capsule takes 320 bytes from L1 (not measured).
     # Two warps, one below the other, read W once for 32 samples. Four would make the compiler take the instructions of
     # four warps together, which wait for each other.
-    "accumulate": Choice(160, 8, down=2),
+    "accumulate": Choice(160, 8, down=2, kept=True),
     "accumulate_gradient": Choice(160, 8, down=2),
     # After accumulate_gradient, one tile after the other: of 32 columns a warp keeps V and ds of three iterations in 80
     # registers while it takes the input capsules of a chunk. Else it loads them for every one, 100 KiB for 32 samples.
@@ -62,12 +65,12 @@ TABLE = {
     "gradient quadratic": Choice(48, 8, chunk=8, down=2),
     # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
     # of 80 columns are 40 registers each.
-    "accumulate votes": Choice(80, 8),
+    "accumulate votes": Choice(80, 8, kept=True),
     # Beside these ds.
     "accumulate_gradient votes": Choice(64, 8),
     "gradient votes": Choice(40, 8, chunk=8),
     "row_norm votes": Choice(64, 8),
-    "accumulate votes quadratic": Choice(48, 8),
+    "accumulate votes quadratic": Choice(48, 8, kept=True),
     "accumulate_gradient votes quadratic": Choice(40, 8),
     "gradient votes quadratic": Choice(32, 8, chunk=8),
 }

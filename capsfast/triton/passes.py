@@ -102,7 +102,7 @@ def accumulate(
         *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None,
     )  # fmt: skip
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind)
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind, KEPT=call.choice("accumulate").kept)
     return sums, online
 
 
@@ -145,7 +145,7 @@ def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
     arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in")
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept)
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:

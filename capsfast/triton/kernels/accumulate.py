@@ -75,11 +75,11 @@ def accumulate_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
-    The activation multiplies c.
+    KEPT: V is read once, else for every input capsule. The activation multiplies c.
     """
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
@@ -105,7 +105,7 @@ def accumulate_kernel(
     total = ()
     for n in tl.static_range(NT):
         if MODE != "uniform":
-            if QUERY and LANES == 0:
+            if QUERY and KEPT:
                 V = V + (load_vectors(V_ptr, vectors, first + n, T),)
             known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
         if ONLINE:
@@ -131,8 +131,8 @@ def accumulate_kernel(
                     c0 *= here.ok.to(tl.float32)[:, None]
                 more = add_tile(sums, more, n, None, c0, x_n, mass_ptr, second_ptr, T)
             else:
-                V_n = V[n] if LANES == 0 and QUERY else x_n
-                if QUERY and LANES > 0:
+                V_n = V[n] if KEPT and QUERY else x_n
+                if QUERY and not KEPT:
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, T)
                 b = b + (routing_logits(
                     inputs, x_n, V_n, rows, beside, here, first + n, valid, T, 0.0 if MODE == "none" else float("-inf")

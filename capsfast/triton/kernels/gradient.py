@@ -179,7 +179,9 @@ def gradient_kernel(
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
     C: tl.constexpr = D // P
-    KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
+    # What a product does not sum over needs no 16 components, but for the matrix instructions of AMD.
+    LEAST: tl.constexpr = 16 if BACK_DOT == "ieee" else 8
+    KB: tl.constexpr = max(KP, LEAST) if K > 8 else LEAST
     # See add_scaled(). Of many tiles the compiler would take long for the parts.
     PARTED: tl.constexpr = LANES > 0 and (HELD or NT == 1)
     KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
