@@ -170,13 +170,12 @@ def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor])
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V and ds of all iterations and a tile of outputs, or all outputs and nothing else, or neither, or all of it."""
+    """V and ds of all iterations or none, and a tile of outputs or all of them."""
     problem, eps = make((17, 3, 11, 8, 4), case, dtype=dtype), torch.finfo(dtype).eps
     wanted, ways = run(problem, "triton"), set()
     for held, columns in ((0, 16), (0, 160), (1000, 160), (1000, 16)):
         monkeypatch.setattr(passes, "MOST_HELD", held)
-        for kernel in ("gradient", "gradient once"):
-            monkeypatch.setitem(config.TABLE, kernel, config.TABLE[kernel]._replace(columns=columns))
+        monkeypatch.setitem(config.TABLE, "gradient", config.TABLE["gradient"]._replace(columns=columns))
         plan.forget()
         found: dict[str, torch.Tensor] = {}
         launched = dict(kernels_of(lambda into=found: into.update(run(problem, "triton")), monkeypatch))[
@@ -186,8 +185,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
         for name, value in found.items():
             assert relative_l2(value.double(), wanted[name].double()) < 16 * eps, (name, held, columns)
     plan.forget()
-    # A single iteration has all outputs in more warps, if one has no room for them.
-    assert len(ways) == (2 if case.gradient == "last" else 4)
+    assert len(ways) == 4
 
 
 @pytest.mark.rows(1)
@@ -352,27 +350,21 @@ ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
     ("case", "J", "kernels"),
     [
         # Nothing to score with: all couplings are equal, and no gradient is a sum over the input capsules.
-        (PassCase(center=True, second=True), 3, [f"{ACCUMULATE} uniform", MOMENTS, f"{GRADIENT} out"]),
-        (LINEAR, 3, [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, f"{GRADIENT} out"]),
+        (PassCase(center=True, second=True), 3, [f"{ACCUMULATE} uniform", MOMENTS, GRADIENT]),
+        (LINEAR, 3, [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, GRADIENT]),
         # The given log-sum-exp is what row_norm would compute.
         (
             normalized(LINEAR, "lse"),
             3,
-            [f"{ACCUMULATE} row_norm", MOMENTS, f"{SUMS} row_norm", MOMENTS, f"{GRADIENT} row_norm"],
+            [f"{ACCUMULATE} row_norm", MOMENTS, f"{SUMS} row_norm", MOMENTS, GRADIENT],
         ),
         (
             LINEAR,
             330,
             [
                 *("row_norm_kernel", f"{ACCUMULATE} row_norm", MOMENTS),
-                *("row_norm_kernel", f"{SUMS} row_norm", MOMENTS, f"{GRADIENT} row_norm"),
+                *("row_norm_kernel", f"{SUMS} row_norm", MOMENTS, GRADIENT),
             ],
-        ),
-        # What the last kernel needs of all outputs, the one before it has found.
-        (
-            QUADRATIC,
-            20,
-            [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, f"{GRADIENT} row_norm"],
         ),
     ],
     ids=str,
@@ -390,15 +382,14 @@ BACK_IN_GROUPS = ["row_norm_kernel", f"{SUMS} row_norm", "update_gradient_kernel
 @pytest.mark.parametrize(
     ("case", "J", "kernels"),
     [
-        (Case(), 20, [*BACK, *BACK, f"{GRADIENT} row_norm"]),
-        # All outputs fit.
-        (Case(), 3, [*BACK, *BACK, f"{GRADIENT} out"]),
-        # Nothing before the last kernel has the first iteration, or any if it is alone.
-        (Case(logits="BIJ"), 20, [*BACK, *BACK, "row_norm_kernel", f"{GRADIENT} row_norm"]),
-        (Case(gradient="last"), 20, [f"{GRADIENT} out"]),
-        (Case(gradient="last"), 400, ["row_norm_kernel", f"{GRADIENT} row_norm"]),
-        (Case(), 400, [*BACK_IN_GROUPS, *BACK_IN_GROUPS, f"{GRADIENT} row_norm"]),
-        (Case(softmax="in"), 20, [f"{SUMS} in", BACK[1], f"{SUMS} in", BACK[1], f"{GRADIENT} in"]),
+        (Case(), 20, [*BACK, *BACK, GRADIENT]),
+        # With logits the couplings of the first iteration differ too: its coefficients, and no sums.
+        (Case(logits="BIJ"), 20, [*BACK, *BACK, BACK[0], GRADIENT]),
+        (Case(gradient="last"), 20, [BACK[0], GRADIENT]),
+        (Case(gradient="last"), 400, [*BACK_IN_GROUPS[:2], GRADIENT]),
+        (Case(num_iterations=1, coupling=False), 20, [GRADIENT]),
+        (Case(), 400, [*BACK_IN_GROUPS, *BACK_IN_GROUPS, GRADIENT]),
+        (Case(softmax="in"), 20, [f"{SUMS} in", BACK[1], f"{SUMS} in", BACK[1], GRADIENT]),
     ],
     ids=str,
 )

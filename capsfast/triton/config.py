@@ -53,8 +53,6 @@ TABLE = {
     # du of the chunk, to which tiles after the first are added, and dW, to which batch tiles are, should stay in L2
     # (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
-    # Of a single iteration. Loading V and ds is less than what every tile costs, so if it can it has all outputs.
-    "gradient once": Choice(160, 8, chunk=8, down=2),
     # Takes one tile after the other and keeps only a few numbers per row. With a warp's own outputs none of them
     # crosses warps.
     "row_norm": Choice(48, 8, down=2),
@@ -164,8 +162,7 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     apart = kernel in ("gradient", "row_norm")  # which need not have all outputs together
     rows = max(ROWS, power_of_two(poses))
     # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
-    more = not apart and (K > 16 or (kernel == "gradient once" and layer.shared))
-    held = choice.columns * ROWS // rows // (2 if more else 1)
+    held = choice.columns * ROWS // rows // (2 if K > 16 and not apart else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     # Where outputs need not be together, a tile of long ones may have twice as many columns.
     turn, room = (TURN, 2 * held) if apart else (0, held)
@@ -181,9 +178,7 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
-    # If it loads V and ds, these would be pipelined too, 330 KiB at J=10, D=16.
-    pipelined = pipeline <= SHARED and kernel != "gradient once"
-    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
+    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipeline <= SHARED else 1)
 
 
 def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:

@@ -3,6 +3,8 @@
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,6 @@ from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call
-from .passes import NOTHING
 from .plan import Slot
 
 
@@ -72,34 +73,25 @@ def backward(
         delta = call.compute(_delta, coupling, dcoupling, r)
 
     start = 0 if call.agreement else r - 1
-    first_varied = max(start, 1) if call.uniform_start else start
-    summed = start == 0 and r > 1
+    uniform = start == 0 and call.uniform_start
+    first = start + uniform  # of the iterations whose couplings differ
     need_x, need_weight, need_logits, need_bias = needed
-    sweep = passes.sweep(call, start == r - 1, summed, need_x or need_weight or need_logits)
-    rows = call.new(r, B, I, 4) if sweep.rows else None
-    norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
-
-    def norms_of(t: int) -> Norms:
-        return Norms(*(None if each is None else each[t] for each in norms))
-
-    def of_last(t: int) -> Slot | None:
-        return dcoupling if t == r - 1 else None
-
-    def row_norm(t: int) -> None:
-        if rows is not None and t >= first_varied and (sweep.row_norm or t == 0):
-            passes.row_norm(call, state[:, :, t], of_last(t), rows[t], True)
-
-    row_norm(r - 1)
-    if summed:
-        G: Slot | None = None
-        for t in range(r - 1, 0, -1):
-            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
+    pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
+    norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
+    G: Slot | None = None
+    for t in range(r - 1, -1, -1):
+        sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
+        kept = None if pairs is None or t < first else pairs[t - first]
+        if sums is not None or kept is not None:
+            of_t = Norms(*(None if each is None else each[t] for each in norms))
+            of_last = dcoupling if t == r - 1 else None
+            passes.accumulate_gradient(call, state[:, :, t], of_last, of_t, kept, sums)
+        if sums is not None:
+            partial = sums.first
             if G is None:
                 # What the first of these passes adds is added to its own last part, which needs no zeros.
                 G, partial = partial[-1], partial[:-1]
-            before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial, G, s[t - 1], before)
-            row_norm(t - 1)
+            passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
     dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
@@ -107,12 +99,14 @@ def backward(
         dx, dweight, dlogits = (
             zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )
-    elif need_x or need_weight or need_logits:
-        uniform = start == 0 and call.uniform_start
-        found = passes.gradient(call, sweep.kernel, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
-        dx, dweight, dlogits = (
-            new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
-        )
+    else:
+        if need_x or need_weight:
+            found, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight))
+            dx = dx if found is None else found
+            dweight = dweight if parts is None else passes.add_up(call, parts)
+        if need_logits:
+            assert pairs is not None
+            dlogits = logits_gradient(call, pairs)
     if need_bias:
         assert call.bias is not None
         dbias = call.compute(_dbias, state[:, :, start:, 1], call.bias.dtype)
@@ -133,6 +127,16 @@ def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
 
 def _dbias(ds: Tensor, dtype: torch.dtype) -> Tensor:
     return ds.sum((0, 2)).to(dtype)
+
+
+def logits_gradient(call: Call, pairs: Slot) -> Any:
+    """The sum of db, from pairs [T, B, I, J, 2], over iterations and, for logits [I, J], over samples."""
+    assert call.logits is not None
+    return call.compute(_dlogits, pairs[..., 1], call.shared_logits, call.logits.dtype)
+
+
+def _dlogits(db: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
+    return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
 
 
 def _given(call: Call) -> tuple[Slot | None, ...]:

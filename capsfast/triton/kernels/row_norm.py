@@ -62,7 +62,7 @@ def row_norm_kernel(
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
                 ds = load_vectors(state_ptr + D, vectors, n, T, S)
-                dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, True, T)
+                dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, T)
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
             m = grown
         scale = inverse(total)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import below, columns, components, existing, outputs, place, store_pairs
+from .tiles import below, columns, existing, place
 
 
 @triton.jit
@@ -102,34 +102,3 @@ def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
         at = dx_ptr + rows.first + ((batch * inputs.I + here.i) * NUMBERS - batch) * inputs.positions
         at = at + rows.local[:, None] + ((j * T.D + d) * inputs.positions)[None, :]
     tl.store(at, value, mask=rows.inside[:, None] & ((j < T.J) & (d < T.D))[None, :])
-
-
-@triton.jit
-def add_common_votes_gradient(dx_ptr, room, tiles, inputs, rows, here, first, last, T: tl.constexpr):
-    """Stores dvotes of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share. tiles: those
-    of a group of outputs."""
-    value = tl.zeros([T.BB, T.DP], tl.float32)
-    for n in tl.static_range(T.NT):
-        value += tl.sum(tl.reshape(tiles[n], [T.BB, T.JT, T.DP]), 1)
-    value = tl.where(here.ok[:, None], value, 0.0)
-    d = components(0, T.DP, T.WIDE)
-    at = (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]
-    add_group(dx_ptr, room, at, value, rows.inside[:, None] & (d < T.D)[None, :], first, last)
-
-
-@triton.jit
-def add_inputs_gradient(ptr, value, inputs, rows, here, stored):
-    """Stores a number of an input capsule for each sample, [BB], in [B, I]."""
-    add_to(ptr + (rows.first * inputs.I + here.i) + rows.local * inputs.I, value, rows.once, stored)
-
-
-@triton.jit
-def store_logits_gradient(dl_ptr, value, inputs, rows, here, n, split, stored, T: tl.constexpr):
-    """Stores tile n of dlogits of an input capsule: per sample in [B, I, J] or, if SHARED_LOGITS, summed in
-    [splits, I, J]."""
-    if T.SHARED_LOGITS:
-        j = outputs(n, T, T.WIDE)
-        total = tl.sum(tl.where(rows.once[:, None], value, 0.0), 0)
-        add_to(dl_ptr + (tl.cast(split, tl.int64) * inputs.I + here.i) * T.J + j, total, j < T.J, stored)
-    else:
-        store_pairs(dl_ptr, value, inputs, rows, here.i, n, T)

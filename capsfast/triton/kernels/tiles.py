@@ -207,3 +207,19 @@ def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
     at = pairs(ptr, inputs, rows, i, n, T, False)
     tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T, T.WIDE) < T.J)[None, :])
+
+
+@triton.jit
+def store_coefficients(ptr, c, db, inputs, rows, i, n, T: tl.constexpr):
+    """Stores two numbers [BB, JT] of tile n and input capsule i side by side in [B, I, J, 2]: as one of 64 bits."""
+    low = c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    both = (db.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    store_pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), both, inputs, rows, i, n, T)
+
+
+@triton.jit
+def load_coefficients(ptr, inputs, rows, i, n, valid, T: tl.constexpr):
+    """The same two numbers, 0 where not valid."""
+    at = pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), inputs, rows, i, n, T, False)
+    both = tl.load(at, mask=valid, other=0)
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
