@@ -26,21 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    import triton
-    import triton.language as tl
-
-    from capsfast.triton import config, launch, passes, plan
+    from capsfast.triton import config, launch, passes, plan, routing
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
-    from capsfast.triton.kernels.arguments import Shape
-    from capsfast.triton.kernels.stores import add_weight_gradient
-
-    @triton.jit
-    def store_weight_gradient(at, value_ptr, K: tl.constexpr) -> None:
-        value = tl.load(value_ptr + tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :])
-        # J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE and what has no part in it.
-        T: tl.constexpr = Shape(2, 1, K, 1, 1, 16, 4, 2, 1, 8, 1, False, "tf32", True, *(False,) * 6)
-        add_weight_gradient(at, value, 0, 0, 0, T, 8)
 
 
 @pytest.fixture
@@ -206,6 +194,29 @@ def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common
         return float(torch.autograd.grad(v, x, dv.to(dtype))[0].abs().max())
 
     assert gradient(torch.cat([half, -half], 1)) < 1e-5 * gradient(torch.cat([half, 0 * half], 1))
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [
+        ("dynamic_routing", Case(bias=True, logits="IJ")),
+        ("dynamic_routing", Case(softmax="in", logits="BIJ", mask=True, out_mask=True)),
+        ("route_votes", Case(spatial=(3,), mask=True)),
+    ],
+    ids=str,
+)
+def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the coefficients of all samples would take more than half of the votes."""
+    problem = make((33, 2, 3, 4, 2) if op == "dynamic_routing" else (3, 2, 3, 4, 1), case, op, torch.float32)
+    wanted, whole = run(problem.to(torch.float64), "reference"), launches(problem, monkeypatch)
+    monkeypatch.setattr(routing, "MOST_COEFFICIENTS", 0)
+    plan.forget()
+    found: dict[str, torch.Tensor] = {}
+    parts = kernels_of(lambda: found.update(run(problem, "triton")), monkeypatch)
+    plan.forget()
+    assert len(parts) > len(whole)
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-5)
 
 
 def test_votes_of_the_positions_of_one_sample() -> None:
@@ -509,15 +520,6 @@ def problem_with_nan(problem: Any) -> Any:
     """The NaN that GPUs make, all of whose bits are set."""
     problem.inputs["u"][0] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
     return problem
-
-
-def test_offsets_beyond_32_bits_within_a_weight_gradient() -> None:
-    """A contiguous dW of more numbers than 32 bits count: its second row, of which eight numbers are touched."""
-    K = 2**31 + 16
-    room, value = torch.from_numpy(np.empty(K + 8, np.float32)), torch.rand(8, 8)
-    store_weight_gradient[(1,)](room, value, K)
-    # J = 2 and D = 1, so that of four outputs of two components only these columns are of dW.
-    assert torch.equal(room[:8], value[0]) and torch.equal(room[K:], value[2])
 
 
 def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,6 @@ class Call:
         return {
             "VOTES": self.votes_given,
             "DOT": dot_precision(self.x.dtype, self.tf32),
-            "WIDE": False,
             "SHARED_LOGITS": self.shared_logits,
             "LEAKY": self.options.leaky,
             "QUERY": self.scores is None or self.scores.query is not None,

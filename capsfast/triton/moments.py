@@ -2,8 +2,8 @@
 ops/routing_pass.py.
 
 The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
-not fit one program; the backward is one accumulate_gradient, if a gradient is a sum over the input capsules, and one
-gradient with one iteration, with row_norm before them where passes.sweep() says so.
+not fit one program; the backward is one accumulate_gradient, unless all couplings are equal, and one gradient with one
+iteration.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .routing import logits_gradient, over_inputs, zeros
 
 
 class Through(NamedTuple):
-    """What both kernels of the backward take after the call."""
+    """What accumulate_gradient takes after the call."""
 
     state: Slot  # [B, J, 1, 2, D]: query and dfirst
     dcoupling: Slot | None  # [B, I, J]
@@ -164,13 +164,11 @@ def backward(
             dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dsecond)
             dweight = None if parts is None else passes.add_up(call, parts)
         if need_logits:
-            assert pairs is not None
             dlogits = logits_gradient(call, pairs)
-        if terms is not None:
+        if need_activation:
             dactivation = call.compute(_over_outputs, terms)
         if need_lse:
-            assert pairs is not None
-            drow = call.compute(_less_over_outputs, pairs[0, ..., 1])
+            drow = call.compute(_of_log_sum, pairs)
     found = (dx, dweight, dlogits, dactivation, drow)
     gradients = (*found[:2], *of_scores, *found[2:])
     return tuple(
@@ -223,8 +221,9 @@ def _over_outputs(pairs: Tensor) -> Tensor:
     return found if pairs.dim() == 3 else to_samples(found)
 
 
-def _less_over_outputs(pairs: Tensor) -> Tensor:
-    return -_over_outputs(pairs)
+def _of_log_sum(pairs: Tensor) -> Tensor:
+    """The gradient of a log-sum-exp that is given, from pairs [1, B, I, J, 2]."""
+    return -_over_outputs(pairs[0, ..., 1])
 
 
 def _summed(call: Call, needed: list[bool]) -> bool:
@@ -245,7 +244,7 @@ def _score_gradients(
     terms: Slot | None,
 ) -> tuple[Slot | None, ...]:
     """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed. Fills pairs and terms, as
-    accumulate_gradient does."""
+    passes.accumulate_gradient() does."""
     assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed

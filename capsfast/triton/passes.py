@@ -239,12 +239,13 @@ def new_coefficients(call: Call, iterations: int) -> Slot:
     return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
-def add_up(call: Call, parts: Slot) -> Slot:
-    """dweight: the sum of its parts [n, ...], in its dtype."""
+def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
+    """dweight: the sum of its parts [n, ...], in the dtype of the weight or another one."""
     assert call.weight is not None
-    if parts.shape[0] == 1 and parts.dtype == call.weight.dtype:
+    dtype = dtype or call.weight.dtype
+    if parts.shape[0] == 1 and parts.dtype == dtype:
         return parts[0]
-    total = call.new(*call.weight.shape, dtype=call.weight.dtype)
+    total = call.new(*call.weight.shape, dtype=dtype)
     # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
     at_once = 64 if call.shared else 4
     n, width = total.numel(), 2048 // at_once

@@ -74,7 +74,7 @@ def accumulate_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
@@ -84,7 +84,7 @@ def accumulate_kernel(
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         NT * JT < J
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -202,14 +202,14 @@ def accumulate_gradient_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Coefficients c and db of one iteration in dvotes, and partial sums of sum_i db votes, which it adds to G, and
     those that a pass needs beside it."""
     SUMS: tl.constexpr = partial_ptr is not None
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         NT * JT < J
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)

@@ -152,7 +152,7 @@ def gradient_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
     SHARED: tl.constexpr, HELD: tl.constexpr,
@@ -162,7 +162,7 @@ def gradient_kernel(
     above. tiles: batch tiles of a split.
     """
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         NT * JT < J
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)

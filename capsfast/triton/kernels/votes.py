@@ -8,7 +8,6 @@ from .products import product
 from .tiles import (
     below,
     columns,
-    components,
     existing,
     per_pair,
     pose_rows,
@@ -43,7 +42,7 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
 @triton.jit
 def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
     """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
-    k = components(k0, KP, T.WIDE)
+    k = k0 + tl.arange(0, KP)
     x_b, x_i, _, x_k = inputs.xs
     at = rows.x + (rows.first * x_b + i * x_i) + (rows.local * x_b)[:, None] + (k * x_k)[None, :]
     if T.PP > 1:
@@ -54,8 +53,8 @@ def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
 @triton.jit
 def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
     """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
-    j, d = columns(0, T, T.WIDE)
-    k = components(k0, KP, T.WIDE)
+    j, d = columns(0, T)
+    k = k0 + tl.arange(0, KP)
     w_i, w_j, w_d, w_k = inputs.ws
     at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + (k * w_k)[None, :]
     at += tl.cast(n, tl.int64) * (T.JT * w_j)
@@ -72,7 +71,7 @@ def votes_tile(inputs, rows, here, n, T: tl.constexpr):
     """
     if T.VOTES:
         x_b, x_i, x_j, x_d = inputs.xs
-        j, d = columns(n, T, T.WIDE)
+        j, d = columns(n, T)
         inside = here.ok[:, None] & ((j < T.J) & (d < T.D // T.P))[None, :]
         at = rows.x + (rows.first * x_b + here.i * x_i) + (rows.local * x_b)[:, None] + (j * x_j + d * x_d)[None, :]
         votes = tl.load(at, mask=inside, other=0.0).to(tl.float32)
