@@ -522,6 +522,27 @@ def problem_with_nan(problem: Any) -> Any:
     return problem
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_users_interpret_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the repairs of tests/support/interpreter.py: no product of the interpreter gets a bfloat16."""
+    from triton.runtime import interpreter
+
+    problem, dot = make((3, 3, 3, 8, 4), Case(logits="BIJ"), dtype=dtype), interpreter.interpreter_builder.create_dot
+
+    def wide(a: Any, b: Any, *rest: Any) -> Any:
+        assert a.data.dtype == b.data.dtype == np.float32
+        return dot(a, b, *rest)
+
+    wanted = run(problem, "triton")
+    plan.forget()
+    monkeypatch.setattr(launch, "WIDENED", True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", wide)
+    found = run(problem, "triton")
+    plan.forget()
+    for name, value in found.items():
+        assert relative_l2(value.double(), wanted[name].double()) < 4 * torch.finfo(dtype).eps, name
+
+
 def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
