@@ -34,27 +34,28 @@ class Choice(NamedTuple):
     columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
     chunk: the most input capsules of a program, or 0 for no more programs than the device runs at once.
     down: warps of a program, 16 rows each, if a warp holds whole rows.
+    kept: whether accumulate reads V once, else for every input capsule.
     """
 
     columns: int
     warps: int
     chunk: int = 0
     down: int = 1
+    kept: bool = False
 
 
 TABLE = {
-    # 160 columns of 16 rows are 80 registers each for the sums and the votes; V is read again for every input capsule.
+    # 160 columns of 16 rows are 80 registers each for the sums and the votes. V beside them takes 64 bytes of spilled
+    # registers a lane, where reading V again for every input capsule takes 320 bytes from L1 (not measured).
     # Two warps, one below the other, read W once for 32 samples. Four would make the compiler take the instructions of
     # four warps together, which wait for each other.
-    "accumulate": Choice(160, 8, down=2),
+    "accumulate": Choice(160, 8, down=2, kept=True),
     "accumulate_gradient": Choice(160, 8, down=2),
     # After accumulate_gradient, one tile after the other: of 32 columns a warp keeps V and ds of three iterations in 80
     # registers while it takes the input capsules of a chunk. Else it loads them for every one, 100 KiB for 32 samples.
     # du of the chunk, to which tiles after the first are added, and dW, to which batch tiles are, should stay in L2
     # (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
-    # Of a single iteration. Loading V and ds is less than what every tile costs, so if it can it has all outputs.
-    "gradient once": Choice(160, 8, chunk=8, down=2),
     # Takes one tile after the other and keeps only a few numbers per row. With a warp's own outputs none of them
     # crosses warps.
     "row_norm": Choice(48, 8, down=2),
@@ -64,12 +65,12 @@ TABLE = {
     "gradient quadratic": Choice(48, 8, chunk=8, down=2),
     # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
     # of 80 columns are 40 registers each.
-    "accumulate votes": Choice(80, 8),
+    "accumulate votes": Choice(80, 8, kept=True),
     # Beside these ds.
     "accumulate_gradient votes": Choice(64, 8),
     "gradient votes": Choice(40, 8, chunk=8),
     "row_norm votes": Choice(64, 8),
-    "accumulate votes quadratic": Choice(48, 8),
+    "accumulate votes quadratic": Choice(48, 8, kept=True),
     "accumulate_gradient votes quadratic": Choice(40, 8),
     "gradient votes quadratic": Choice(32, 8, chunk=8),
 }
@@ -164,8 +165,7 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     apart = kernel in ("gradient", "row_norm")  # which need not have all outputs together
     rows = max(ROWS, power_of_two(poses))
     # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
-    more = not apart and (K > 16 or (kernel == "gradient once" and layer.shared))
-    held = choice.columns * ROWS // rows // (2 if more else 1)
+    held = choice.columns * ROWS // rows // (2 if K > 16 and not apart else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     # Where outputs need not be together, a tile of long ones may have twice as many columns.
     turn, room = (TURN, 2 * held) if apart else (0, held)
@@ -181,9 +181,7 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
-    # If it loads V and ds, these would be pipelined too, 330 KiB at J=10, D=16.
-    pipelined = pipeline <= SHARED and kernel != "gradient once"
-    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
+    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipeline <= SHARED else 1)
 
 
 def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:

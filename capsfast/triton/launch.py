@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ..options import SOFTMAX, Options, PassOptions
@@ -18,6 +19,9 @@ from .plan import Slot
 RESIDENT_WARPS = 8
 # Programs that the interpreter, which runs them one by one, is taken to hold: few, but enough to split every sum.
 INTERPRETED = 3
+# The interpreter multiplies the 16 bits of a bfloat16 as an integer. So there operands of 16 bits are converted first;
+# the tests, which interpret what GPUs do, repair the interpreter instead.
+WIDENED = triton.knobs.runtime.interpret
 # Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.
@@ -29,7 +33,7 @@ MOST_CHUNKS = 65535
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
     """DOT of the votes' product (kernels/products.py): float32 is one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
-        return "half"
+        return "ieee" if WIDENED else "half"
     if torch.version.hip is not None:
         return "ieee"
     return "tf32" if tf32 else "tf32x3"
@@ -187,7 +191,6 @@ class Call:
         return {
             "VOTES": self.votes_given,
             "DOT": dot_precision(self.x.dtype, self.tf32),
-            "WIDE": False,
             "SHARED_LOGITS": self.shared_logits,
             "LEAKY": self.options.leaky,
             "QUERY": self.scores is None or self.scores.query is not None,
@@ -222,7 +225,7 @@ class Call:
 
         Those of float16 are not split into two of it, as they may be out of its range.
         """
-        if torch.version.hip is not None:
+        if torch.version.hip is not None or (WIDENED and self.x.dtype != torch.float32):
             return "ieee"
         if self.x.dtype == torch.bfloat16:
             return "bf16x2"

@@ -2,8 +2,8 @@
 ops/routing_pass.py.
 
 The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
-not fit one program; the backward is one accumulate_gradient, if a gradient is a sum over the input capsules, and one
-gradient with one iteration, with row_norm before them where passes.sweep() says so.
+not fit one program; the backward is one accumulate_gradient, unless all couplings are equal, and one gradient with one
+iteration.
 """
 
 import functools
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from ..options import PassOptions
+from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call, Scores
 from .passes import Given
 from .plan import Slot
-from .routing import over_inputs, zeros
+from .routing import logits_gradient, over_inputs, zeros
 
 
 class Through(NamedTuple):
-    """What both kernels of the backward take after the call."""
+    """What accumulate_gradient takes after the call."""
 
     state: Slot  # [B, J, 1, 2, D]: query and dfirst
     dcoupling: Slot | None  # [B, I, J]
@@ -154,21 +155,21 @@ def backward(
     uniform = call.uniform_start and not need_activation
     through = Through(state, dcoupling, norms._replace(rows=call.compute(_rows, parameters.lse)), beside)
     launched = I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse)
-    sweep = passes.sweep(call, True, _summed(call, need_scores), launched)
-    if sweep.rows and not uniform:
-        rows = call.new(B, I, 4)
-        through = through._replace(norms=norms._replace(rows=rows))
-        if sweep.row_norm:
-            passes.row_norm(call, state, dcoupling, rows, True, beside)
-    of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
-    found: tuple[Slot | None, ...] = (None,) * 5
+    pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
+    terms = call.new_pairs(torch.float32) if launched and need_activation else None
+    of_scores = _score_gradients(call, through, dfirst, saved, need_scores, pairs, terms)
+    dx = dweight = dlogits = dactivation = drow = None
     if launched:
-        dactivation = call.new(B, I) if need_activation else None
-        drow = call.new(B, I) if need_lse else None
-        dx, dweight, dlogits = passes.gradient(
-            call, sweep.kernel, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
-        )
-        found = (dx, dweight, dlogits, dactivation, drow)
+        if need_x or need_weight:
+            dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dsecond)
+            dweight = None if parts is None else passes.add_up(call, parts)
+        if need_logits:
+            dlogits = logits_gradient(call, pairs)
+        if need_activation:
+            dactivation = call.compute(_over_outputs, terms)
+        if need_lse:
+            drow = call.compute(_of_log_sum, pairs)
+    found = (dx, dweight, dlogits, dactivation, drow)
     gradients = (*found[:2], *of_scores, *found[2:])
     return tuple(
         zeros(call, tensor, wanted)
@@ -214,6 +215,17 @@ def _inward_total(
     return total
 
 
+def _over_outputs(pairs: Tensor) -> Tensor:
+    """The sums over j of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    found = pairs.sum(2)
+    return found if pairs.dim() == 3 else to_samples(found)
+
+
+def _of_log_sum(pairs: Tensor) -> Tensor:
+    """The gradient of a log-sum-exp that is given, from pairs [1, B, I, J, 2]."""
+    return -_over_outputs(pairs[0, ..., 1])
+
+
 def _summed(call: Call, needed: list[bool]) -> bool:
     """Whether a gradient of the scores is a sum over the input capsules."""
     assert call.scores is not None
@@ -223,17 +235,30 @@ def _summed(call: Call, needed: list[bool]) -> bool:
 
 
 def _score_gradients(
-    call: Call, through: Through, dfirst: Slot | None, saved: tuple[Slot, ...], needed: list[bool]
+    call: Call,
+    through: Through,
+    dfirst: Slot | None,
+    saved: tuple[Slot, ...],
+    needed: list[bool],
+    pairs: Slot | None,
+    terms: Slot | None,
 ) -> tuple[Slot | None, ...]:
-    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed."""
+    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed. Fills pairs and terms, as
+    passes.accumulate_gradient() does."""
     assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
     mass, first, *_ = saved
-    sums = None
+    partial = sums = None
     if _summed(call, needed):
         wanted = (need_prior or (need_center and query is not None), need_precision)
-        sums = passes.update_moments(call, passes.accumulate_gradient(call, *through, wanted))
+        partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
+    if partial is not None or pairs is not None:
+        state, dcoupling, norms, given = through
+        kept = None if pairs is None else pairs[0]
+        passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
+    if partial is not None:
+        sums = passes.update_moments(call, partial)
     dprecision = dcenter = None
     if need_precision and sums is not None:
         dprecision = call.compute(_dprecision, sums.second)

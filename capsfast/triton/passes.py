@@ -96,19 +96,20 @@ def accumulate(
     kind = "uniform" if uniform else mode(call, "accumulate")
     of_pass = call.options if isinstance(call.options, PassOptions) else None
 
-    splits, _ = call.split("accumulate")
-    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
-    online = call.new(2, splits, B, J) if kind == "in" else None
+    sums = partial_sums(call, "accumulate", of_pass is not None, of_pass is not None and of_pass.second)
+    online = call.new(2, sums.first.shape[0], B, J) if kind == "in" else None
     arguments = (
         *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None,
     )  # fmt: skip
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind)
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind, KEPT=call.choice("accumulate").kept)
     return sums, online
 
 
-def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
+def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = False) -> Sums:
+    """Room for what a kernel adds up."""
     B, _, J, D, _ = call.sizes
+    splits, _ = call.split(kernel)
     return Sums(
         call.new(splits, B, J, D),
         call.new(splits, B, J) if mass else None,
@@ -121,26 +122,30 @@ def accumulate_gradient(
     state: Slot,
     dcoupling: Slot | None,
     norms: Norms,
+    pairs: Slot | None,
+    sums: Sums | None,
     given: Given = NOTHING,
-    wanted: tuple[bool, bool] = (False, False),
-) -> Sums:
-    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2.
+    terms: Slot | None = None,
+) -> None:
+    """What one iteration adds to gradients. Fills what is not None: pairs [B, I, J, 2] float32 with its coefficients c
+    and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
 
-    Fills norms.rows, if a program holds all outputs.
+    state: V and ds of the iteration in [B, J, R, 2, D].
     """
+    B, I, *_ = call.sizes
     kind = mode(call, "accumulate_gradient")
-
-    sums = _partial_sums(call, call.split("accumulate_gradient")[0], *wanted)
-    arguments = (*call.tensors, dcoupling, *given, state, *norms, *sums)
+    if kind == "row_norm" and call.normalize == "out":
+        norms = norms._replace(rows=call.new(B, I, 4))
+        row_norm(call, state, dcoupling, norms.rows, True, given)
+    arguments = (*call.tensors, dcoupling, *given, state, *norms, pairs, terms, *(sums or (None, None, None)))
     _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
-    return sums
 
 
 def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
     arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in")
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept)
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
@@ -228,102 +233,73 @@ def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> No
     )  # fmt: skip
 
 
-def _parts(call: Call, splits: int, like: Slot | None) -> Slot:
-    """Room for partial sums. Those of a single split need no adding up."""
-    assert like is not None
-    return call.new(*(() if splits == 1 else (splits,)), *like.shape)
+def new_coefficients(call: Call, iterations: int) -> Slot:
+    """Room for c and db of some iterations, [T, B, I, J, 2], or with positions [T, B, I, J, S, 2]."""
+    positions = () if call.positions is None else (call.positions,)
+    return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
-def _add_up(call: Call, parts: Slot, like: Slot) -> Slot:
-    """The sum of _parts() over the splits, in the dtype of the tensor that it is a gradient of."""
-    if parts.shape == like.shape and parts.dtype == like.dtype:
-        return parts
-    total = call.new(*like.shape, dtype=like.dtype)
-    n = total.numel()
+def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
+    """dweight: the sum of its parts [n, ...], in the dtype of the weight or another one."""
+    assert call.weight is not None
+    dtype = dtype or call.weight.dtype
+    if parts.shape[0] == 1 and parts.dtype == dtype:
+        return parts[0]
+    total = call.new(*call.weight.shape, dtype=dtype)
     # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
     at_once = 64 if call.shared else 4
-    width = 2048 // at_once
-    call.x.plan.launch(
-        add_up_kernel, (cdiv(n, width),), parts, total, n, parts.numel() // max(n, 1), WIDTH=width, SB=at_once
-    )
+    n, width = total.numel(), 2048 // at_once
+    call.x.plan.launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.shape[0], WIDTH=width, SB=at_once)
     return total
-
-
-class Sweep(NamedTuple):
-    """How the backward goes over the outputs. kernel: a name of config.TABLE. rows: whether a pass needs what row_norm
-    finds; row_norm: whether row_norm has to find it, and not accumulate_gradient."""
-
-    kernel: str
-    rows: bool
-    row_norm: bool
-
-
-def sweep(call: Call, once: bool, summed: bool, launched: bool) -> Sweep:
-    """What a backward needs. once: whether only one iteration has a gradient; summed, launched: whether
-    accumulate_gradient and gradient are launched."""
-    once = once and not (call.votes_given or call.quadratic)
-    kernel = "gradient once" if once and call.tiles("gradient once").groups == 1 else "gradient"
-    if call.normalize != "out":
-        return Sweep(kernel, False, False)
-    grouped = summed and call.tiles("accumulate_gradient").groups > 1
-    return Sweep(kernel, grouped or (launched and call.tiles(kernel).groups > 1), grouped or not summed)
 
 
 def gradient(
     call: Call,
-    kernel: str,
     state: Slot,
-    dcoupling: Slot | None,
-    norms: Norms,
-    given: Given,
-    start: int,
+    pairs: Slot | None,
     uniform: bool,
-    needed: tuple[bool, bool, bool],
-    dactivation: Slot | None = None,
-    drow: Slot | None = None,
-) -> tuple[Slot | None, Slot | None, Slot | None]:
-    """dx, dweight and dlogits, as far as they are needed.
+    needed: tuple[bool, bool],
+    dsecond: Slot | None = None,
+) -> tuple[Slot | None, Slot | None]:
+    """dx and, in parts [n, ...] that are to be added up, dweight, as far as they are needed.
 
-    kernel: a name of config.TABLE. uniform: in iteration start all couplings are equal. dactivation [B, I] and drow
-    [B, I], the gradient of a log-sum-exp that is given, are filled unless they are None.
+    pairs: [T, B, I, J, 2] from accumulate_gradient, of the last T iterations. uniform: in the iteration before these
+    all couplings are equal.
     """
-    tiles = call.tiles(kernel)
+    tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
-    need_x, need_weight, need_logits = needed
-    dx = room = dl = None
-    if need_x:
-        dx = call.new(*call.x.shape, dtype=call.x.dtype)
-        # du and dvotes that all outputs share are sums over groups of outputs, kept in float32 until the last.
-        if tiles.groups > 1 and (call.common or not call.votes_given) and dx.dtype != torch.float32:
+    dx = room = dw = None
+    if needed[0]:
+        # dvotes that output capsules share are a sum over these.
+        shape = (B, I, J, D) if call.common else call.x.shape
+        dx = call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
+        # du is a sum over groups of outputs, kept in float32 until the last.
+        if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
-    if need_logits and not call.shared_logits:
-        assert call.logits is not None
-        dl = call.new_pairs(call.logits.dtype)
+    first = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    first = start + uniform
     vectors = 2 * (call.iterations - first) + uniform
-    held = not call.votes_given and vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
+    held = vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
     # Tiles of vectors that are loaded for every input capsule would be pipelined too.
-    ahead = tiles.stages > 1 and held and not call.quadratic and norms.s is None
+    ahead = held and not call.quadratic
+    chunks, chunk, splits, batch_tiles = call.split_gradient("gradient")
+    if needed[1]:
+        assert call.weight is not None
+        # One per split of the batch, or for a shared weight one per program.
+        dw = call.new(chunks * splits if call.shared else splits, *call.weight.shape)
     constants = call.constants(tiles) | {
-        "BACK_DOT": call.back_dot, "MODE": mode(call, kernel), "START": first, "R": call.iterations,
-        "UNIFORM": uniform, "AGREEMENT": call.agreement, "SHARED": call.shared, "COMMON": call.common,
-        "HELD": held, "AHEAD": ahead, "num_stages": tiles.stages if ahead else 1,
+        "BACK_DOT": call.back_dot, "START": first, "R": call.iterations, "UNIFORM": uniform,
+        "AGREEMENT": call.agreement, "SHARED": call.shared, "HELD": held,
+        "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
-
-    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel)
-    # Partial sums, one per split of the batch, or for a shared weight one per program.
-    dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
-    if need_logits and call.shared_logits:
-        dl = _parts(call, splits, call.logits)
     call.x.plan.launch(gradient_kernel, (splits, chunks),
-        *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, dl, dactivation, drow,
+        *call.tensors, dsecond, state, pairs, factor[0], dx, room, dw,
         *call.walk, chunk, batch_tiles, tiles.groups, factor[1], **constants,
     )  # fmt: skip
-    if dw is not None:
-        assert call.weight is not None
-        dw = _add_up(call, dw, call.weight)
-    if dl is not None and call.shared_logits:
-        assert call.logits is not None
-        dl = _add_up(call, dl, call.logits)
-    return dx, dw, dl
+    if dx is not None and call.common:
+        dx = call.compute(_over_outputs, dx, call.x.dtype)
+    return dx, dw
+
+
+def _over_outputs(dvotes: Tensor, dtype: torch.dtype) -> Tensor:
+    return dvotes.sum(2, keepdim=True).to(dtype)

@@ -43,7 +43,7 @@ def form_of(tensor: Tensor) -> Form:
 class Memory:
     """Where slots lie. kind: "given" with the call, "new", or the "result" of a function of torch.
 
-    alone: a tensor of its own, because torch uses it or it is returned; other new memory lies in the workspace.
+    alone: a tensor of its own, because it or a view of it is returned; other new memory lies in the workspace.
     first, last: the steps that use it. index: of a run's tensors. offset: in the workspace.
     """
 
@@ -215,7 +215,10 @@ class Plan:
         same = [each for each in arguments if isinstance(each, Slot) and each.ghost is result]
         if result is None or same:
             return same[0] if same else None
-        self._use(arguments, alone=True)
+        self._use(arguments)
+        slots, storage = [each for each in arguments if isinstance(each, Slot)], result.untyped_storage()
+        # Memory of which the result is a view must not serve other steps.
+        self._use([each for each in slots if each.ghost.untyped_storage() is storage], alone=True)
         slot = self._slot("result", form_of(result))
         self.steps.append(Compute(function, arguments, slot.memory))
         self._use([slot], alone=True, step=len(self.steps) - 1)

@@ -3,15 +3,22 @@
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
-from .launch import Call
-from .passes import NOTHING
+from .launch import Call, cdiv
 from .plan import Slot
+
+# Bytes of the coefficients c and db of all pairs and iterations that a backward may have, however few the votes are.
+MOST_COEFFICIENTS = 64 * 1024**2
+# Parts of the batch have full tiles.
+FULL = 32
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
@@ -57,12 +64,68 @@ def backward(
     s: Slot,
     norm: Slot,
     needed: tuple[bool, bool, bool, bool],
-) -> tuple[Slot, Slot, Slot, Slot]:
-    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
+) -> tuple[Slot, ...]:
+    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes.
+
+    The samples are taken in parts if the coefficients of all of them would take too much memory.
+    """
+    B, step = call.x.shape[0], samples_at_once(call)
+    if step >= B or not any(needed[:3]):
+        return _backward(call, dv, dcoupling, coupling, s, norm, needed)
+    each = call.positions or 1
+    found = []
+    for lo in range(0, B, step):
+        b, rows = slice(lo, lo + step), slice(lo * each, (lo + step) * each)
+        part = replace(
+            call,
+            x=call.x[b],
+            logits=call.logits if call.logits is None or call.shared_logits else call.logits[b],
+            mask=None if call.mask is None else call.mask[rows],
+            out_mask=None if call.out_mask is None else call.out_mask[rows],
+        )
+        of_coupling = None if dcoupling is None else dcoupling[b]
+        of_norm = norm[:, :, rows] if call.normalize == "in" else norm
+        found.append(
+            _backward(part, dv[rows], of_coupling, coupling[b], s[:, rows], of_norm, needed, dtype=torch.float32)
+        )
+    together = (_cat, _sum, _sum if call.shared_logits else _cat, _sum)
+    columns = zip(together, zip(*found, strict=True), _given(call), strict=True)
+    return tuple(call.compute(join, (call.x if like is None else like).dtype, *parts) for join, parts, like in columns)
+
+
+def samples_at_once(call: Call) -> int:
+    """How many of the batch have coefficients at the same time: of all iterations no more than half of what the votes
+    would take in float32, or MOST_COEFFICIENTS."""
+    B, D = call.x.shape[0], call.sizes[3]
+    pairs = math.prod(call.sizes[:3])
+    parts = cdiv(8 * call.iterations * pairs, max(2 * D * pairs, MOST_COEFFICIENTS, 1))
+    step = cdiv(B, max(parts, 1))
+    return step if call.positions is not None else cdiv(step, FULL) * FULL
+
+
+def _sum(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    return torch.stack(parts).sum(0).to(dtype)
+
+
+def _cat(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+    return torch.cat(parts).to(dtype)
+
+
+def _backward(
+    call: Call,
+    dv: Slot,
+    dcoupling: Slot | None,
+    coupling: Slot,
+    s: Slot,
+    norm: Slot,
+    needed: tuple[bool, bool, bool, bool],
+    dtype: torch.dtype | None = None,
+) -> tuple[Slot, ...]:
+    """dtype: of the sums over samples, if it is not that of the tensors they are gradients of."""
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
-        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
+        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     s = s.aligned()
@@ -72,34 +135,25 @@ def backward(
         delta = call.compute(_delta, coupling, dcoupling, r)
 
     start = 0 if call.agreement else r - 1
-    first_varied = max(start, 1) if call.uniform_start else start
-    summed = start == 0 and r > 1
+    uniform = start == 0 and call.uniform_start
+    first = start + uniform  # of the iterations whose couplings differ
     need_x, need_weight, need_logits, need_bias = needed
-    sweep = passes.sweep(call, start == r - 1, summed, need_x or need_weight or need_logits)
-    rows = call.new(r, B, I, 4) if sweep.rows else None
-    norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
-
-    def norms_of(t: int) -> Norms:
-        return Norms(*(None if each is None else each[t] for each in norms))
-
-    def of_last(t: int) -> Slot | None:
-        return dcoupling if t == r - 1 else None
-
-    def row_norm(t: int) -> None:
-        if rows is not None and t >= first_varied and (sweep.row_norm or t == 0):
-            passes.row_norm(call, state[:, :, t], of_last(t), rows[t], True)
-
-    row_norm(r - 1)
-    if summed:
-        G: Slot | None = None
-        for t in range(r - 1, 0, -1):
-            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
+    pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
+    norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
+    G: Slot | None = None
+    for t in range(r - 1, -1, -1):
+        sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
+        kept = None if pairs is None or t < first else pairs[t - first]
+        if sums is not None or kept is not None:
+            of_t = Norms(*(None if each is None else each[t] for each in norms))
+            of_last = dcoupling if t == r - 1 else None
+            passes.accumulate_gradient(call, state[:, :, t], of_last, of_t, kept, sums)
+        if sums is not None:
+            partial = sums.first
             if G is None:
                 # What the first of these passes adds is added to its own last part, which needs no zeros.
                 G, partial = partial[-1], partial[:-1]
-            before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial, G, s[t - 1], before)
-            row_norm(t - 1)
+            passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
     dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
@@ -107,16 +161,30 @@ def backward(
         dx, dweight, dlogits = (
             zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )
-    elif need_x or need_weight or need_logits:
-        uniform = start == 0 and call.uniform_start
-        found = passes.gradient(call, sweep.kernel, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
-        dx, dweight, dlogits = (
-            new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
-        )
+    else:
+        if need_x or need_weight:
+            found, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight))
+            dx = dx if found is None else found
+            dweight = dweight if parts is None else passes.add_up(call, parts, dtype)
+        if need_logits:
+            dlogits = logits_gradient(call, pairs, dtype)
     if need_bias:
         assert call.bias is not None
-        dbias = call.compute(_dbias, state[:, :, start:, 1], call.bias.dtype)
+        dbias = call.compute(_dbias, state[:, :, start:, 1], dtype or call.bias.dtype)
     return dx, dweight, dlogits, dbias
+
+
+def logits_gradient(call: Call, pairs: Slot | None, dtype: torch.dtype | None = None) -> Slot:
+    """dlogits, from pairs [T, B, I, J, 2]."""
+    assert call.logits is not None
+    found: Slot = call.compute(_sum_of_db, pairs, call.shared_logits, dtype or call.logits.dtype)
+    return found
+
+
+def _sum_of_db(pairs: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
+    """Over iterations and, for logits [I, J] that samples share, over these."""
+    db = pairs[..., 1]
+    return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
 
 
 def over_inputs(pairs: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ import pytest
 import capsfast
 from capsfast import toolchain
 
-from ..support import triton_listing, triton_table
-from ..support.listing import Code
+from ..support import triton_table
 
 if toolchain._why_not_installed():
     pytest.skip(toolchain._why_not_installed(), allow_module_level=True)
@@ -120,28 +119,6 @@ MOST_CALLS: dict[str, Row] = {
 MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "row_norm_kernel")
 
 
-# The most that a pass may execute for 16 rows and one input capsule, in any build of triton_table.BUILDS: instructions
-# of all warps; barriers, changes of layout, accesses to spilled registers, and loads from global memory of fewer than
-# 16 bytes of a lane (triton_table.LIMITED). "python -m tests.support.triton_compile docs" prints them as they are now.
-MOST = {
-    ("float32", "uniform"): (324, 2, 0, 0, 0),
-    ("float32", "accumulate"): (496, 2, 0, 0, 0),
-    ("float32", "accumulate_gradient"): (681, 2, 1, 0, 0),
-    ("float32", "gradient"): (3065, 20, 40, 0, 50),
-    ("bfloat16", "uniform"): (151, 2, 0, 0, 0),
-    ("bfloat16", "accumulate"): (367, 2, 0, 0, 0),
-    ("bfloat16", "accumulate_gradient"): (554, 2, 1, 0, 0),
-    ("bfloat16", "gradient"): (2095, 20, 30, 0, 40),
-}
-# Instructions of a forward and a backward in bfloat16, of those in float32.
-HALF = 0.77
-
-# Operations of the gradient kernel in Triton's first representation. One pass of the compiler (tritongpu-coalesce)
-# takes a time that grows with their square, for every load and store: at 930 operations it was half of all. Seconds
-# depend on what else a machine does.
-OPERATIONS = 560
-
-
 def start(calls: dict[str, Row], *what: str) -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -201,6 +178,8 @@ def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
             assert not row["mma"], text(row)
             continue
         operands = {"bfloat16": "bf16.bf16", "float16": "f16.f16"}.get(row["dtype"], "tf32.tf32")
+        if row["kernel"] == "gradient_kernel" and row["dtype"] == "float16":
+            operands = "tf32.tf32"  # dvotes may be out of the range of float16
         shape = "m16n8k8" if operands.startswith("tf32") else "m16n8k16"
         assert f"mma.sync.aligned.{shape}.row.col.f32.{operands}.f32" in row["mma"], text(row)
 
@@ -212,43 +191,20 @@ def test_positions_are_read_four_at_a_time(rows: list[Row]) -> None:
             assert not row["narrow_loads"], text(row)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_amd_multiplies_by_matrix_instructions_and_spills_nothing(dtype: str) -> None:
+    """Compiled for every GPU of toolchain.AMD; nothing of it ran on one."""
+    call = {"shape": triton_table.SHAPE, "dtype": dtype, "case": {"coupling": False}, "kernels": LOOPS}
+    found = result(start({dtype: call}, "amd"))
+    assert {row["gpu"] for row in found} == set(toolchain.AMD)
+    for row in found:
+        assert row["matrix"] > 0 and row["spilled"] == 0, row
+
+
 def test_only_small_matrix_instructions(rows: list[Row]) -> None:
     """Those of four warps together (wgmma, tcgen05) wait for each other and take operands from shared memory."""
     for row in rows:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
-
-
-# Accesses to spilled registers in a loop: many outputs, second moments, long outputs or K, all options at once, and the
-# most iterations of which V and ds are kept.
-SPILLS = {
-    ("EM", "accumulate_gradient_kernel"): 10,
-    ("EM, in", "accumulate_gradient_kernel"): 10,
-    ("J=100, logits", "accumulate_gradient_kernel"): 4,
-    ("J=1000, backward", "accumulate_gradient_kernel"): 4,
-    ("softmax in", "accumulate_gradient_kernel"): 8,
-    ("softmax in", "gradient_kernel"): 14,
-    ("shared weight", "gradient_kernel"): 12,
-    ("D=512", "gradient_kernel"): 14,
-    ("r=5", "gradient_kernel"): 24,
-}
-
-
-# The numbers above are those of Triton 3.9.
-EARLIER = ("Triton 3.6", "Triton 3.7")
-
-
-def test_no_register_spills(rows: list[Row]) -> None:
-    for row in rows:
-        # With registers left, the compiler has spilled a few of its own accord, for one more program at a time. Else
-        # an address that few instructions of the loop need.
-        of_its_own_accord = 8 if row["registers"] < 255 else 2
-        spills = SPILLS.get((row["name"], row["kernel"]))
-        if triton_table.release() in EARLIER:
-            # Its register allocation spills addresses in more kernels; a tile that is spilled takes hundreds.
-            spills, of_its_own_accord = spills or 0, 40
-        assert row["spills"] <= max(spills or 0, of_its_own_accord), text(row)
-        # Outside of the loops a few addresses.
-        assert row["stack"] <= (208 if spills is None else 768), text(row)
 
 
 def test_shared_memory_within_the_device(rows: list[Row]) -> None:
@@ -274,53 +230,9 @@ def layer(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["name"] in triton_table.BUILDS]
 
 
-@pytest.mark.parametrize(("dtype", "name"), MOST)
-def test_an_input_capsule_takes_few_instructions(dtype: str, name: str, layer: list[Row]) -> None:
-    for capability in triton_table.BUILDS[dtype]:
-        row = triton_table.passes(layer, dtype, capability)[name]
-        found, most = triton_table.limited(row), MOST[dtype, name]
-        over = {what: (n, limit) for what, n, limit in zip(triton_table.LIMITED, found, most, strict=True) if n > limit}
-        assert not over, f"{over} in {text(row)}"
-
-
-def test_there_is_little_to_compile(layer: list[Row]) -> None:
-    for row in layer:
-        if row["kernel"] == "gradient_kernel":
-            assert row["operations"] <= OPERATIONS, text(row)
-
-
-def test_half_the_bytes_take_no_more_instructions(layer: list[Row]) -> None:
-    exact, half = (
-        triton_table.both_ways(triton_table.passes(layer, dtype, 90), "instructions") for dtype in triton_table.BUILDS
-    )
-    assert half <= HALF * exact, half / exact
-
-
 def test_the_table_of_the_docs_is_what_was_compiled(layer: list[Row]) -> None:
     """``python -m tests.support.triton_compile docs`` writes it."""
     assert triton_table.split()[1] == triton_table.table(layer)
-
-
-def products(row: Row) -> int:
-    """Matrix instructions of a program for one input capsule: m16n8k8 of TF32, m16n8k16 of 16-bit numbers."""
-    from capsfast.triton import config
-
-    shape, kernel = row["shape"], triton_table.name(row).replace("uniform", "accumulate")
-    itemsize, times, back = {"float32": (4, 3, 3), "bfloat16": (2, 1, 2)}[row["dtype"]]
-    tiles = config.tiles(kernel, config.Layer(*shape[2:], itemsize), config.TABLE[kernel])
-    votes = tiles.NT * (tiles.BB // 16) * (tiles.JT * tiles.DP // 8) * (tiles.KP * itemsize // 32) * times
-    # dvotes times W, and transposed times u, both of them over K = 8. Of bfloat16 an instruction sums over 16.
-    gradients = tiles.NT * (tiles.BB // 16) * (tiles.JT * tiles.DP // 8) * 2 * back * itemsize // 4
-    return votes + (gradients if kernel == "gradient" else 0)
-
-
-def test_what_is_computed_is_counted(rows: list[Row]) -> None:
-    """So that no limit holds because the loop that it is for was not found, and no warp computes what another does."""
-    for row in rows:
-        if row["kernel"] in MAKES_VOTES:
-            assert row["turn"] >= 1 and row["instructions"] > 100, text(row)
-        if row["name"] in triton_table.BUILDS and row["kernel"] in MAKES_VOTES:
-            assert row["products"] * row["warps"] == products(row), text(row)
 
 
 def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
@@ -328,69 +240,6 @@ def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
     for row in rows:
         if row["mode"] == "uniform" and row["name"] in ("float32", "bfloat16", "tf32"):
             assert row["additions"] >= 80, text(row)  # a warp has 16 rows of 160 columns, in 32 lanes
-
-
-# A product over K in two steps, between groups of outputs and the loop over input capsules; only what is looked at.
-TTGIR = """
-#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [16, 2], warpsPerCTA = [2, 1], order = [1, 0]}>
-#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [1, 2], instrShape = [16, 8]}>
-    %c0_i32 = arith.constant 0 : i32 loc(#loc1)
-    %c1_i32 = arith.constant 1 : i32 loc(#loc1)
-    %c2_i32 = arith.constant 2 : i32 loc(#loc1)
-    scf.for %group = %c0_i32 to %groups step %c1_i32  : i32 {
-      %acc:2 = scf.for %i32 = %lo to %hi step %c1_i32 iter_args(%acc_1 = %cst) -> (tensor<16x32xf32, #mma>)  : i32 {
-        %w = ttg.convert_layout %v : tensor<32x8xf32, #blocked> -> tensor<32x8xf32, #linear> loc(#loc3)
-        %x:1 = scf.for %k0 = %c0_i32 to %c2_i32 step %c1_i32  : i32 {
-          %y = ttg.convert_layout %u : tensor<16x8xf32, #blocked> -> tensor<16x8xf32, #mma> loc(#loc3)
-          %z = tt.dot %a, %b, %c : tensor<16x8xf32, #dot> * tensor<8x32xf32, #dot1> -> tensor<16x32xf32, #mma>
-        } loc(#loc2)
-      } loc(#loc2)
-      %after = ttg.convert_layout %v : tensor<32x8xf32, #blocked> -> tensor<32x8xf32, #linear> loc(#loc3)
-    } loc(#loc2)
-"""
-# Of sm_80: loops are left by calls that are branches.
-LISTING = """
-        /*0000*/                   S2R R3, SR_TID.X ;                          /* 0x0000000000037919 */
-        /*0008*/                   IADD3 R3, R3, 0x1, RZ ;                     /* 0x0000000000037919 */
-        /*0010*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], [R2.64] ; /* 0x0000000000037919 */
-        /*0020*/                   LDG.E.U16 R8, [R2.64] ;                     /* 0x0000000000037919 */
-        /*0030*/                   HMMA.1688.F32.TF32 R4, R60, R8, RZ ;        /* 0x0000000000037919 */
-        /*0040*/                   HMMA.1688.F32.TF32 R4, R60, R8, R4 ;        /* 0x0000000000037919 */
-        /*0050*/               @P1 BRA 0x30 ;                                  /* 0x0000000000037919 */
-        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;               /* 0x0000000000037919 */
-        /*0070*/              @!P5 CALL.REL.NOINC 0x90 ;                       /* 0x0000000000037919 */
-        /*0080*/                   BRA 0x10 ;                                  /* 0x0000000000037919 */
-        /*0090*/              @!P6 CALL.REL.NOINC 0xb0 ;                       /* 0x0000000000037919 */
-        /*00a0*/                   BRA 0x8 ;                                   /* 0x0000000000037919 */
-        /*00b0*/                   EXIT ;                                      /* 0x0000000000037919 */
-        /*00c0*/                   BRA 0xc0 ;                                  /* 0x0000000000037919 */
-"""
-
-
-def test_of_a_loop_over_input_capsules_one_is_counted() -> None:
-    intermediate = triton_listing.Intermediate(TTGIR)
-    group, capsules, steps = intermediate.loops
-    assert [loop.trips for loop in intermediate.loops] == [None, None, 2]
-    assert intermediate.over_capsules() == capsules and intermediate.within(group) == [capsules, steps]
-    # 32 columns are two instructions of each of two warps, in each of the steps.
-    assert intermediate.products(capsules) == 4 and intermediate.conversions(capsules) == 3
-
-    code = Code(LISTING)
-    turn = triton_listing.turn(code, products=4, trips=[2])
-    assert turn is not None and turn.capsules == 1
-    assert [turn.count(*kinds) for kinds in (["HMMA"], ["BAR"], [])] == [4, 1, 2 + 2 * 3 + 3]
-    assert turn.widths("LDG", "LDGSTS") == {16: 1, 2: 1}
-    # Neither a turn with fewer products than one input capsule has, nor one with a part of them.
-    assert triton_listing.turn(code, products=5, trips=[2]) is None
-    assert triton_listing.turn(code, products=3, trips=[2]) is None
-
-
-def test_of_a_turn_that_takes_two_input_capsules_half_is_counted() -> None:
-    code = Code(LISTING.replace("@P1 BRA 0x30", "@P1 FADD R1, R2, R3"))
-    turn = triton_listing.turn(code, products=1, trips=[])
-    assert turn is not None and turn.capsules == 2
-    assert [turn.count(*kinds) for kinds in (["HMMA"], ["BAR"], [])] == [1, 0.5, 4]
-    assert turn.widths("LDG", "LDGSTS") == {16: 0.5, 2: 0.5}
 
 
 def test_only_the_first_call_of_a_layer_compiles() -> None:
@@ -406,7 +255,7 @@ def test_many_iterations_do_not_take_long_to_compile() -> None:
     calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (5, 6, 48)}
     five, six, many = (row["operations"] for row in result(start(calls, "90")))
     assert many == six > 100
-    assert five <= 1.2 * OPERATIONS
+    assert five < 2 * six
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:

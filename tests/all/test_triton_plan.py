@@ -212,7 +212,10 @@ def test_functions_of_torch() -> None:
         bits = made.compute(lambda given: given.view(torch.uint8).to(torch.float32), mask)
         turned = made.compute(lambda value: value.T, x[1:])
         total = made.compute(torch.add, turned, bits[0, :3][0])
-        room = made.new(2, 3)
+        room, seen, read = made.new(2, 3), made.new(2, 3), made.new(2, 3)
+        made.compute(torch.t, seen)
+        made.compute(torch.neg, read)
+        assert seen.memory.alone and not read.memory.alone  # a view of the workspace would change later
         return total, made.compute(torch.add, bits, x.contiguous()), room[1], turned.contiguous()
 
     for _ in range(2):
@@ -222,7 +225,7 @@ def test_functions_of_torch() -> None:
         assert torch.equal(turned, x[1:].T) and turned.is_contiguous() and room.shape == (3,)
     (found,) = plan._plans.values()
     freed = [index for done in found.done for index in done]
-    assert len(freed) == len(set(freed)) == 2 and not {place.tensor_index for place in found.outputs} & set(freed)
+    assert len(freed) == len(set(freed)) == 4 and not {place.tensor_index for place in found.outputs} & set(freed)
 
 
 def test_what_kernels_take_for_aligned_is() -> None:

@@ -13,7 +13,7 @@ if toolchain.why_no_triton():
 from capsfast.triton import config
 from capsfast.triton.launch import Call
 
-KERNELS = ("accumulate", "accumulate_gradient", "gradient", "gradient once")
+KERNELS = ("accumulate", "accumulate_gradient", "gradient")
 
 
 def tiles(kernel: str, shape: Shape, itemsize: int = 4, votes: bool = False) -> config.Tiles:
@@ -22,8 +22,7 @@ def tiles(kernel: str, shape: Shape, itemsize: int = 4, votes: bool = False) -> 
     return config.tiles(kernel, layer, config.TABLE[name])
 
 
-# Given votes have one gradient pass.
-PAIRS = [(op, kernel) for op in OPS for kernel in KERNELS if kernel != "gradient once" or op.name != "route_votes"]
+PAIRS = [(op, kernel) for op in OPS for kernel in KERNELS]
 
 
 @pytest.mark.parametrize(("op", "kernel"), PAIRS, ids=str)

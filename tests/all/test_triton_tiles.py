@@ -49,7 +49,7 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             assert given.columns * across >= cut.NT * columns
 
 
-@pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient", "gradient once"])
+@pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
 @pytest.mark.parametrize(("J", "D"), [(10, 16), (11, 16), (21, 16), (100, 16), (7, 32), (10, 8)])
 def test_a_warp_has_whole_outputs_where_that_takes_little_padding(J: int, D: int, kernel: str) -> None:
     """Else their dot products would go through shared memory, one after the other."""
@@ -98,7 +98,7 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
 
 
 @pytest.mark.parametrize("least", [8, 16])
-@pytest.mark.parametrize("kernel", ["accumulate", "gradient", "gradient once"])
+@pytest.mark.parametrize("kernel", ["accumulate", "gradient"])
 def test_a_warp_has_columns_enough_for_a_product_over_them(
     kernel: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

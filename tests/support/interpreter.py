@@ -20,6 +20,9 @@ def prepare() -> None:
         return
     from triton.runtime import interpreter
 
+    from capsfast.triton import launch
+
+    launch.WIDENED = False
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__, interpreter)
     builder: Any = interpreter.interpreter_builder
     # The check would repeat every addition in 64 bits. Sizes in tests are far below the limit of int32.

@@ -9,10 +9,10 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
     python -m tests.support.triton_compile table --sm 90 --dtype float32 bfloat16 --shape 32 64 10 16 8 \\
         --case '{"num_iterations": 5}'
     python -m tests.support.triton_compile docs
-    python -m tests.support.triton_compile amd
+    python -m tests.support.triton_compile amd < calls.json
 
 "table" and "docs" print what the passes of a layer execute for an input capsule, and write the table of
-docs/triton-kernels.md. "amd" compiles a layer, a pass and an update for toolchain.AMD.
+docs/triton-kernels.md. "amd" compiles calls for toolchain.AMD.
 """
 
 import argparse
@@ -296,36 +296,34 @@ def table() -> None:
 
 
 def docs() -> None:
-    """Writes the table of the page, and prints the limits that a test has."""
+    """Writes the table of the page."""
     from . import triton_table
 
     rows = []
     for dtype, capabilities in triton_table.BUILDS.items():
         rows += compiled([_of_layer(dtype, triton_table.SHAPE, case={"coupling": False})], capabilities)
     triton_table.write(rows)
-    print(triton_table.most(rows))
 
 
 def amd() -> None:
-    """Registers, spilled registers and matrix instructions of each kernel."""
+    """A row for each kernel of each call and GPU of toolchain.AMD: registers, spilled ones, matrix instructions."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     torch.version.hip = "0"  # the host decides about products by it
-    scored = dict.fromkeys(("precision", "center", "prior", "activation", "second"), True)
-    calls = [_of_layer(dtype, [33, 2, 10, 16, 8], case={"coupling": False}) for dtype in ("float32", "bfloat16")]
-    calls += [_of_layer("float32", [33, 2, 10, 16, 8], op="routing_pass", case=scored)]
-    calls += [{"op": "em_update", "dtype": "float32", "shape": [3, 4, 5]}]
-    for name in toolchain.AMD:
-        for call in calls:
-            for kernel, *given in {(each[0], str(signature(*each))): each for each in record(call)}.values():
-                types, constants, known, options = signature(kernel, *given)
-                source = ASTSource(kernel, types, constants, known)
-                code = triton.compile(source, target=GPUTarget("hip", name, 64), options=options).asm["amdgcn"]
-                counts = re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", code)
-                print(name, call["op"], call["dtype"], kernel.fn.__name__, *counts, len(re.findall("v_mfma", code)))
+    rows = []
+    for call in json.load(sys.stdin):
+        for kernel, *given in {(each[0], str(signature(*each))): each for each in record(call)}.values():
+            types, constants, known, options = signature(kernel, *given)
+            source = ASTSource(kernel, types, constants, known)
+            for gpu in toolchain.AMD:
+                code = triton.compile(source, target=GPUTarget("hip", gpu, 64), options=options).asm["amdgcn"]
+                registers, spilled = re.findall(r"\.vgpr(?:_spill)?_count:\s*(\d+)", code)[:2]
+                found = {"gpu": gpu, "kernel": kernel.fn.__name__, "registers": int(registers)}
+                rows.append(call | found | {"spilled": int(spilled), "matrix": code.count("v_mfma")})
+    json.dump(rows, sys.stdout)
 
 
 COMMANDS = {

@@ -27,8 +27,6 @@ COLUMNS = (
     "resident",
     "microseconds",
 )
-# What tests limit. narrow: loads from global memory of fewer than 16 bytes of a lane.
-LIMITED = ("instructions", "barriers", "conversions", "spills", "narrow")
 
 Row = dict[str, Any]
 
@@ -99,19 +97,3 @@ def split() -> tuple[str, str, str]:
 def write(rows: list[Row]) -> None:
     before, _, after = split()
     PAGE.write_text(before + table(rows) + after, encoding="utf-8")
-
-
-def limited(row: Row) -> tuple[float, ...]:
-    """LIMITED of a row."""
-    narrow = sum(n for width, n in row["loads"].items() if int(width) < 16)
-    return (*(row[what] for what in LIMITED[:-1]), narrow)
-
-
-def most(rows: list[Row]) -> str:
-    """MOST of tests/all/test_triton_compile.py: the most of all builds of a pass."""
-    found = []
-    for dtype, capabilities in BUILDS.items():
-        for each in PASSES:
-            builds = [limited(passes(rows, dtype, capability)[each]) for capability in capabilities]
-            found.append(f'    ("{dtype}", "{each}"): {tuple(map(max, zip(*builds, strict=True)))},')
-    return "\n".join(["MOST = {", *found, "}"])

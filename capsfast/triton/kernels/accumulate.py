@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 from .arguments import Given, Inputs, Norms, Shape
-from .coefficients import agreement, coefficients
-from .softmax import couple, exponential, finite_or_zero, log_sum_exp, scaled, store_row_norms
-from .tiles import batch_rows, first_tile, per_input, store_pairs, valid_outputs, zeros
+from .softmax import agreement_gradient, couple, exponential, finite_or_zero, log_sum_exp, scaled
+from .tiles import batch_rows, first_tile, per_input, store_coefficients, store_pairs, valid_outputs, where_valid, zeros
 from .vectors import further, load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
-from .votes import input_capsule, reread, routing_logits, votes_about_center
+from .votes import coupling_gradient, input_capsule, reread, routing_logits, votes_about_center
 
 
 @triton.jit
@@ -75,17 +74,17 @@ def accumulate_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
-    The activation multiplies c.
+    KEPT: V is read once, else for every input capsule. The activation multiplies c.
     """
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         NT * JT < J
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -106,7 +105,7 @@ def accumulate_kernel(
     total = ()
     for n in tl.static_range(NT):
         if MODE != "uniform":
-            if QUERY and LANES == 0:
+            if QUERY and KEPT:
                 V = V + (load_vectors(V_ptr, vectors, first + n, T),)
             known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
         if ONLINE:
@@ -132,8 +131,8 @@ def accumulate_kernel(
                     c0 *= here.ok.to(tl.float32)[:, None]
                 more = add_tile(sums, more, n, None, c0, x_n, mass_ptr, second_ptr, T)
             else:
-                V_n = V[n] if LANES == 0 and QUERY else x_n
-                if QUERY and LANES > 0:
+                V_n = V[n] if KEPT and QUERY else x_n
+                if QUERY and not KEPT:
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, T)
                 b = b + (routing_logits(
                     inputs, x_n, V_n, rows, beside, here, first + n, valid, T, 0.0 if MODE == "none" else float("-inf")
@@ -183,16 +182,18 @@ def accumulate_kernel(
 
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"],
-    do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr"],
+    do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr", "pairs_ptr"],
 )
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
-    rows_ptr,  # see arguments.Norms, of this iteration; for MODE "out" it is filled, or None
+    rows_ptr,  # see arguments.Norms, of this iteration
     norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # the same, for MODE "in"
-    partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
+    pairs_ptr,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None
+    terms_ptr,  # [B, I, J] float32, out: c dc without the activation, which is the gradient of that; or None
+    partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x, or None without any sums
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
@@ -201,12 +202,14 @@ def accumulate_gradient_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
-    """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
+    """Coefficients c and db of one iteration in dvotes, and partial sums of sum_i db votes, which it adds to G, and
+    those that a pass needs beside it."""
+    SUMS: tl.constexpr = partial_ptr is not None
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         NT * JT < J
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -220,7 +223,9 @@ def accumulate_gradient_kernel(
     first = first_tile(tl.program_id(2), T)
     vectors = vector_tile(rows, T)
     states = vector_tile(rows, T, 2)
-    sums = no_sums(mass_ptr, second_ptr, T)
+    sums = ()
+    if SUMS:
+        sums = no_sums(mass_ptr, second_ptr, T)
     known = ()
     for n in tl.static_range(NT):
         known = known + (valid_outputs(None, rows, rows.inside, first + n, T),)
@@ -250,19 +255,32 @@ def accumulate_gradient_kernel(
             valid = valid + (outputs & here.ok[:, None],)
             x = x + (votes_about_center(inputs, rows, beside, here, first + n, valid[n], T),)
             V, ds = load_state(state_at, beside, states, first + n, T, 2 * R)
-            b_n, dc_n = agreement(
-                inputs, given, norms, V, ds, x[n], valid[n], rows, beside, here, first + n, True, T, MODE
-            )
-            b = b + (b_n,)
-            dc = dc + (dc_n,)
-        a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
-        _, db, found = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
-        if MODE == "out" and rows_ptr is not None:
-            store_row_norms(rows_ptr, found[0], found[1], found[2], rows, here, inputs)
-        more = ((), (), ())
-        for n in tl.static_range(NT):
-            more = add_tile(sums, more, n, None, db[n], x[n], mass_ptr, second_ptr, T)
-        sums = more
+            b = b + (routing_logits(
+                inputs, x[n], V, rows, beside, here, first + n, valid[n], T, 0.0 if MODE == "none" else float("-inf")
+            ),)
+            s = None if norms.s is None else load_vectors(norms.s, beside, first + n, T)
+            dc = dc + (coupling_gradient(inputs, given, x[n], s, ds, rows, beside, here, first + n, valid[n], T),)
+        c, _, _ = couple(b, norms, inputs, rows, here, known, first, T, MODE)
+        if terms_ptr is not None:
+            for n in tl.static_range(NT):
+                term = where_valid(valid[n], c[n] * dc[n], 0.0, MASKED)
+                store_pairs(terms_ptr, term, inputs, rows, here.i, first + n, T)
+        a = None
+        if activation_ptr is not None:
+            a = per_input(activation_ptr, rows, here.ok, here.i, inputs)
+            dc = scaled(dc, a, T)
+        db = agreement_gradient(c, dc, valid, norms, given.dlse, inputs, rows, here, known, first, T, MODE)
+        if pairs_ptr is not None:
+            if a is not None:
+                c = scaled(c, a, T)
+            for n in tl.static_range(NT):
+                store_coefficients(pairs_ptr, c[n], db[n], inputs, rows, here.i, first + n, T)
+        if SUMS:
+            more = ((), (), ())
+            for n in tl.static_range(NT):
+                more = add_tile(sums, more, n, None, db[n], x[n], mass_ptr, second_ptr, T)
+            sums = more
 
-    plane = tl.cast(split, tl.int64) * B * J
-    store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T)
+    if SUMS:
+        plane = tl.cast(split, tl.int64) * B * J
+        store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T)

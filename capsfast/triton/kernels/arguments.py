@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 class Shape(NamedTuple):
     """T, what a kernel is compiled for.
 
-    The layer, how tiles cut it (config.Tiles), and whether: VOTES are given; offsets are WIDE; the softmax is LEAKY;
-    there is a QUERY; something is QUADRATIC beyond the score with it and the first moment; pairs may be MASKED; there
-    is more than one group of outputs (GROUPED). DOT: how votes are computed, see products.py.
+    The layer, how tiles cut it (config.Tiles), and whether: VOTES are given; the softmax is LEAKY; there is a QUERY;
+    something is QUADRATIC beyond the score with it and the first moment; pairs may be MASKED; there is more than one
+    group of outputs (GROUPED). DOT: how votes are computed, see products.py.
     """
 
     J: Any
@@ -30,7 +30,6 @@ class Shape(NamedTuple):
     NT: Any
     VOTES: Any
     DOT: Any
-    WIDE: Any
     SHARED_LOGITS: Any
     LEAKY: Any
     QUERY: Any

@@ -27,7 +27,7 @@ def turned(a, TURN: tl.constexpr):
 @triton.jit
 def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     """acc + a b, or if TURN acc + a^T b, by tensor cores. DOT "half": 16-bit operands. "ieee": float32, which the
-    matrix instructions of AMD multiply as it is. "tf32": one TF32 product.
+    matrix instructions of AMD and the interpreter multiply as it is. "tf32": one TF32 product.
     "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two, for a b that was converted from 16 bits
     and is exact in TF32. "bf16x2": two of bfloat16, for a b of it, with 16 bits of a: what is made of them is rounded
     to eight. They take half of the matrix instructions, and a is turned by those that there are for 16-bit numbers.
@@ -39,7 +39,7 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     if DOT == "half":
         acc = tl.dot(turned(a, TURN), b, acc, max_num_imprecise_acc=1)
     elif DOT == "ieee":
-        acc = tl.dot(turned(a, TURN), b, acc, input_precision="ieee")
+        acc = tl.dot(turned(a, TURN).to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     elif DOT == "bf16x2":
         # Cut rather than rounded, so that the upper halves of two numbers are one instruction.
         bits = a.to(tl.int32, bitcast=True)

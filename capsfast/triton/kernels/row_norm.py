@@ -23,7 +23,7 @@ def row_norm_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
@@ -31,7 +31,7 @@ def row_norm_kernel(
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
     T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
         False
     )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -62,7 +62,7 @@ def row_norm_kernel(
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
                 ds = load_vectors(state_ptr + D, vectors, n, T, S)
-                dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, True, T)
+                dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, T)
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
             m = grown
         scale = inverse(total)

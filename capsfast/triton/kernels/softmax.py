@@ -130,7 +130,7 @@ def scaled(c, a, T: tl.constexpr):
 def agreement_gradient(
     c, dc, valid, norms, dlse_ptr, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over, and for MODE "out" that sum, [BB].
+    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
 
     If dc is of x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose its
     digits.
@@ -142,7 +142,6 @@ def agreement_gradient(
     dlse_ptr: [B, I], [B, J] for MODE "in", or None; of MODE "row_norm" it is part of the rows.
     """
     db = ()
-    total = tl.zeros([1], tl.float32)
     WHOLE: tl.constexpr = 1.0 - 2.0**-22
     if MODE == "in":
         for n in tl.static_range(T.NT):
@@ -173,4 +172,4 @@ def agreement_gradient(
             _, _, total = load_row_norms(norms.rows, rows, here, inputs)
         for n in tl.static_range(T.NT):
             db = db + (where_valid(valid[n], c[n] * (dc[n] - total[:, None]), 0.0, T.MASKED),)
-    return db, total
+    return db

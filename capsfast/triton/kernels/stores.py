@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import below, columns, components, existing, outputs, place, store_pairs
+from .tiles import below, columns, existing, place
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def add_group(out, room, offsets, value, within, first, last):
 
 
 @triton.jit
-def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr):
+def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave it: the compiler deals
     out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
     no other order, and a store no exchange between lanes.
@@ -47,8 +47,6 @@ def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.co
     of_16 = (register // TWO % (R // (8 * TWO * DOWN * ACROSS))) * DOWN + warp % DOWN
     row = ((of_16 * TWO + register % TWO) * ACROSS + warp // DOWN) * 8 + index // 4 % 8
     column = register // (R // (8 * DOWN * ACROSS)) * 8 + index % 4 * 2
-    if WIDE:
-        row, column = row.to(tl.int64), column.to(tl.int64)
     return row, column[:, None] + tl.arange(0, 2)[None, :]
 
 
@@ -68,7 +66,7 @@ def add_weight_gradient(dw_ptr, value, n, k0, stored, T: tl.constexpr, KP: tl.co
     C: tl.constexpr = T.D // T.P
     ACROSS: tl.constexpr = T.JT * T.LANES // 4
     DOWN: tl.constexpr = T.BB // 16 if ACROSS == 1 and T.JT * T.DP % T.BB == 0 else 1
-    column, k = fragment(T.JT * T.DP, KP, DOWN, ACROSS, T.WIDE)
+    column, k = fragment(T.JT * T.DP, KP, DOWN, ACROSS)
     j, d = place(column, T)
     within = (existing(n, n * T.JT + j, T) & below(d, C, T.DP))[:, None] & below(k0 + k, T.K, KP)
     at = dw_ptr + (j * (C * T.K) + d * T.K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (T.JT * C * T.K)
@@ -79,7 +77,7 @@ def add_weight_gradient(dw_ptr, value, n, k0, stored, T: tl.constexpr, KP: tl.co
 def add_input_gradient(dx_ptr, room, value, inputs, rows, here, k0, first, last, T: tl.constexpr, KP: tl.constexpr):
     """Stores du of an input capsule for the rows, in [B, I, P K], components k from k0 on."""
     value = tl.where(here.ok[:, None], value, 0.0)
-    row, k = fragment(T.BB, KP, T.BB // 16, 1, T.WIDE)
+    row, k = fragment(T.BB, KP, T.BB // 16, 1)
     sample, pose = row // T.PP, row % T.PP
     NUMBERS: tl.constexpr = T.P * T.K
     at = (rows.first * inputs.I + here.i) * NUMBERS
@@ -92,7 +90,7 @@ def add_input_gradient(dx_ptr, room, value, inputs, rows, here, k0, first, last,
 def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
     """Stores tile n of dvotes of an input capsule for the samples, in [B, I, J, D]."""
     value = tl.where(here.ok[:, None], value, 0.0)
-    j, d = columns(n, T, T.WIDE)
+    j, d = columns(n, T)
     NUMBERS: tl.constexpr = T.J * T.D
     if inputs.positions is None:
         at = dx_ptr + (rows.first * inputs.I + here.i) * NUMBERS
@@ -102,34 +100,3 @@ def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
         at = dx_ptr + rows.first + ((batch * inputs.I + here.i) * NUMBERS - batch) * inputs.positions
         at = at + rows.local[:, None] + ((j * T.D + d) * inputs.positions)[None, :]
     tl.store(at, value, mask=rows.inside[:, None] & ((j < T.J) & (d < T.D))[None, :])
-
-
-@triton.jit
-def add_common_votes_gradient(dx_ptr, room, tiles, inputs, rows, here, first, last, T: tl.constexpr):
-    """Stores dvotes of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share. tiles: those
-    of a group of outputs."""
-    value = tl.zeros([T.BB, T.DP], tl.float32)
-    for n in tl.static_range(T.NT):
-        value += tl.sum(tl.reshape(tiles[n], [T.BB, T.JT, T.DP]), 1)
-    value = tl.where(here.ok[:, None], value, 0.0)
-    d = components(0, T.DP, T.WIDE)
-    at = (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]
-    add_group(dx_ptr, room, at, value, rows.inside[:, None] & (d < T.D)[None, :], first, last)
-
-
-@triton.jit
-def add_inputs_gradient(ptr, value, inputs, rows, here, stored):
-    """Stores a number of an input capsule for each sample, [BB], in [B, I]."""
-    add_to(ptr + (rows.first * inputs.I + here.i) + rows.local * inputs.I, value, rows.once, stored)
-
-
-@triton.jit
-def store_logits_gradient(dl_ptr, value, inputs, rows, here, n, split, stored, T: tl.constexpr):
-    """Stores tile n of dlogits of an input capsule: per sample in [B, I, J] or, if SHARED_LOGITS, summed in
-    [splits, I, J]."""
-    if T.SHARED_LOGITS:
-        j = outputs(n, T, T.WIDE)
-        total = tl.sum(tl.where(rows.once[:, None], value, 0.0), 0)
-        add_to(dl_ptr + (tl.cast(split, tl.int64) * inputs.I + here.i) * T.J + j, total, j < T.J, stored)
-    else:
-        store_pairs(dl_ptr, value, inputs, rows, here.i, n, T)

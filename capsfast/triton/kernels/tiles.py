@@ -1,8 +1,8 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. The
-address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large
-(WIDE, launch.py); those of [J, D] within a sample always are.
+address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers: launch.py refuses tensors
+that need more.
 
 The columns of votes that are read are output after output (LANES = 0). Those of a product lie such that LANES
 neighbouring lanes of a warp have all of an output: a dot product over d is one within lanes and a sum over a few of
@@ -34,8 +34,6 @@ from .arguments import Rows
 @triton.jit
 def batch_rows(tile, inputs, T: tl.constexpr):
     local = tl.arange(0, T.BB)
-    if T.WIDE:
-        local = local.to(tl.int64)
     if T.PP > 1:
         local = local // T.PP
     x = inputs.x
@@ -69,7 +67,7 @@ def batch_tiles(inputs, T: tl.constexpr):
 @triton.jit
 def pose_rows(OFFSET: tl.constexpr, T: tl.constexpr):
     """OFFSET times every row's number in its pose: [BB]."""
-    return (tl.arange(0, T.BB) % T.PP).to(tl.int64 if T.WIDE else tl.int32) * OFFSET
+    return tl.arange(0, T.BB) % T.PP * OFFSET
 
 
 @triton.jit
@@ -88,21 +86,15 @@ def zeros(N: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def outputs(n, T: tl.constexpr, WIDE: tl.constexpr = False):
+def outputs(n, T: tl.constexpr):
     """The output capsules j of tile n: [JT]."""
-    j = n * T.JT + tl.arange(0, T.JT)
-    if WIDE:
-        j = j.to(tl.int64)
-    return j
+    return n * T.JT + tl.arange(0, T.JT)
 
 
 @triton.jit
-def columns(n, T: tl.constexpr, WIDE: tl.constexpr = False):
+def columns(n, T: tl.constexpr):
     """j and d of the columns of tile n: [N] each."""
-    column = tl.arange(0, T.JT * T.DP)
-    if WIDE:
-        column = column.to(tl.int64)
-    j, d = place(column, T)
+    j, d = place(tl.arange(0, T.JT * T.DP), T)
     return n * T.JT + j, d
 
 
@@ -116,14 +108,6 @@ def place(column, T: tl.constexpr):
         j = lane // T.LANES
         d = lane % T.LANES * (T.DP // T.LANES) + column // (2 * T.JT * T.LANES) * 2 + column % 2
     return j, d
-
-
-@triton.jit
-def components(k0, KP: tl.constexpr, WIDE: tl.constexpr):
-    k = k0 + tl.arange(0, KP)
-    if WIDE:
-        k = k.to(tl.int64)
-    return k
 
 
 @triton.jit
@@ -180,7 +164,7 @@ def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
 @triton.jit
 def pairs(ptr, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
-    j = outputs(n, T, T.WIDE)
+    j = outputs(n, T)
     if T.GROUPED:
         # 0, which the compiler does not know. Else it would keep what the addresses of all tiles have beside i, for
         # which there is no room.
@@ -206,4 +190,20 @@ def per_pair(ptr, inputs, rows, i, n, valid, T: tl.constexpr, SHARED: tl.constex
 def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
     at = pairs(ptr, inputs, rows, i, n, T, False)
-    tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T, T.WIDE) < T.J)[None, :])
+    tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T) < T.J)[None, :])
+
+
+@triton.jit
+def store_coefficients(ptr, c, db, inputs, rows, i, n, T: tl.constexpr):
+    """Stores two numbers [BB, JT] of tile n and input capsule i side by side in [B, I, J, 2]: as one of 64 bits."""
+    low = c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    both = (db.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    store_pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), both, inputs, rows, i, n, T)
+
+
+@triton.jit
+def load_coefficients(ptr, inputs, rows, i, n, valid, T: tl.constexpr):
+    """The same two numbers, 0 where not valid."""
+    at = pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), inputs, rows, i, n, T, False)
+    both = tl.load(at, mask=valid, other=0)
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -76,8 +76,7 @@ def further(ptr, offset, T: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr):
-    CACHE: tl.constexpr = ".ca" if AGAIN else ""
+def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
     C: tl.constexpr = T.D // T.P
     SAMPLE: tl.constexpr = T.J * S * T.D
     if T.LANES == 0:
@@ -86,7 +85,7 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr):
         if T.P > 1:
             place += pose_rows(C, T)[:, None]
         mask = at.inside[:, None] & ((j < T.J) & (d < C))[None, :]
-        tile = tl.load(place, mask=mask, other=0.0, cache_modifier=CACHE)
+        tile = tl.load(place, mask=mask, other=0.0)
     else:
         # A last group may have whole tiles outside. What they read is not used.
         n = tl.minimum(n, (T.J - 1) // T.JT)
@@ -95,9 +94,9 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr):
         place = ptr + (at.j * (S * T.D) + at.d) + at.first * SAMPLE + at.local * SAMPLE
         place += n * (T.JT * S * T.D)
         if C == T.DP and T.J % T.JT == 0 and T.P & (T.P - 1) == 0:
-            tile = tl.load(place, cache_modifier=CACHE)
+            tile = tl.load(place)
         else:
-            tile = tl.load(place, mask=at.within & (n * T.JT + at.j < T.J), other=0.0, cache_modifier=CACHE)
+            tile = tl.load(place, mask=at.within & (n * T.JT + at.j < T.J), other=0.0)
     return tile
 
 
@@ -113,31 +112,27 @@ def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
 
 
 @triton.jit
-def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1, AGAIN: tl.constexpr = False):
+def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1):
     """Tile n of float32 vectors [B, J, D]. With S > 1 they are one of the S vectors in [B, J, S, D], to which ptr
-    points. at: from vector_tile(). Columns outside and rows that pad a pose are 0, rows of no sample are anything.
-
-    AGAIN: the same tile was loaded before. The cache modifier makes this a different load, so that the compiler reads
-    L1 again instead of keeping the tile in registers in between.
-    """
-    tile = _load(ptr, at, n, T, S, AGAIN)
+    points. at: from vector_tile(). Columns outside and rows that pad a pose are 0, rows of no sample are anything."""
+    tile = _load(ptr, at, n, T, S)
     if T.LANES > 0:
         tile = _as_votes(tile, T, 1)
     return tile
 
 
 @triton.jit
-def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr = False):
+def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr):
     """Tile n of V, of no meaning without a QUERY, and of ds, which follows it in memory. vectors and states: from
     vector_tile(), of one tile and of both. One load for both is less to compile."""
     if not T.QUERY:
-        ds = load_vectors(ptr + T.D, vectors, n, T, S, AGAIN)
+        ds = load_vectors(ptr + T.D, vectors, n, T, S)
         V = ds
     elif T.LANES > 0:
-        V, ds = tl.split(_as_votes(_load(ptr, states, n, T, S, AGAIN), T, 2))
+        V, ds = tl.split(_as_votes(_load(ptr, states, n, T, S), T, 2))
     else:
-        V = load_vectors(ptr, vectors, n, T, S, AGAIN)
-        ds = load_vectors(ptr + T.D, vectors, n, T, S, AGAIN)
+        V = load_vectors(ptr, vectors, n, T, S)
+        ds = load_vectors(ptr + T.D, vectors, n, T, S)
     return V, ds
 
 
@@ -248,13 +243,11 @@ def spread(c, T: tl.constexpr):
 
 
 @triton.jit
-def slope(
-    linear, x, curvature_ptr, FACTOR: tl.constexpr, vectors, n, T: tl.constexpr, AGAIN: tl.constexpr = False
-):
+def slope(linear, x, curvature_ptr, FACTOR: tl.constexpr, vectors, n, T: tl.constexpr):
     """linear + FACTOR curvature x for tile n. linear: a tile or None; curvature: float32 [B, J, D] or None."""
     tile = linear
     if curvature_ptr is not None:
-        tile = FACTOR * load_vectors(curvature_ptr, vectors, n, T, 1, AGAIN) * x
+        tile = FACTOR * load_vectors(curvature_ptr, vectors, n, T) * x
         if linear is not None:
             tile += linear
     return tile

@@ -8,7 +8,6 @@ from .products import product
 from .tiles import (
     below,
     columns,
-    components,
     existing,
     per_pair,
     pose_rows,
@@ -41,29 +40,26 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
 
 
 @triton.jit
-def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr, AGAIN: tl.constexpr = False):
-    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside. AGAIN: as in load_vectors().
-    A tile that is the first operand of one product and the second of another is not loaded ahead of its use."""
-    k = components(k0, KP, T.WIDE)
+def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
+    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
+    k = k0 + tl.arange(0, KP)
     x_b, x_i, _, x_k = inputs.xs
     at = rows.x + (rows.first * x_b + i * x_i) + (rows.local * x_b)[:, None] + (k * x_k)[None, :]
     if T.PP > 1:
         at += (pose_rows(T.K, T) * x_k)[:, None]
-    CACHE: tl.constexpr = ".ca" if AGAIN else ""
-    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0, cache_modifier=CACHE)
+    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0)
 
 
 @triton.jit
-def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr, AGAIN: tl.constexpr = False):
-    """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside. AGAIN: as in
-    pose_tile()."""
-    j, d = columns(0, T, T.WIDE)
-    k = components(k0, KP, T.WIDE)
+def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
+    """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
+    j, d = columns(0, T)
+    k = k0 + tl.arange(0, KP)
     w_i, w_j, w_d, w_k = inputs.ws
     at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + (k * w_k)[None, :]
     at += tl.cast(n, tl.int64) * (T.JT * w_j)
     inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
-    return tl.load(at, mask=inside, other=0.0, cache_modifier=".ca" if AGAIN else "")
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -75,7 +71,7 @@ def votes_tile(inputs, rows, here, n, T: tl.constexpr):
     """
     if T.VOTES:
         x_b, x_i, x_j, x_d = inputs.xs
-        j, d = columns(n, T, T.WIDE)
+        j, d = columns(n, T)
         inside = here.ok[:, None] & ((j < T.J) & (d < T.D // T.P))[None, :]
         at = rows.x + (rows.first * x_b + here.i * x_i) + (rows.local * x_b)[:, None] + (j * x_j + d * x_d)[None, :]
         votes = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -126,8 +122,8 @@ def routing_logits(
 
 
 @triton.jit
-def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, last, T: tl.constexpr):
-    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration.
+def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, T: tl.constexpr):
+    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n.
 
     s: sum_i c x, or None. With it s . ds + s^2 . dsecond is taken off, as (x - s) (ds + (x + s) dsecond).
     """
@@ -140,5 +136,5 @@ def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, la
     if given.dmass is not None:
         dc += load_numbers(given.dmass, rows, valid, n, T)
     if given.dcoupling is not None:
-        dc += per_pair(given.dcoupling, inputs, rows, here.i, n, valid & last, T)
+        dc += per_pair(given.dcoupling, inputs, rows, here.i, n, valid, T)
     return dc
