@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "squash": ({"squash": "tanh"}, ValueError, "squash must be one of"),
     "eps": ({"eps": 0}, ValueError, "eps must be positive"),
     "order": ({"order": "paper"}, ValueError, "order must be one of 'type', 'component', 'view', got 'paper'"),
-    "no place": ({"order": "view", "flatten": False}, ValueError, "flatten=False needs capsules that have a place"),
+    "no place": ({"order": "view", "flatten": False}, ValueError, "flatten=False needs capsules with a place"),
     "flatten": ({"flatten": 1}, TypeError, "flatten must be True or False, got 1"),
 }
 

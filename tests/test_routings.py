@@ -395,7 +395,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a function of votes": (
         lambda: ConvCaps2d(3, 2, 4, 4, routing=lambda votes, activation: votes),
         TypeError,
-        r"routing must take \(in_caps, .*got <lambda>\(votes, activation\): .*; docs/passes.md adds a routing",
+        r"routing must take \(in_caps, .*got <lambda>\(votes, activation\): .*; docs/passes.md shows how to write",
     ),
     "no sizes": (
         lambda: RoutedCaps(3, 2, 4, 4, routing=type("Sizeless", (Mean,), {"__init__": lambda self: None})),

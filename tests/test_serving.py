@@ -227,7 +227,7 @@ def test_every_op_has_a_decomposition() -> None:
     replaced = own({str(op).replace(".default", "").replace(".", "::") for op in decompositions()})
     assert replaced == registered - IN_NO_PROGRAM
     backward = decompositions()[torch.ops.capsfast.dynamic_routing_backward.default]
-    with pytest.raises(RuntimeError, match="for inference, got a program with capsfast::dynamic_routing_backward"):
+    with pytest.raises(RuntimeError, match="for inference, got one with capsfast::dynamic_routing_backward"):
         backward(None)
 
 
