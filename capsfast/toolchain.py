@@ -37,8 +37,8 @@ def why_no_triton() -> str:
 
 
 _NO_DEVICE = (
-    "there is no CUDA device that this torch can use, nor one of ROCm (TRITON_INTERPRET=1, set before the start, runs "
-    "the kernels on the CPU for tests)"
+    "there is no CUDA device that this torch can use (TRITON_INTERPRET=1, set before the start, runs the kernels "
+    "on the CPU for tests)"
 )
 
 
