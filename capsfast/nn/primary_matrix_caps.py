@@ -79,7 +79,7 @@ class PrimaryMatrixCaps(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws new weights."""
         self.pose.reset_parameters()
         self.activation.reset_parameters()
         # ReLU features are well below 1. For 64 features the deviation is 0.5, as in the authors' code.

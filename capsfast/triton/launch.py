@@ -177,7 +177,7 @@ class Call:
         positions need in addition, or None; B and I. shape() has the other strides.
 
         Positions need their number S, the strides of x over i, j, d, and the stride of x over b less S strides over
-        positions. They are arguments, so a new number of positions compiles no new kernel.
+        positions. These are arguments, so a new number of positions compiles no new kernel.
         """
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         if self.positions is None:

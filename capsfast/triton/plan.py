@@ -1,9 +1,9 @@
 """A plan lists what a call allocates, launches and asks of torch, in order. The first call of a signature makes the
 plan, and every call of the signature runs it.
 
-A planner is a function that gets a slot in place of every tensor. It makes memory with new(), and appends kernels with
-launch() and functions of torch with compute(). A signature is everything that a plan depends on: the planner, the
-options, and the shape, strides, dtype, device and alignment of every tensor.
+A planner is a function that gets a slot in place of every tensor. The planner makes memory with new(), appends kernels
+with launch(), and appends functions of torch with compute(). A signature is everything that a plan depends on: the
+planner, the options, and the shape, strides, dtype, device and alignment of every tensor.
 
 The plan uses two parts of Triton whose only documentation is examples; both are the same from 3.6 to 3.9 (torch 2.15):
   * ``kernel[grid](...)`` returns the compiled kernel (None in the interpreter);

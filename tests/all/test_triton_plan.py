@@ -1,4 +1,4 @@
-"""Plans of launches: one serves every call of its signature, and another signature gets a plan of its own."""
+"""Plans of launches: a plan serves every call of its signature, and another signature gets another plan."""
 
 import json
 import os

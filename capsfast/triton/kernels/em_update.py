@@ -12,7 +12,7 @@ from .softmax import inverse as exact_inverse
 
 @triton.jit
 def inverse(mass):
-    """As in capsfast/reference/em_update.py."""
+    """1 / mass, or 0 where mass is not above 1e-12, as in capsfast/reference/em_update.py."""
     return exact_inverse(tl.where(mass > 1e-12, mass, 0.0))
 
 

@@ -30,7 +30,7 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     matrix instructions of AMD and the interpreter multiply as it is. "tf32": one TF32 product.
     "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two TF32 products, for a b that was converted
     from 16 bits and is exact in TF32. "bf16x2": two bfloat16 products with 16 bits of a, for a bfloat16 b; the results
-    are rounded to 8 bits later. They take half the matrix instructions, and the 16-bit instructions transpose a.
+    are rounded to 8 bits later. bfloat16 takes half the matrix instructions, and the 16-bit instructions transpose a.
 
     input_precision="tf32x3" is not used, because it also replaces infinities, with a select for every element. a is
     transposed after the split: then a goes through shared memory, otherwise through many shuffles.

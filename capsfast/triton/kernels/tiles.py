@@ -152,9 +152,9 @@ def valid_outputs(out_mask_ptr, rows, ok, n, T: tl.constexpr):
 
 @triton.jit
 def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: whether an invalid number may matter. It may if votes may be NaN, if a
-    center makes padded votes differ from 0, and in tiles without any output: these read V of other outputs, so a
-    coupling may be infinite, and its product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
+    """value, and other where not valid. SOME: needed if votes may be NaN, if a center makes invalid votes
+    differ from 0, and if there are tiles without any output: these read V of other outputs, so a coupling may be
+    infinite, and its product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
     """
     if SOME:
         value = tl.where(valid, value, other)

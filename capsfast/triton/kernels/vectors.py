@@ -102,7 +102,7 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
-    """A tile [M, F] as [BB, N], or two of them as [BB, N, 2]."""
+    """A tile [M, F] as [BB, N], or two tiles as [BB, N, 2]."""
     F: tl.constexpr = tile.shape[1]
     parts = tl.reshape(
         tile, [TWO, T.DP // T.LANES // F, 2, T.BB // 16, T.JT * T.LANES // 4, 8, 4, F // 2, 2]

@@ -124,7 +124,7 @@ def routing_logits(
 def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, T: tl.constexpr):
     """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n.
 
-    s: sum_i c x, or None. With s, dc is less s . ds + s^2 . dsecond, computed as (x - s) (ds + (x + s) dsecond).
+    s: sum_i c x, or None. With s, dc excludes s . ds + s^2 . dsecond: kernels sum (x - s) (ds + (x + s) dsecond).
     """
     about = x
     if s is not None:
