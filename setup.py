@@ -1,13 +1,13 @@
 """Builds ``capsfast._C``. Metadata is in pyproject.toml.
 
 CAPSFAST_BUILD=0 installs without the extension (the reference backend remains). Otherwise a missing
-compiler is an error that names the way out.
+compiler is an error that names the remedy.
 
-CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit, and a GPU in this machine or a
-TORCH_CUDA_ARCH_LIST that says for which GPUs ("8.0 9.0+PTX", or "all"). 1 demands the CUDA kernels, 0 leaves them out.
-MAX_JOBS says how many compilers run at a time.
+CAPSFAST_CUDA=auto (default) adds the CUDA kernels if there is a toolkit, and either a GPU in this machine or a
+TORCH_CUDA_ARCH_LIST that names GPUs ("8.0 9.0+PTX", or "all"). 1 demands the CUDA kernels, 0 leaves them out.
+MAX_JOBS is the number of compilers that run at a time.
 
-A compiled file is one line of output; V=1 shows whole commands.
+The build prints one line for each compiled file; V=1 shows whole commands.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from typing import NamedTuple
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-# One binary for every torch from here on: the LibTorch stable ABI.
+# The LibTorch stable ABI: one binary serves this torch and every newer one.
 TORCH_TARGET = "2.10"
 TORCH_TARGET_VERSION = "0x020a000000000000"
-# Ampere to Blackwell: what has bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for what follows it.
+# Ampere to Blackwell have bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for later GPUs.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-# For CAPSFAST_CUDA=1 where no GPU is there to ask: what data centres have, and PTX for what follows it.
+# For CAPSFAST_CUDA=1 on a machine without a GPU: the GPUs of data centres, and PTX for later GPUs.
 WITHOUT_GPU = ("8.0", "9.0")
 OLDEST_GPU = (8, 0)
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
-# What a core of a server took in 2026: all C++ files, a CUDA file for one architecture.
+# Measured on one server core in 2026: seconds for all C++ files, and for a CUDA file and one architecture.
 CXX_SECONDS, CUDA_SECONDS = 120.0, 6.5
 VERBOSE = os.environ.get("V", "0") not in ("", "0")
 
@@ -54,7 +54,7 @@ def compiler() -> str | None:
 def take_apart_compiler() -> list[str]:
     """Leaves one word in CXX and returns the flags that followed it.
 
-    torch from 2.13 on takes CXX for the name of a program, and calls ccache by itself where it is installed.
+    torch from 2.13 on takes CXX for the name of a program, and calls ccache by itself if ccache is installed.
     """
     words = os.environ.get("CXX", "").split()
     if words and Path(words[0]).name in ("ccache", "sccache"):
@@ -73,7 +73,7 @@ def version() -> str:
 class Toolkit(NamedTuple):
     home: Path
     version: tuple[int, int]
-    known: frozenset[str]  # architectures its compiler knows, "9.0"
+    known: frozenset[str]  # architectures that nvcc knows, such as "9.0"
 
     @property
     def nvcc(self) -> str:
@@ -86,14 +86,14 @@ def output_of(*command: str) -> str:
 
 
 def toolkit_folders() -> list[Path]:
-    """Where a toolkit may be, the best guess first. A folder that was named is not guessed around."""
+    """Where a toolkit may be, the best guess first. If the user names a folder, only that folder counts."""
     named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if named:
         return named
     found = []
     nvcc = shutil.which("nvcc")
     if nvcc:
-        # It may be a script that calls the real one elsewhere, which says where it is.
+        # nvcc may be a script that calls the real nvcc elsewhere; a dry run prints the real folder.
         top = re.search(r"#\$ TOP=(.+)", output_of(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull))
         found += [Path(top[1].strip())] if top else []
         found.append(Path(nvcc).resolve().parent.parent)
@@ -121,7 +121,7 @@ def toolkit() -> Toolkit | str:
 
 
 def gpus() -> list[str]:
-    """The compute capabilities of the GPUs in this machine that the kernels run on, each once: "9.0"."""
+    """The compute capabilities, such as "9.0", of the GPUs in this machine that can run the kernels, each once."""
     program = shutil.which("nvidia-smi")
     said = output_of(program, "--query-gpu=compute_cap", "--format=csv,noheader") if program else ""
     found = set(re.findall(r"^\s*(\d+\.\d)\s*$", said, re.MULTILINE))
@@ -151,7 +151,7 @@ def wanted_toolkit() -> Toolkit | None:
 
 
 def architectures(found: Toolkit) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs, or WITHOUT_GPU; "+PTX" behind those kept as PTX too."""
+    """TORCH_CUDA_ARCH_LIST, or else this machine's GPUs, or else WITHOUT_GPU. "+PTX" marks what is also kept as PTX."""
     asked = [word for word in re.split(r"[;,\s]+", asked_architectures()) if word]
     if not asked:
         here = [name for name in gpus() if name in found.known]
@@ -183,8 +183,8 @@ def as_numbers(capability: str) -> tuple[int, ...]:
 def gencode(names: list[str]) -> list[str]:
     """nvcc's flags. Machine code comes from the PTX of the oldest listed architecture of the same major version.
 
-    Making PTX is the longer half of the work, and PTX of a minor version would be the same: all that kernels ask is
-    whether the architecture is 9.0 or newer. An architecture with a letter, as 9.0a, has features of its own.
+    Making PTX is the longer half of the work, and PTX for another minor version would be the same: kernels only ask
+    whether the architecture is 9.0 or newer. An architecture with a letter, such as 9.0a, has features of its own.
     """
     plain = [name.removesuffix("+PTX") for name in names]
     flags = []
@@ -199,7 +199,7 @@ def gencode(names: list[str]) -> list[str]:
 
 
 def jobs() -> int:
-    """Compilers at a time: as many as there are cores and memory for."""
+    """How many compilers run at a time: as many as cores and memory allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -224,14 +224,14 @@ def extension(found: Toolkit | None, flags: list[str]):
         ("CAPSFAST_BUILD_TORCH", f'"{torch.__version__}"'),
         ("CAPSFAST_VERSION", f'"{version()}"'),
     ]
-    # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
+    # Checks put __FILE__ into their messages; this keeps the builder's folders out of the binary.
     cxx = [*flags, "-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
     cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
-    # pip's pybind11 goes first: torch ships an older one.
+    # The installed pybind11 goes first, because torch ships an older one.
     more = {"include_dirs": [pybind11.get_include()], "extra_link_args": [*flags]}
     nvcc = []
     if found:
-        # A CPU-only torch has the headers, but takes no toolkit for one.
+        # A CPU-only torch has the headers, but looks for no toolkit.
         cpp_extension.CUDA_HOME = str(found.home)
         names = architectures(found)
         print(f"capsfast: CUDA {found.version[0]}.{found.version[1]} in {found.home}, for {' '.join(names)}")
@@ -247,8 +247,8 @@ def extension(found: Toolkit | None, flags: list[str]):
             ("CAPSFAST_CUDA_ARCHITECTURES", f'"{" ".join(names)}"'),
         ]
         nvcc = ["-O3", "-std=c++17", *gencode(names), "-Xcompiler", "-fvisibility=hidden"]
-        # A quarter of the size, which drivers from CUDA 12.4 on unpack. Toolkits from 13 on need such drivers anyway;
-        # an older toolkit may serve older drivers, unless the build is for all GPUs, to be published.
+        # Compresses to a quarter of the size. Drivers from CUDA 12.4 on can unpack this. Toolkits from 13 on need such
+        # drivers anyway; an older toolkit may serve older drivers, unless the build is for all GPUs, to be published.
         for_everyone = asked_architectures() == "all" and "compress-mode" in output_of(found.nvcc, "-h")
         if found.version >= (13, 0) or for_everyone:
             nvcc.append("--compress-mode=size")
@@ -257,8 +257,8 @@ def extension(found: Toolkit | None, flags: list[str]):
         folders = [found.home / "lib64", found.home / "targets" / machine / "lib"]
         more["include_dirs"].append(str(found.home / "include"))
         more["library_dirs"] = [str(folder) for folder in folders if folder.is_dir()]
-        # Static: the process may hold another runtime, torch's. libtorch is where CUDA's stream comes from, by a
-        # weak symbol that no linker would keep a library for.
+        # Links cudart statically, because the process may hold torch's runtime too. CUDA's stream comes from libtorch
+        # by a weak symbol, for which a linker alone would not keep the library.
         more["libraries"] = ["cudart_static", "rt", "dl", "pthread"]
         more["extra_link_args"] += ["-Wl,--no-as-needed", "-ltorch"]
     return cpp_extension.CppExtension(
@@ -293,18 +293,18 @@ def build():
         os.environ.setdefault("CXX", found)  # torch would look no further than c++
     flags = take_apart_compiler()
     os.environ.setdefault("MAX_JOBS", str(jobs()))
-    # pip puts ninja beside Python, where a shell finds it in an activated environment only.
+    # pip puts ninja beside Python, where a shell finds ninja only in an activated environment.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
     class Build(BuildExtension):
         def run(self):
-            # Not build_temp, which is a folder of its own for an editable install.
+            # Does not lock build_temp, because an editable install has a build_temp of its own.
             with one_at_a_time(Path("build")):
                 super().run()
 
         def build_extensions(self):
             for ext in self.extensions:
-                # The stable ABI does without torch's Python and C++ libraries.
+                # The stable ABI needs neither of these torch libraries.
                 ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
                 again = any(Path(self.build_temp).rglob("*.o"))
                 what = "what has changed" if again else f"{len(ext.sources)} files, {duration(ext)}"
@@ -320,7 +320,7 @@ def build():
                 raise SystemExit(f"capsfast: the build failed: {reason} (V=1 shows all commands)") from None
 
         def copy_file(self, infile, outfile, *rest, **options):
-            """To where it is imported from: another process may be doing so, and finds the old file or the new one."""
+            """Replaces the file in one step: a process that imports it meanwhile finds the old file or the new file."""
             draft = f"{outfile}.part"
             try:
                 copied = super().copy_file(infile, draft, *rest, **options)
@@ -330,7 +330,7 @@ def build():
             return (str(outfile), copied[1])
 
         def forget_stale(self, ext):
-            """ninja does not know which headers a .cu file reads: compile it again when any of them is newer."""
+            """Compiles a .cu file again if any header is newer, because ninja does not know which headers it reads."""
             newest = max(Path(name).stat().st_mtime for name in ext.depends)
             for name in ext.sources:
                 compiled = Path(self.build_temp, name).with_suffix(".o")
@@ -353,7 +353,7 @@ def duration(ext) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Builds into one folder go one after the other: the second finds what the first has compiled."""
+    """Makes builds into one folder take turns: the second build finds what the first has compiled."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -369,7 +369,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def brief(line: str) -> str:
-    """What to show of a line that ninja printed: of a command that went well only which file it compiled."""
+    """Shortens a line that ninja printed: a command that succeeded becomes the name of the compiled file."""
     step = re.match(r"\[\d+/\d+\] ", line)
     source = step and re.search(rf"-c {re.escape(str(ROOT.resolve()))}/(\S+)", line)
     return f"{step[0]}{source[1]}\n" if step and source else line
@@ -399,12 +399,12 @@ def brief_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(shown, 1)  # closes the last end that is written to
+        os.dup2(shown, 1)  # closes the last write end of the pipe, so that the reader ends
         reader.join()
         os.close(shown)
 
 
 if __name__ == "__main__":
-    # torch says so at every import beside no NumPy; a build needs none.
+    # Without NumPy torch warns at every import; a build needs no NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     setup(**build())

@@ -1,6 +1,6 @@
-"""Which Python the Makefile works with, and that it has what a target needs.
+"""Chooses the Python for the Makefile and installs what a target needs.
 
-python .ci/environment.py where [--venv=FOLDER]     prints that Python and the name of its extension file
+python .ci/environment.py where [--venv=FOLDER]     prints this Python and the name of its extension file
 python .ci/environment.py ready PYTHON WHAT         installs torch and build tools; where WHAT is not torch, the
                                                     package as well, with the extra WHAT if that is not package
 
@@ -8,7 +8,7 @@ Runs on the Python that the Makefile calls PYTHON, with nothing installed. TORCH
 CONSTRAINTS names a file with the version of each package, "" goes without. V=1 shows what pip says.
 """
 
-# Read by whatever Python is there, which may be too old for capsfast.
+# The Python that reads this file may be too old for capsfast.
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +27,7 @@ MINIMUM_PYTHON, MINIMUM_TORCH = (3, 10), (2, 10)
 VERBOSE = os.environ.get("V", "0") not in ("", "0")
 TORCH, CONSTRAINTS = os.environ.get("TORCH", ""), os.environ.get("CONSTRAINTS", "constraints.txt")
 TORCH_VERSION = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-# What a release of torch pins, by its own words: its Triton, its CUDA libraries.
+# The packages that the metadata of a torch release pins: Triton and CUDA libraries.
 PINNED_BY_TORCH = """
 import importlib.metadata, re
 print(*(re.match(r"[\\w.-]+", each)[0] for each in importlib.metadata.requires("torch") if "==" in each.split(";")[0]))
@@ -46,13 +46,13 @@ def where(*words: str) -> None:
     if venv is None:
         venv = "" if in_environment() else ".venv"
     python = f"{venv}/bin/python" if venv else sys.executable
-    # An environment that is there may have another Python than the one that would make it.
+    # An existing environment may have another Python than sys.executable, which would make a new one.
     suffix = ask(python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
     print(python, f"capsfast/_C{suffix or sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 def ask(python: str, code: str) -> str:
-    """What ``code`` prints there, "" if it fails or there is no such Python."""
+    """What ``code`` prints under ``python``; "" if the code fails or the Python does not exist."""
     if not Path(python).exists():
         return ""
     ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
@@ -60,13 +60,13 @@ def ask(python: str, code: str) -> str:
 
 
 def tested(but: set[str]) -> list[str]:
-    """The lines of CONSTRAINTS, without those of these packages."""
+    """The lines of CONSTRAINTS without the packages in ``but``."""
     lines = (ROOT / CONSTRAINTS).read_text().splitlines() if CONSTRAINTS else []
     return [line for line in lines if (name := re.match(r"[\w.-]+", line)) and name[0].lower() not in but]
 
 
 def install(python: str, what: list[str], but: set[str], pins: tuple[str, ...] = (), **environment: str) -> None:
-    """By pip, in the versions that were tested, ``but`` for these packages; ``pins`` are more of them."""
+    """Installs by pip, in tested versions except for the packages in ``but``; ``pins`` are additional constraints."""
     file = Path("build", "make", "constraints.txt")
     (ROOT / file).write_text("\n".join([*tested(but), *pins]) + "\n")
     # pip splits the variable at spaces, which a relative path does not have.
@@ -91,7 +91,7 @@ def install_pip(python: str) -> None:
 
 
 def install_torch(python: str) -> None:
-    """Keeps a torch that is there and new enough, unless TORCH asks for another."""
+    """Keeps an installed torch that is new enough, unless TORCH asks for another."""
     there = ask(python, TORCH_VERSION)
     if there and not TORCH and tuple(map(int, there.split(".")[:2])) < MINIMUM_TORCH:
         sys.exit(
@@ -105,7 +105,7 @@ def install_torch(python: str) -> None:
 
 
 def stamp_of(python: str) -> Path:
-    """Where is written what an environment was given; elsewhere for one that was made anew."""
+    """The file that records what an environment was given. A recreated environment gets another file."""
     prefix = ask(python, "import sys; print(sys.prefix)")
     config = Path(prefix, "pyvenv.cfg")
     born = config.stat().st_mtime_ns if config.exists() else 0
@@ -122,7 +122,7 @@ def ready(python: str, what: str) -> None:
         with contextlib.suppress(ImportError, OSError):  # there are file systems without locks
             import fcntl
 
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two makes the second finds what the first has installed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two makes finds what the first has installed
         prepare(python, what)
 
 
@@ -134,13 +134,13 @@ def prepare(python: str, what: str) -> None:
         install_pip(python)
         install_torch(python)
         done = {"torch": TORCH}
-    # Other dependencies are installed anew.
+    # Changed dependencies are installed again.
     state = hashlib.sha256("\n".join([(ROOT / "pyproject.toml").read_text(), *tested(set())]).encode()).hexdigest()
     if what != "torch" and done.get(what) != state:
         needs = "" if what == "package" else f" with what {what} needs: half a minute"
         print(f"capsfast: installing the package in place{needs}", flush=True)
         extra = "" if what == "package" else f"[{what}]"
-        # The torch that is there stays, and with it comes the torchvision that was made for it.
+        # The installed torch stays, and pip chooses the torchvision that was made for this torch.
         theirs = {"torch", "torchvision", *ask(python, PINNED_BY_TORCH).split()}
         torch = (f"torch==={ask(python, TORCH_VERSION)}",)
         install(python, ["--no-build-isolation", "--editable", f".{extra}"], theirs, torch, CAPSFAST_BUILD="0")

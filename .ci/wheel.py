@@ -1,6 +1,6 @@
-"""Checks a wheel: its ABI, the GPUs it is for, and that it works where nothing else of capsfast is.
+"""Checks a wheel: its ABI, its GPU architectures, and that it works in an environment without capsfast's sources.
 
-python .ci/wheel.py dist/capsfast-*.whl       beside the torch that the wheel shall run with
+python .ci/wheel.py dist/capsfast-*.whl       run this with the torch that the wheel is for
 """
 
 import argparse
@@ -15,8 +15,8 @@ import venv
 import zipfile
 from pathlib import Path
 
-# What it may want of the libraries it finds: the C and C++ runtimes, Python, and torch's stable interface, whose
-# functions are plain C. cudart is inside.
+# The symbols that the extension may take from other libraries: the C and C++ runtimes, Python, and torch's stable
+# interface, whose functions are plain C. The extension contains cudart.
 ALLOWED = re.compile(
     r"^(_?_?Py|aoti_torch_|torch_|_Unwind_|__cxa_|__gxx_|__gmon_start__|_ITM_|__tls_get_addr|_ZN?K?St|_Zn|_Zd|_ZT[IVS]|_ZNK?\d+__cxxabiv1)"
 )
@@ -48,7 +48,7 @@ def output_of(*command: str) -> str:
 
 
 def wanted_symbols(library: Path) -> list[str]:
-    """What the library takes from others, without what comes with a version of the C runtime."""
+    """The undefined symbols of the library, without the versioned symbols of the C and C++ runtimes."""
     names = [line.split()[-1] for line in output_of("nm", "-D", "--undefined-only", str(library)).splitlines()]
     return [name for name in names if "@GLIBC" not in name and "@GCC" not in name and "@CXXABI" not in name]
 
@@ -66,7 +66,7 @@ def check_abi(library: Path) -> None:
 
 
 def cuobjdump() -> str | None:
-    """From the toolkit, or from Triton, which brings one along."""
+    """cuobjdump of the CUDA toolkit, or the copy that Triton brings along."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     triton = [Path(folder, "triton/backends/nvidia/bin") for folder in site.getsitepackages()]
     folders = [Path(home, "bin"), *triton]
@@ -84,13 +84,13 @@ def show_architectures(library: Path) -> None:
 
 
 def check_use(wheel: Path, folder: Path, *kind: str) -> None:
-    """Installs the wheel where only torch and what torch needs can be seen beside it."""
+    """Installs and runs the wheel in an environment that has only torch and torch's dependencies."""
     home = folder / "environment"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
     output_of(str(python), "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel))
     theirs = output_of(str(python), "-c", "import site; print(site.getsitepackages()[0])").strip()
-    # A path in a .pth file: packages there are found, but no further .pth, such as that of an editable install.
+    # Python imports packages from a folder in a .pth file, but reads no .pth file there, such as an editable install's.
     Path(theirs, "torch.pth").write_text("\n".join(site.getsitepackages()))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CAPSFAST"))}
     ran = subprocess.run([str(python), "-c", USE, *kind], capture_output=True, text=True, cwd=folder, env=clean)

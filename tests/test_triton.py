@@ -1,4 +1,4 @@
-"""What is Triton's own: tiles, TF32, offsets beyond 32 bits, the tuned table, what is said where it is absent."""
+"""What only the Triton backend has: tiles, TF32, offsets beyond 32 bits, tuned tile sizes, reasons for its absence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,8 +33,8 @@ if not toolchain.why_no_triton():
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the interpreter lose what tensor cores lose: operands all but 10 bits after the leading one, sums
-    what is beyond float32, rounded towards zero."""
+    """Makes products in the interpreter as inexact as in tensor cores: operands keep 10 bits after the leading bit,
+    sums are float32, rounded towards zero."""
     from triton.runtime import interpreter
 
     plain = interpreter.interpreter_builder.create_dot
@@ -78,7 +78,7 @@ def test_a_pass_is_as_exact_as_float32(tensor_cores: None) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_rows_of_no_sample_have_no_part_in_sums_over_samples(how: str) -> None:
-    """Votes of eleven of the rows of a tile are not those of a sample: about a center they are not 0."""
+    """Eleven of the 16 rows of a tile have no sample. With a center their votes are not 0."""
     case = PassCase(query=True, precision=True, center=True, logits="IJ", second=True, normalize=how)
     problem = support_passes.make((5, 3, 4, 16, 8), case, dtype=torch.float32)
     for name, error in errors(problem, "triton").items():
@@ -96,14 +96,14 @@ def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None, I: int) 
 
 @pytest.mark.slow
 def test_a_large_coupling_does_not_take_digits_from_the_others() -> None:
-    """Softmax over the input capsules: dc - sum_i c dc is formed of the votes about s, not of two large numbers."""
+    """Softmax over the input capsules: kernels form dc - sum_i c dc from votes minus s, not from two large numbers."""
     problem = make((17, 64, 6, 16, 8), Case(softmax="in", logits="BIJ", coupling=False), dtype=torch.float32)
     problem.inputs["logits"] *= 20
     assert errors(problem, "triton")["dlogits"] < 1.5e-6
 
 
 def terms(problem: Any) -> dict[str, torch.Tensor]:
-    """How large the numbers are whose differences are gradients of a pass: c dc, its terms added up without signs."""
+    """The size of the terms whose differences are gradients of a pass: c dc, with its terms added up without signs."""
     given, of = problem.inputs, {name: value.abs() for name, value in problem.gradients.items()}
     x = torch.einsum("bik,ijdk->bijd", given["u"], given["weight"]).abs()
     dc = of["mass"][:, None] + torch.einsum("bijd,bjd->bij", x, of["first"])
@@ -117,10 +117,10 @@ def terms(problem: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("second", [False, True])
 def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> None:
-    """Where one coupling is nearly 1 the gradients of all logits nearly vanish: they are differences of larger numbers,
-    and as exact as these. exp() also makes of the rounding of a logit a relative error.
+    """Where one coupling is nearly 1, the gradients of all logits nearly vanish. They are differences of larger
+    numbers, and as exact as those numbers. exp() also turns the rounding of a logit into a relative error.
 
-    The error of einsum is no measure here. It is luck, as the sum over i may round to the one dc that counts.
+    The error of einsum is not a fair bound here: by luck its sum over i may round to the one dc that counts.
     """
     case = PassCase(query=True, logits="BIJ", normalize="in", weights=second, second=second, precision=second)
     problem = support_passes.make((4, 24, 5, 8, 4), case, dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> 
 
 
 def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """The gradients of the Triton kernels are those of float64."""
+    """Compares gradients of the Triton kernels with float64."""
     found = []
     for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
         leaves = [value.to(dtype).requires_grad_() for value in inputs]
@@ -158,7 +158,7 @@ def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor])
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V and ds of all iterations or none, and a tile of outputs or all of them."""
+    """Registers keep V and ds of all iterations or of none, for one tile of outputs or for all outputs."""
     problem, eps = make((17, 3, 11, 8, 4), case, dtype=dtype), torch.finfo(dtype).eps
     wanted, ways = run(problem, "triton"), set()
     for held, columns in ((0, 16), (0, 160), (1000, 160), (1000, 16)):
@@ -180,7 +180,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
 @pytest.mark.parametrize("common", [False, True], ids=["u", "votes of all outputs"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common: bool) -> None:
-    """What half of the outputs adds to a gradient, the other half takes away."""
+    """Half of the outputs add to a gradient what the other half subtracts, so only rounding remains."""
     B, I, J, D = 3, 2, 400, 3
     half = (torch.rand(1, J // 2, D) + 1).expand(B, -1, -1)
     weight = (torch.rand(I, J // 2, D, 4) / 4).repeat(1, 2, 1, 1).to(dtype)
@@ -206,7 +206,7 @@ def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common
     ids=str,
 )
 def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the coefficients of all samples would take more than half of the votes."""
+    """The batch is taken in parts if coefficients of all samples would take more than half the size of the votes."""
     problem = make((33, 2, 3, 4, 2) if op == "dynamic_routing" else (3, 2, 3, 4, 1), case, op, torch.float32)
     wanted, whole = run(problem.to(torch.float64), "reference"), launches(problem, monkeypatch)
     monkeypatch.setattr(routing, "MOST_COEFFICIENTS", 0)
@@ -220,7 +220,7 @@ def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pyte
 
 
 def test_votes_of_the_positions_of_one_sample() -> None:
-    """Its sums are a view of a tensor whose positions are behind."""
+    """With one sample the sums are a view of a tensor that has positions as its last axis."""
 
     def first(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
         return capsfast.votes_pass(votes, query=query, normalize="in", backend=backend).first
@@ -230,7 +230,7 @@ def test_votes_of_the_positions_of_one_sample() -> None:
 
 @pytest.mark.parametrize("how", ["out", "sigmoid"])
 def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
-    """The last group has tiles of no outputs. They have V and the center of others."""
+    """The last group has tiles without any output. These tiles read V and the center of other outputs."""
     J, D = 46, 16
     query, center = torch.randn(2, 3, J, D) * 0.3
 
@@ -247,7 +247,7 @@ def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
 
 @pytest.mark.slow
 def test_tiles_outside_do_not_overflow() -> None:
-    """Their logits would be 0 where those of all outputs are less than exp() can hold the inverse of."""
+    """Tiles without any output would have logits of 0; the others have -100, and 1 / exp(-100) overflows float32."""
 
     def routed(u: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
         logits = torch.full((3, 56), -100.0, dtype=u.dtype)
@@ -257,7 +257,7 @@ def test_tiles_outside_do_not_overflow() -> None:
 
 
 def test_rows_of_no_sample_do_not_overflow() -> None:
-    """About a center their votes are large, those of samples are not."""
+    """Minus the center, votes of rows without a sample are large, and votes of samples are small."""
     u, weight = torch.randn(5, 3, 8) * 0.05 + 1, torch.randn(3, 4, 8, 8) * 0.05 + 0.6
     center = torch.einsum("bik,ijdk->bijd", u, weight).mean(1)
 
@@ -302,7 +302,7 @@ FAR = 2**31 + 16
 
 @pytest.mark.parametrize(("op", "name"), [("dynamic_routing", "u"), ("route_votes", "votes"), ("routing_pass", "u")])
 def test_input_capsules_beyond_32_bits(op: str, name: str) -> None:
-    """Input capsules may lie that far apart, samples may not."""
+    """Input capsules may lie 2**31 numbers apart, samples may not."""
     if op == "routing_pass":
         problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), op, torch.float32)
     else:
@@ -318,7 +318,7 @@ def test_input_capsules_beyond_32_bits(op: str, name: str) -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_positions_beyond_32_bits(axis: int) -> None:
-    """A sample of positions may lie that far from another, output capsules may not."""
+    """Samples with positions may lie 2**31 numbers apart, output capsules may not."""
     case = replace(EVERYTHING, spatial=(3,))
     problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
     wanted, votes = run(problem, "triton"), problem.inputs["votes"]
@@ -340,7 +340,7 @@ def test_a_weight_beyond_32_bits_is_refused() -> None:
 
 
 def launches(problem: Any, monkeypatch: pytest.MonkeyPatch, need: tuple[str, ...] | None = None) -> list[str]:
-    """The kernels that a forward and a backward of the problem launch, with the mode of those that have one.
+    """The kernels that a forward and a backward of the problem launch, each with its mode if it has one.
 
     need: the inputs with a gradient, if not all of them.
     """
@@ -360,7 +360,7 @@ ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
 @pytest.mark.parametrize(
     ("case", "J", "kernels"),
     [
-        # Nothing to score with: all couplings are equal, and no gradient is a sum over the input capsules.
+        # Nothing scores the votes: all couplings are equal, and no gradient is a sum over the input capsules.
         (PassCase(center=True, second=True), 3, [f"{ACCUMULATE} uniform", MOMENTS, GRADIENT]),
         (LINEAR, 3, [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, GRADIENT]),
         # The given log-sum-exp is what row_norm would compute.
@@ -394,7 +394,7 @@ BACK_IN_GROUPS = ["row_norm_kernel", f"{SUMS} row_norm", "update_gradient_kernel
     ("case", "J", "kernels"),
     [
         (Case(), 20, [*BACK, *BACK, GRADIENT]),
-        # With logits the couplings of the first iteration differ too: its coefficients, and no sums.
+        # With logits the couplings of the first iteration differ too: one more pass for coefficients, without sums.
         (Case(logits="BIJ"), 20, [*BACK, *BACK, BACK[0], GRADIENT]),
         (Case(gradient="last"), 20, [BACK[0], GRADIENT]),
         (Case(gradient="last"), 400, [*BACK_IN_GROUPS[:2], GRADIENT]),
@@ -414,11 +414,11 @@ def test_what_a_backward_launches(case: Case, J: int, kernels: list[str], monkey
     ("case", "J", "kernels"),
     [
         (Case(), 3, ["accumulate_kernel uniform", "update_kernel", *ITERATION, *ITERATION]),
-        # The only iteration has all couplings equal. They are to be written, so they are computed.
+        # In the only iteration all couplings are equal. The caller wants the couplings, so the kernel computes them.
         (Case(num_iterations=1), 3, ITERATION),
         (Case(num_iterations=1, logits="BIJ"), 3, ITERATION),
         (Case(num_iterations=1), 330, ["row_norm_kernel", "accumulate_kernel row_norm", "update_kernel"]),
-        # No coupling is known before all input capsules are.
+        # A coupling is known only after all input capsules are summed.
         (
             Case(num_iterations=1, softmax="in"),
             3,
@@ -442,7 +442,7 @@ def test_the_coupling_is_written_by_the_last_iteration(
 @pytest.mark.parametrize("how", ["out", "in"])
 @pytest.mark.parametrize("op", ["dynamic_routing", "routing_pass"])
 def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the interpreter's three make one step."""
+    """As on a GPU. The three splits of the interpreter would be added up in one step."""
     if op == "routing_pass":
         problem = support_passes.make((2, 20, 3, 6, 2), replace(normalized(EVERYTHING, how), leaky=True), op)
     else:
@@ -460,7 +460,7 @@ def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: p
 
 @pytest.mark.parametrize("spatial", [(), (3,)], ids=str)
 def test_what_is_not_contiguous_is_copied(spatial: tuple[int, ...]) -> None:
-    """Logits, masks and the gradient of the coupling: kernels are not told of their strides."""
+    """Kernels get no strides of logits, masks and the gradient of the coupling."""
     case = Case(logits="BIJ", mask=True, out_mask=True, spatial=spatial)
     problem = make((3, 4, 5, 6, 2), case, "route_votes", torch.float32)
     wanted = run(problem, "triton")
@@ -475,7 +475,7 @@ def test_what_is_not_contiguous_is_copied(spatial: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", ["route_votes", "votes_pass"])
 def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their gradient is a sum over outputs that no program holds at once."""
+    """The gradient of shared votes is a sum over outputs, and no program holds all outputs at once."""
     if op == "votes_pass":
         problem = support_passes.make((2, 2, 6, 3, 1), PassCase(query=True, second=True, shared="J"), op, torch.float32)
     else:
@@ -493,7 +493,7 @@ def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("D", "what"), [(12, {"poses": 2}), (4, {"spatial": (5,)})], ids=str)
 def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pose matrices, and votes with positions, of more outputs than a program holds."""
+    """Pose matrices, and votes with positions, with more outputs than a program holds."""
     op = "routing_pass" if "poses" in what else "votes_pass"
     problem = support_passes.make((2, 2, 6, D, 2), replace(EVERYTHING, **what), op, torch.float32)
     wanted = run(problem.to(torch.float64), "reference")
@@ -507,7 +507,7 @@ def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.Mon
 
 
 def test_one_tf32_product_rounds_to_the_nearest(tensor_cores: None, tf32_allowed: None) -> None:
-    """Operands that are cut instead make all votes smaller, by 7e-4 of themselves."""
+    """Truncated operands would make all votes smaller, by a factor of 1 - 7e-4."""
     problem = make((17, 9, 3, 16, 8), Case(num_iterations=1, squash="identity"), dtype=torch.float32)
     for value in problem.inputs.values():
         value.uniform_(0.5, 1.0)
@@ -517,14 +517,14 @@ def test_one_tf32_product_rounds_to_the_nearest(tensor_cores: None, tf32_allowed
 
 
 def problem_with_nan(problem: Any) -> Any:
-    """The NaN that GPUs make, all of whose bits are set."""
+    """Puts in the NaN that GPUs produce: all its bits but the sign are set."""
     problem.inputs["u"][0] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
     return problem
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_users_interpret_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the repairs of tests/support/interpreter.py: no product of the interpreter gets a bfloat16."""
+    """Works without the repairs of tests/support/interpreter.py: no product in the interpreter gets 16-bit operands."""
     from triton.runtime import interpreter
 
     problem, dot = make((3, 3, 3, 8, 4), Case(logits="BIJ"), dtype=dtype), interpreter.interpreter_builder.create_dot
@@ -581,7 +581,7 @@ def test_amd_gpus(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_for_amd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 operands are multiplied as they are."""
+    """On AMD GPUs kernels multiply float32 operands without splitting them."""
     problem = make((3, 4, 5, 6, 2), PLAIN, dtype=dtype)
     plain = errors(problem, "reference")
     monkeypatch.setattr(torch.version, "hip", "7.0")

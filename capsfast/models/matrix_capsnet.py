@@ -23,7 +23,7 @@ Window = tuple[int, int]  # kernel size and stride, both the same along both axe
 
 
 def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
-    """Those of the paper; for images below 17 pixels windows that leave a place, with a stride of 1."""
+    """The paper's windows. Images below 17 pixels get smaller windows with a stride of 1, so that a place remains."""
     side = min(height, width)
     if side >= 17:
         return (5, 2), (3, 2), (3, 1)
@@ -32,13 +32,13 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
 
 
 def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of EM routing that three layers of it learn from, beside those that are given.
+    """Options of EM routing with which three layers of EM routing learn. ``given`` options take precedence.
 
     Poses keep their scale from layer to layer, and the floor is below the variance of their votes. A capsule of mean
-    mass, whose votes have a variance as large as the floor, starts with an activation of 1/2; one without mass with far
-    less. With a beta_a of 0 that one has 1/2 for long: an inverse temperature far below 1 multiplies beta_a, and steps
-    as small as those of weights hardly move it. With a floor of 1 and a beta_u of 0 no cost is negative, so that
-    evidence lowers an activation.
+    mass, whose votes have a variance as large as the floor, starts with an activation of 1/2; a capsule without mass
+    starts with far less. With a beta_a of 0 a capsule without mass would stay near 1/2 for long: an inverse temperature
+    far below 1 multiplies beta_a, and optimizer steps that suit weights hardly move beta_a. With a floor of 1 and a
+    beta_u of 0 no cost is negative, so evidence would lower an activation.
     """
     if routing_class(op, routing) is not EMRouting:
         return {}
@@ -56,39 +56,39 @@ class MatrixCapsNet(Network):
     """Convolution, primary capsules with poses and activations, two layers of convolutional capsules and class capsules
     with coordinate addition (Hinton, Sabour, Frosst 2018, figure 1).
 
-    The defaults are the paper's small network for smallNORB, A = 64, B = 8, C = D = 16, of 68 754 parameters. A = B = C
-    = D = 32 has 317 194; the paper says 68 thousand and 310 thousand.
+    The defaults are the paper's small network for smallNORB, A = 64, B = 8, C = D = 16, with 68 754 parameters. The
+    network with A = B = C = D = 32 has 317 194. The paper says 68 thousand and 310 thousand.
 
     ``form="variational"`` is the network of Ribeiro, Leontidis, Kollias (2020), as in the authors' code: 68 714
-    parameters for smallNORB; for MNIST ``primary_types=16`` has 95 572. A batch normalisation follows the convolution,
-    the primary capsules and each routing; the convolutions have no bias. W starts with the deviation of Glorot's
-    initialisation.
+    parameters for smallNORB, 95 572 for MNIST with ``primary_types=16``. A batch normalisation follows the convolution,
+    the primary capsules and each routing; the convolutions have no bias. W starts with the standard deviation of
+    Glorot's initialisation.
 
-    Parts: ``conv``, ``norm`` (of the variational form, else None), ``primary``
+    Parts: ``conv``, ``norm`` (in the variational form, else None), ``primary``
     (:class:`capsfast.nn.PrimaryMatrixCaps`), ``conv_caps`` (two :class:`capsfast.nn.ConvCaps2d`), ``routing``
     (:class:`capsfast.nn.ClassCaps2d`). There is no decoder.
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width).
+        in_channels, image_size: channels and size of the images; the size is an int or (height, width).
         num_classes: J.
         form: ``"em"`` or ``"variational"``.
-        conv_channels: A, of the convolution.
+        conv_channels: A, channels of the convolution.
         primary_types: B, capsules at each place.
-        activation_std: of the primary capsules, see :class:`capsfast.nn.PrimaryMatrixCaps`.
-        conv_types: C and D, of the two layers of convolutional capsules.
-        pose_rows: of the pose matrices, which are square.
-        num_iterations: of all routings; None for their default.
-        routing: a routing as for :class:`capsfast.nn.RoutedCaps`, by default ``form``. One that takes no activations
-            finds poses alone, and hands their lengths on where they are asked for.
-        competition: of the convolutional capsules, see :class:`capsfast.nn.ConvCaps2d`; ``"child"`` is the paper's.
-        start: of the convolutional capsules; by default ``"child"``, for ``"variational"`` ``"window"``.
+        activation_std: for the primary capsules, see :class:`capsfast.nn.PrimaryMatrixCaps`.
+        conv_types: C and D, capsule types of the two layers of convolutional capsules.
+        pose_rows: rows of the pose matrices, which are square.
+        num_iterations: iterations of every routing; None for the default of the routing.
+        routing: a routing as for :class:`capsfast.nn.RoutedCaps`, by default ``form``. A routing that takes no
+            activations gets poses only; the lengths of the poses serve where activations are needed.
+        competition: for the convolutional capsules, see :class:`capsfast.nn.ConvCaps2d`; the paper has ``"child"``.
+        start: for the convolutional capsules; by default ``"child"``, for ``"variational"`` ``"window"``.
         coordinates: whether class capsules have coordinate addition, or which, see :class:`capsfast.nn.ClassCaps2d`; by
             default True, for ``"variational"`` ``(1, 0.1)``.
         windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
-            (3, 1)), on images below 17 pixels smaller.
-        backend, device, dtype, routing_options: of all routings. EM routing starts with ``identity=True``,
+            (3, 1)), and smaller windows for images below 17 pixels.
+        backend, device, dtype, routing_options: for all routings. Here EM routing starts with ``identity=True``,
             ``init_std=0.3``, ``floor=0.1``, ``final=2``, ``initial_beta_a=-10`` and an ``initial_beta_u`` of
-            ``-0.5 log(2 floor) - 10 / pose_rows^2`` here.
+            ``-0.5 log(2 floor) - 10 / pose_rows^2``.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`CapsNetOutput`, whose reconstruction is None.
 
@@ -171,7 +171,7 @@ class MatrixCapsNet(Network):
         self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **given)
 
     def encode(self, images: Tensor) -> Capsules:
-        """What the class capsules see of ``images [B, C, H, W]``: poses ``[B, I, K]`` and activations ``[B, I]``."""
+        """The input of the class capsules for ``images [B, C, H, W]``: poses ``[B, I, K]``, activations ``[B, I]``."""
         check_images(self._op, images, self.image_shape)
         features = self.conv(images)
         poses, activations = self.primary(F.relu(features if self.norm is None else self.norm(features)))
@@ -192,6 +192,6 @@ class MatrixCapsNet(Network):
         raise RuntimeError(f"{self._op}: there is no decoder")
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """``labels`` are for a decoder and not looked at."""
+        """``labels`` are ignored, because there is no decoder."""
         capsules, activations = self.classify(images)
         return CapsNetOutput(activations, capsules, None)

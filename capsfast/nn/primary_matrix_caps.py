@@ -1,4 +1,4 @@
-"""From feature maps to capsules with an activation of their own."""
+"""Makes capsules with poses and activations from feature maps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,22 +13,22 @@ from .routing.base import Capsules
 
 
 class PrimaryMatrixCaps(Layer):
-    """Two convolutions: one makes poses, the other, under a sigmoid, activations.
+    """Two convolutions: the first makes poses; the second, followed by a sigmoid, makes activations.
 
-    Parameters: ``pose`` and ``activation``, convolutions of ``types·dim`` and of ``types`` channels. Channel
-    ``t·dim + k`` of the first is component k of capsule type t. With ``batch_norm`` those of its parts ``pose_norm``
-    and ``activation_norm`` too.
+    Parameters: ``pose`` and ``activation``, convolutions with ``types·dim`` and ``types`` channels. Channel
+    ``t·dim + k`` of ``pose`` is component k of capsule type t. ``batch_norm`` adds the parameters of ``pose_norm`` and
+    ``activation_norm``.
 
     Args:
-        in_channels: of the feature maps.
+        in_channels: channels of the feature maps.
         types: capsules at each place, C.
-        dim: size of a capsule, K; of a pose matrix, the number of its entries.
-        kernel_size, stride, padding: of both convolutions; an int or two of them.
-        batch_norm: whether the poses of a type, all their K numbers together, and the argument of its sigmoid are
-            normalised over the batch and the places. The convolutions have no bias then (Ribeiro, Leontidis, Kollias
-            2020, the authors' code).
-        activation_std: the weight of the activations starts with this deviation and their bias with -1; 3.0 in the
-            code of Hinton, Sabour, Frosst (2018), whose bias stays. None: both as torch starts a convolution.
+        dim: size of a capsule, K; for a pose matrix, the number of its entries.
+        kernel_size, stride, padding: of both convolutions; an int or a pair.
+        batch_norm: whether to normalise the poses of a type, all K numbers together, and the argument of the sigmoid,
+            over the batch and the places. The convolutions then have no bias (Ribeiro, Leontidis, Kollias 2020, the
+            authors' code).
+        activation_std: the weight of ``activation`` starts with this standard deviation, its bias with -1. The code of
+            Hinton, Sabour, Frosst (2018) has 3.0 and does not train the bias. None: both start as in torch's Conv2d.
         device, dtype: of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to :class:`Capsules`: poses ``[B, types, dim, H', W']``, activations
@@ -79,10 +79,10 @@ class PrimaryMatrixCaps(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws new weights."""
         self.pose.reset_parameters()
         self.activation.reset_parameters()
-        # Features of a ReLU are well below 1. The authors' code has 0.5 for 64 of them, and so has this.
+        # ReLU features are well below 1. For 64 features the deviation is 0.5, as in the authors' code.
         nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
         if self.activation_std is not None:
             std = self.activation_std

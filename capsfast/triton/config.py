@@ -9,32 +9,32 @@ from typing import NamedTuple
 
 import triton
 
-# Rows of a tile: the M of one mma instruction. They are samples, or the rows of pose matrices. Smaller batches are
-# padded. Of votes with positions, 16 are whole sectors of memory; with 32 the outputs would sooner need row_norm,
-# which reads all votes again.
+# Rows of a tile: the M of one mma instruction. A row is a sample, or a row of a pose matrix. Smaller batches are
+# padded. For votes with positions, 16 rows fill whole sectors of memory. With 32 rows the outputs would need row_norm
+# sooner, and row_norm reads all votes again.
 ROWS = 16
-# The fewest that tl.dot sums over, by bytes of an element. Triton up to 3.8 requires 16 of all dtypes, later ones 32
-# bytes.
+# The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for every dtype, later releases require
+# 32 bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
-# A larger K is taken in steps of this size, as the tiles of W of a step have to fit the registers.
+# Kernels take a larger K in steps of this size, because the tiles of W for one step have to fit in registers.
 LARGEST_K = 32
-# Columns that an output is worth whose dot products cross warps, see _cut().
+# An output whose dot products cross warps costs as much as this many columns, see _cut().
 EXCHANGE = 16
-# Columns of a warp that one tile fewer is worth in the gradient pass, as each loads u and adds to du. Only up to 32: of
-# wider ones V and ds find no room.
+# In the gradient pass a tile costs as much as this many columns of a warp, because each tile loads u and adds to du.
+# Tiles wider than 32 columns save nothing: registers have no room for their V and ds.
 TURN = 8
-# Loads are pipelined if the tiles that are loaded ahead take no more bytes of shared memory than this. A program may
-# have 99 KiB on every GPU from 8.0 on (that much on 8.6, 8.9 and 12.0); changes of layout need some of it.
+# Loads are pipelined if the tiles loaded ahead take at most this many bytes of shared memory. Every GPU from 8.0 on
+# gives a program 99 KiB or more (8.6, 8.9 and 12.0 give 99 KiB); conversions of layout need some of it.
 SHARED = 64 * 1024
 
 
 class Choice(NamedTuple):
-    """How one kernel is cut.
+    """How one kernel is cut into programs and warps.
 
-    columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
-    chunk: the most input capsules of a program, or 0 for no more programs than the device runs at once.
+    columns: the most padded columns (j, d) that a warp may hold. warps: the most warps that share the columns of a row.
+    chunk: the most input capsules of a program; 0 makes only as many programs as the device runs at once.
     down: warps of a program, 16 rows each, if a warp holds whole rows.
-    kept: whether accumulate reads V once, else for every input capsule.
+    kept: whether accumulate reads V once, instead of again for every input capsule.
     """
 
     columns: int
@@ -45,28 +45,28 @@ class Choice(NamedTuple):
 
 
 TABLE = {
-    # 160 columns of 16 rows are 80 registers each for the sums and the votes. V beside them takes 64 bytes of spilled
-    # registers a lane, where reading V again for every input capsule takes 320 bytes from L1 (not measured).
-    # Two warps, one below the other, read W once for 32 samples. Four would make the compiler take the instructions of
-    # four warps together, which wait for each other.
+    # 160 columns of 16 rows take 80 registers for the sums and 80 for the votes. Keeping V as well spills 64 bytes a
+    # lane; reading V again for every input capsule would load 320 bytes from L1 (not measured).
+    # Two warps, one below the other, read W once for 32 samples. With four warps the compiler would choose the
+    # instructions that four warps execute together, and these warps wait for each other.
     "accumulate": Choice(160, 8, down=2, kept=True),
     "accumulate_gradient": Choice(160, 8, down=2),
-    # After accumulate_gradient, one tile after the other: of 32 columns a warp keeps V and ds of three iterations in 80
-    # registers while it takes the input capsules of a chunk. Else it loads them for every one, 100 KiB for 32 samples.
-    # du of the chunk, to which tiles after the first are added, and dW, to which batch tiles are, should stay in L2
-    # (not measured).
+    # Runs after accumulate_gradient and takes one tile after the other. With tiles of 32 columns a warp keeps V and ds
+    # of three iterations in 80 registers over all input capsules of a chunk. Otherwise it would load V and ds for every
+    # input capsule, 100 KiB for 32 samples. Later tiles add to du of the chunk, later batch tiles add to dW; both
+    # should stay in L2 (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
-    # Takes one tile after the other and keeps only a few numbers per row. With a warp's own outputs none of them
-    # crosses warps.
+    # Takes one tile after the other and keeps only a few numbers per row. If every warp has whole outputs, none of
+    # these numbers crosses warps.
     "row_norm": Choice(48, 8, down=2),
-    # A pass with precision, center or second moments has second sums, or reads two more vectors.
+    # A pass with precision, center or second moments also keeps second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
     "gradient quadratic": Choice(48, 8, chunk=8, down=2),
-    # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
-    # of 80 columns are 40 registers each.
+    # Given votes lie in registers in memory order: a warp has 16 columns of a tile. For 80 columns the sums, the votes
+    # and V take 40 registers each.
     "accumulate votes": Choice(80, 8, kept=True),
-    # Beside these ds.
+    # Holds ds as well.
     "accumulate_gradient votes": Choice(64, 8),
     "gradient votes": Choice(40, 8, chunk=8),
     "row_norm votes": Choice(64, 8),
@@ -91,7 +91,7 @@ class Tiles(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of a warp."""
+        """Columns that a warp holds."""
         return self.NT * self.JT * self.DP * self.BB // (ROWS * self.warps)
 
     @property
@@ -100,9 +100,9 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The layer that a row of the table is for. K is 0 of given votes. shared: one weight for all input capsules.
+    """The layer for which tiles are chosen. K is 0 if votes are given. shared: one weight for all input capsules.
 
-    poses: P of pose matrices. D is that of one of their rows.
+    poses: P, the rows of a pose matrix. D is the length of one such row.
     """
 
     J: int
@@ -114,7 +114,7 @@ class Layer(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """NT tiles of JT outputs for so many warps side by side, as in Tiles."""
+    """NT tiles of JT outputs for ``across`` warps side by side; DP and LANES as in Tiles."""
 
     across: int
     DP: int
@@ -133,13 +133,13 @@ def power_of_two(n: int) -> int:
 
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """The fewest warps whose registers hold all outputs. If even the most cannot, groups of outputs, which need nothing
-    of each other, for as few warps as have room for a tile."""
+    """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the
+    outputs into groups that do not depend on each other."""
     return _of_votes(kernel, layer, choice) if layer.K == 0 else _of_product(kernel, layer, choice)
 
 
 def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """Of votes that are read: a tile has 16 columns per warp, more if D is larger."""
+    """Tiles for given votes: a tile has 16 columns per warp, more if D is larger."""
     DP = power_of_two(layer.D)
     warps = 1
     while True:
@@ -154,20 +154,20 @@ def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
 
 
 def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
-    """NT tiles in groups of as many as fit. row_norm takes one tile after the other."""
+    """(tiles of a group, groups) for NT tiles, of which a group can hold ``fit``; row_norm holds one tile at a time."""
     groups = -(-NT // (1 if kernel == "row_norm" else fit))
     return -(-NT // groups), groups
 
 
 def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """Of votes that are a product: a warp has whole rows, or if these are too long, the columns of whole outputs."""
+    """Tiles for computed votes: a warp has whole rows or, if rows are too long, the columns of whole outputs."""
     J, D, K, itemsize, _, poses = layer
-    apart = kernel in ("gradient", "row_norm")  # which need not have all outputs together
+    apart = kernel in ("gradient", "row_norm")  # these kernels need not hold all outputs at once
     rows = max(ROWS, power_of_two(poses))
-    # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
+    # choice.columns counts columns of the 16 rows of one mma. With a larger K a warp also holds more of W.
     held = choice.columns * ROWS // rows // (2 if K > 16 and not apart else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
-    # Where outputs need not be together, a tile of long ones may have twice as many columns.
+    # Where a kernel need not hold all outputs at once, a tile of long outputs may have twice as many columns.
     turn, room = (TURN, 2 * held) if apart else (0, held)
     cuts = [_cut(J, D, across, turn, room) for across in (1, 2, 4, 8, 16) if across <= choice.warps]
     whole = [cut for cut in cuts if not apart and cut.NT * cut.columns <= room * cut.across]
@@ -175,7 +175,7 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     cut = (whole + single + cuts[-1:])[0]
     across, columns = cut.across, cut.columns
     NT, groups = _groups(kernel, cut.NT, max(1, held * across // columns))
-    # Warps side by side share the weight. The compiler lays them so for tiles of 32 columns.
+    # Warps one below the other share the weight. The compiler arranges warps so for tiles of up to 32 columns.
     down = choice.down if across == 1 and columns <= 32 else 1
     BB = max(rows, ROWS * down)
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
@@ -185,11 +185,11 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
 
 
 def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
-    """The tiles that as many warps have, with the fewest columns of padding. turn: TURN, if it counts; room: the most
-    columns that a warp should have of a tile.
+    """The tiles with the fewest columns of padding for ``across`` warps side by side. turn: TURN or 0; room: the most
+    columns of a tile that a warp should have.
 
-    Outputs with more than four lanes are spread over warps. Their dot products go through shared memory, which costs as
-    much as EXCHANGE more columns (in instructions of the compiled kernels, J from 3 to 100 and D of 16 and 64).
+    An output with more than four lanes is spread over warps. Its dot products go through shared memory, which costs as
+    much as EXCHANGE more columns (counted in instructions of compiled kernels, J from 3 to 100, D of 16 and 64).
     """
     found = []
     for log in range(3 + across.bit_length() - 1):
@@ -198,7 +198,7 @@ def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
         DP = max(power_of_two(D), SMALLEST_K[4] * LANES // 4)
         JT = 4 * across // LANES
         NT = -(-J // JT)
-        # Of the same padding a tile of 32 columns.
+        # Among cuts with equal padding, the tile nearest to 32 columns a warp wins.
         columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
         columns += NT * turn * across * max(1, JT * DP // (32 * across))
         wide = room * across < JT * DP

@@ -27,11 +27,11 @@ def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot,
 
 @planned
 def backward(plan: Plan, dv: Slot | None, dcoupling: Slot | None, u: Slot, *rest: Any) -> tuple[Slot, ...]:
-    # The weight, four parameters, three saved outputs, J and the options, what is needed.
+    # rest: the weight, four parameters, three saved outputs, J and the options, and which gradients are needed.
     given, (coupling, s, norm), (*options, needed) = rest[:5], rest[5:8], rest[8:]
     call = _call(u, *given, *options)
     if u.dim() == 5:
-        # Not kept from the forward.
+        # With positions the forward keeps neither s nor norm.
         _, _, s, norm = routing.forward(call, False)
         dv = None if dv is None else plan.compute(to_samples, dv)
     if dv is None:

@@ -10,7 +10,7 @@ from .kernels.em_update import em_update_kernel
 from .launch import bytes_of
 from .plan import Plan, Slot, planned
 
-# Numbers of a tile for each warp: half a dozen arrays of them stay in registers.
+# Numbers of a tile for each warp. Registers then hold half a dozen arrays of the size of the tile.
 NUMBERS_OF_A_WARP = 512
 
 
@@ -35,7 +35,7 @@ def _launch(
 
 @planned
 def forward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
-    # Seven tensors, the mask, the options.
+    # args: seven tensors, the mask, the options.
     first, final = args[1], args[-1]
     poses, score = plan.new(*first.shape), plan.new(*first.shape[:2])
     precision = plan.new(*((0,) if final else first.shape))
@@ -45,7 +45,7 @@ def forward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
 
 @planned
 def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
-    # Three gradients of results, seven tensors, the mask, the options, what is needed.
+    # args: three gradients of results, seven tensors, the mask, the options, and which gradients are needed.
     dposes, dprecision, dscore, *tensors = args[:10]
     rest, needed = args[10:-1], args[-1]
     first = tensors[1]

@@ -15,23 +15,23 @@ from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 from .plan import Slot
 
-# Warps of the pass loops that a multiprocessor holds at once: their threads take nearly all 255 registers.
+# Warps of the pass loops that a multiprocessor holds at once: a thread takes nearly all 255 registers.
 RESIDENT_WARPS = 8
-# Programs that the interpreter, which runs them one by one, is taken to hold: few, but enough to split every sum.
+# Programs that the interpreter counts as running at once, though it runs one by one: few, but they split every sum.
 INTERPRETED = 3
-# The interpreter multiplies the 16 bits of a bfloat16 as an integer. So there operands of 16 bits are converted first;
-# the tests, which interpret what GPUs do, repair the interpreter instead.
+# The interpreter multiplies the 16 bits of a bfloat16 as an integer. So kernels convert 16-bit operands to float32 in
+# the interpreter; tests repair the interpreter instead, because they interpret what GPUs do.
 WIDENED = triton.knobs.runtime.interpret
-# Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
+# The most parts of a sum: for a small batch few programs add up the parts, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.
 MOST_PARTIAL_WEIGHTS = 256 * 1024**2
-# What CUDA allows of a grid's second axis.
+# The most programs that CUDA allows along the second axis of a grid.
 MOST_CHUNKS = 65535
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """DOT of the votes' product (kernels/products.py): float32 is one TF32 product if that is allowed, else three."""
+    """DOT of the votes' product, see kernels/products.py: float32 takes one TF32 product if allowed, else three."""
     if dtype != torch.float32:
         return "ieee" if WIDENED else "half"
     if torch.version.hip is not None:
@@ -44,12 +44,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def reach(tensor: Slot, first: int, last: int) -> int:
-    """How far the axes from first to last lead from a number to another."""
+    """The largest distance between two numbers along the axes from first to last, in numbers."""
     return sum((n - 1) * step for n, step in zip(tensor.shape[first:last], tensor.stride()[first:last], strict=True))
 
 
 def programs(device: torch.device, warps: int) -> int:
-    """How many programs of so many warps the device runs at once."""
+    """How many programs of ``warps`` warps the device runs at once."""
     if device.type != "cuda":
         return INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, RESIDENT_WARPS // warps)
@@ -64,7 +64,7 @@ def _bytes(mask: Tensor) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """What a pass scores votes with beyond logits, float32 and contiguous, and 0 for masked capsules."""
+    """What a pass takes beside logits to score votes: float32, contiguous, 0 for masked capsules."""
 
     query: Slot | None = None  # [B, J, D]
     precision: Slot | None = None  # [B, J, D]
@@ -75,11 +75,11 @@ class Scores(NamedTuple):
 
 @dataclass
 class Call:
-    """A call. x: u [B, I, P K], or without a weight [I or 1, J, D / P, K] votes [B, I, J or 1, D]. Tensors may have any
-    strides; of all but x and the weight kernels get contiguous ones, if need be copies. tf32: allowed.
+    """A call. x: u [B, I, P K] if there is a weight [I or 1, J, D / P, K], otherwise votes [B, I, J or 1, D]. Tensors
+    may have any strides; all but x and the weight are copied if they are not contiguous. tf32: whether TF32 is allowed.
 
-    outputs: J, if x does not say it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
-    every position is a sample, of which the masks and scores have a row each. Logits [B, I, J, S] stay as they are.
+    outputs: J, if x does not show it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
+    every position is a sample, and masks and scores have a row for every sample. Logits [B, I, J, S] stay as they are.
     """
 
     x: Slot
@@ -141,7 +141,7 @@ class Call:
 
     @property
     def uniform_start(self) -> bool:
-        """Whether the first coupling of a sample is one number for all (i, j): there is nothing to score with."""
+        """Whether the first coupling of a sample is one number for all (i, j), because nothing scores the votes."""
         if self.scores is None:
             return self.logits is None
         scored = any(value is not None for value in (self.logits, *self.scores[:2], self.scores.prior))
@@ -156,7 +156,7 @@ class Call:
 
     @property
     def quadratic(self) -> bool:
-        """QUADRATIC: whether more than a dot product and the first moment is made of the votes."""
+        """QUADRATIC: whether the call takes more from the votes than a dot product and the first moment."""
         if self.scores is None or not isinstance(self.options, PassOptions):
             return False
         return self.options.second or self.scores.precision is not None or self.scores.center is not None
@@ -168,16 +168,16 @@ class Call:
 
     @property
     def sample_stride(self) -> int:
-        """Of x, over samples or positions."""
+        """The stride of x over samples or, with positions, over positions."""
         return self.x.stride(0 if self.positions is None else 4)
 
     @functools.cached_property
     def walk(self) -> tuple[int | None, ...]:
-        """Arguments of every launch: the stride of x over samples, those of x and the weight over i; what positions
-        need beside, or None; B and I. shape() has the other strides.
+        """Arguments of every launch: the strides of x over samples and i, the stride of the weight over i; what
+        positions need in addition, or None; B and I. shape() has the other strides.
 
-        Of positions that is how many there are, strides of x over i, j, d, and what its address gains from the last
-        position of b to the first of b + 1, beyond a stride over positions: so other positions are no other kernel.
+        Positions need their number S, the strides of x over i, j, d, and the stride of x over b less S strides over
+        positions. These are arguments, so a new number of positions compiles no new kernel.
         """
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         if self.positions is None:
@@ -198,7 +198,7 @@ class Call:
         }
 
     def refuse_far(self) -> None:
-        """Kernels count offsets within the samples of a tile, all outputs and all K in 32 bits.
+        """Kernels have 32 bits for offsets within the samples of a tile, all outputs and all K.
 
         Raises:
             RuntimeError: a tensor reaches further.
@@ -221,9 +221,9 @@ class Call:
 
     @property
     def back_dot(self) -> str:
-        """DOT of products with dvotes, which are float32 also if the inputs, the other operand, are 16-bit.
+        """DOT of products with dvotes. dvotes are float32 even if the other operand, the inputs, has 16 bits.
 
-        Those of float16 are not split into two of it, as they may be out of its range.
+        For float16 inputs, dvotes are not split into two float16 numbers, because they may be out of range.
         """
         if torch.version.hip is not None or (WIDENED and self.x.dtype != torch.float32):
             return "ieee"
@@ -239,7 +239,7 @@ class Call:
         return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
 
     def choice(self, kernel: str) -> Choice:
-        """kernel: as in config.TABLE, without what the call is of."""
+        """The row of config.TABLE for this call. kernel: the first word of the row's name."""
         name = f"{kernel} votes" if self.votes_given else kernel
         if self.quadratic and f"{name} quadratic" in config.TABLE:
             name = f"{name} quadratic"
@@ -277,13 +277,13 @@ class Call:
         return cdiv(self.sizes[0], tiles.BB // power_of_two(self.poses))
 
     def split(self, kernel: str) -> tuple[int, int]:
-        """(splits, input capsules of a split): with the tiles of batch and outputs, one program for each that the
+        """(splits, input capsules of a split). Splits times tiles of batch and outputs make as many programs as the
         device runs at once."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
         others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
         wanted = programs(self.x.device, tiles.warps)
-        # Rounded down: a few programs more would take as long as all again.
+        # Rounded down: a few more programs would take as long as a whole second round.
         chunk = cdiv(max(I, 1), min(max(1, wanted // others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
@@ -293,7 +293,7 @@ class Call:
         tiles = self.tiles(kernel)
         wanted = programs(self.x.device, tiles.warps)
         if self.shared:
-            # A shared weight has a partial dW per program, so no more programs are made than fill the device.
+            # A shared weight has a partial dW per program, so the grid has no more programs than fill the device.
             assert self.weight is not None
             wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
@@ -302,7 +302,7 @@ class Call:
         batch = self.batch_tiles(tiles)
         parts = min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch)
         if parts > 1:
-            # Longer chunks rather than a few programs more than fit.
+            # Makes chunks longer rather than the grid a few programs larger than the device.
             chunk = max(chunk, cdiv(I, wanted // parts))
         each = cdiv(batch, max(parts, 1))
         return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
@@ -319,5 +319,5 @@ class Call:
         return self.x.plan.zeros(*size)
 
     def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As of the plan."""
+        """As Plan.compute()."""
         return self.x.plan.compute(function, *arguments)

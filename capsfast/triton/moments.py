@@ -1,8 +1,8 @@
-"""Forward and backward of a routing pass, whether votes are made or given. The contract is in
+"""Forward and backward of a routing pass, for computed and for given votes. The contract is in
 ops/routing_pass.py.
 
-The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
-not fit one program; the backward is one accumulate_gradient, unless all couplings are equal, and one gradient with one
+A pass runs the kernels of dynamic routing. The forward is one accumulate, with row_norm before it if the outputs do not
+fit one program. The backward is one accumulate_gradient, unless all couplings are equal, and one gradient with one
 iteration.
 """
 
@@ -39,7 +39,7 @@ def call(
     tf32: bool = False,
     outputs: int | None = None,
 ) -> Call:
-    """As in launch.py. parameters: PassParameters of slots, with a row for every sample in all but logits.
+    """The Call of a pass. parameters: PassParameters of slots; all but logits have a row for every sample.
 
     outputs: J, if there is no weight.
     """
@@ -53,7 +53,7 @@ def call(
 
 
 def _plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:
-    """The value as kernels take it: contiguous float32, and 0 where out_mask [B, J] hides it: it may be NaN there."""
+    """The value as contiguous float32, with 0 where out_mask [B, J] hides outputs, whose values may be NaN."""
     if value is None:
         return None
     value = value.float()
@@ -63,9 +63,9 @@ def _plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | Non
 
 
 def _rows(lse: Tensor | None) -> Tensor | None:
-    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp stands for the maximum, 1 for the sum.
+    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp takes the place of the maximum, 1 of the sum.
 
-    The coupling is 0 where the log-sum-exp is -inf, and no sum of c dc is taken off its gradient.
+    The coupling is 0 where the log-sum-exp is -inf. The sum of c dc is 0, so it does not change the gradient.
     """
     if lse is None:
         return None
@@ -75,14 +75,14 @@ def _rows(lse: Tensor | None) -> Tensor | None:
 
 
 def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
-    """maximum + log(sum), -inf where there is no finite logit, for scale = 1 / sum or 0."""
+    """maximum + log(sum), -inf where no logit is finite. scale: 1 / sum, or 0."""
     return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
 
 
 def forward(
     call: Call, given_lse: Slot | None, return_weights: bool, return_lse: bool
 ) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
-    """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the one that normalize="lse" needs."""
+    """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the log-sum-exp for normalize="lse"."""
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
     inward = call.normalize == "in"
@@ -114,7 +114,7 @@ def forward(
     return (
         sums.mass,
         sums.first,
-        # Each a tensor of its own: outputs of an op may not share memory.
+        # Every output is a tensor of its own: outputs of an op may not share memory.
         call.new(0) if sums.second is None else sums.second,
         call.new(0, dtype=call.x.dtype) if weights is None else weights,
         call.new(0) if log_sum is None else log_sum,
@@ -129,8 +129,8 @@ def backward(
     saved: tuple[Slot, ...],
     needed: tuple[bool, ...],
 ) -> tuple[Slot, ...]:
-    """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; those that are not
-    needed are empty. dx: du, or dvotes.
+    """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; a gradient that is
+    not needed is empty. dx: du, or dvotes.
 
     given: gradients of mass, first, second, weights and lse, each of which may be None. saved: what forward() returned.
     """
@@ -142,7 +142,7 @@ def backward(
     dmass, dfirst, dsecond = (call.compute(_plain, value, parameters.out_mask) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(_plain, given[4])
     query_and_dfirst = (call.zeros(B, J, D) if each is None else each for each in (call.scores.query, dfirst))
-    state = call.compute(_state, *query_and_dfirst)  # without a query nothing reads its place
+    state = call.compute(_state, *query_and_dfirst)  # without a query no kernel reads the zeros in its place
     norms = Norms()
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
@@ -180,7 +180,7 @@ def backward(
 
 
 def _state(query: Tensor, dfirst: Tensor) -> Tensor:
-    """[B, J, 1, 2, D], as dynamic routing has it."""
+    """State [B, J, 1, 2, D], in the form of dynamic routing."""
     return torch.stack([query, dfirst], 2)[:, :, None]
 
 
@@ -199,9 +199,9 @@ def _inward_total(
     weights: Tensor,
     s: Tensor | None,
 ) -> Tensor:
-    """sum_i c dc [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
+    """sum_i c dc [B, J] for a softmax over the input capsules, from the moments, because dc is linear in x and x^2.
 
-    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/votes.py takes it off dc.
+    s: the first moment, if the sum leaves out s . dfirst + s^2 . dsecond, which kernels/votes.py subtracts from dc.
     """
     total = torch.zeros_like(mass)
     if dmass is not None:
@@ -216,13 +216,13 @@ def _inward_total(
 
 
 def _over_outputs(pairs: Tensor) -> Tensor:
-    """The sums over j of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    """Sums [B, I, J] or [B, I, J, S] over j. The result has a row for each sample."""
     found = pairs.sum(2)
     return found if pairs.dim() == 3 else to_samples(found)
 
 
 def _of_log_sum(pairs: Tensor) -> Tensor:
-    """The gradient of a log-sum-exp that is given, from pairs [1, B, I, J, 2]."""
+    """The gradient of a given log-sum-exp, from pairs [1, B, I, J, 2]."""
     return -_over_outputs(pairs[0, ..., 1])
 
 
@@ -243,8 +243,8 @@ def _score_gradients(
     pairs: Slot | None,
     terms: Slot | None,
 ) -> tuple[Slot | None, ...]:
-    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed. Fills pairs and terms, as
-    passes.accumulate_gradient() does."""
+    """dquery, dprecision, dcenter and dprior in float32; a gradient that is not needed is None. Fills pairs and terms,
+    as passes.accumulate_gradient() does."""
     assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
@@ -287,7 +287,7 @@ def _dcenter(
     dscores: Tensor | None,
     precision: Tensor | None,
 ) -> Tensor:
-    """As x = votes - center, minus the sum of the gradients of x over i. dscores, dscores_x: sums of db and of db x."""
+    """Minus the sum over i of dx, because x = votes - center. dscores, dscores_x: the sums over i of db and db x."""
     found = torch.zeros_like(first)
     if dfirst is not None:
         found = found - mass[:, :, None] * dfirst

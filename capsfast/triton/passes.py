@@ -1,4 +1,4 @@
-"""A function for each kernel, which launches it. The device of the call must be the current one."""
+"""A function for each kernel, which launches the kernel. The device of the call must be the current device."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .plan import Slot
 
 
 class Given(NamedTuple):
-    """Gradients of the outputs of a pass beside those of its first moment, float32 and contiguous."""
+    """Gradients of the outputs of a pass other than the first moment, float32 and contiguous."""
 
     mass: Slot | None = None  # [B, J]
     second: Slot | None = None  # [B, J, D]
@@ -25,13 +25,13 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
-# The gradient pass keeps V and ds of all iterations, if with votes and dvotes they are no more columns of a warp, two
-# to a register, and no more vectors: iterations whose V and ds are kept are compiled one by one.
+# The gradient pass keeps V and ds of all iterations if these, with votes and dvotes, take at most MOST_HELD columns of
+# a warp, two to a register, and are at most MOST_VECTORS vectors: kept iterations are compiled one by one.
 MOST_HELD, MOST_VECTORS = 352, 9
 
 
 class Sums(NamedTuple):
-    """What a pass adds up, or the partial sums of it with an axis of splits in front."""
+    """The sums of a pass, or its partial sums, which have an axis of splits in front."""
 
     first: Slot  # [B, J, D]
     mass: Slot | None = None  # [B, J]
@@ -39,14 +39,14 @@ class Sums(NamedTuple):
 
 
 def mode(call: Call, kernel: str) -> str:
-    """MODE of kernels/softmax.py. If a program does not hold all outputs, it needs rows."""
+    """MODE of kernels/softmax.py. A program that does not hold all outputs needs the rows of row_norm."""
     if call.normalize == "out":
         return "out" if call.tiles(kernel).groups == 1 else "row_norm"
     return "row_norm" if call.normalize == "lse" else call.normalize
 
 
 def uniform_factor(call: Call) -> tuple[Slot | None, float]:
-    """The coupling of a first pass without logits: [B] and 0, or None and one number for all samples."""
+    """The coupling of a first pass without logits: a tensor [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
     valid, count = (call.mask, I) if call.normalize == "in" else (call.out_mask, J)
     extra = int(call.options.leaky)
@@ -72,7 +72,7 @@ def row_norm(
 
 
 def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *more: Any, **constants: Any) -> None:
-    """Launches a kernel in as many programs as the device runs at once. more: arguments after the sizes."""
+    """Launches a kernel with as many programs as the device runs at once. more: arguments after the sizes."""
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
     grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
@@ -89,8 +89,8 @@ def accumulate(
 ) -> tuple[Sums, Slot | None]:
     """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
 
-    In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
-    softmax "in", and lse [B, I], if the mode is "out".
+    In a routing pass V is the query, and the sums make all moments. Fills coupling [B, I, J], except for softmax "in",
+    and lse [B, I], if the mode is "out".
     """
     B, I, J, *_ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
@@ -107,7 +107,7 @@ def accumulate(
 
 
 def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = False) -> Sums:
-    """Room for what a kernel adds up."""
+    """Memory for the partial sums of a kernel."""
     B, _, J, D, _ = call.sizes
     splits, _ = call.split(kernel)
     return Sums(
@@ -127,8 +127,8 @@ def accumulate_gradient(
     given: Given = NOTHING,
     terms: Slot | None = None,
 ) -> None:
-    """What one iteration adds to gradients. Fills what is not None: pairs [B, I, J, 2] float32 with its coefficients c
-    and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
+    """Launches the backward of one iteration. Fills what is not None: pairs [B, I, J, 2] float32 with the coefficients
+    c and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
 
     state: V and ds of the iteration in [B, J, R, 2, D].
     """
@@ -151,7 +151,7 @@ def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads.
 
-    last: it is that of the last iteration.
+    last: whether the step belongs to the last iteration.
     """
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
@@ -178,7 +178,7 @@ def update(
     following: Slot | None,
     v: Slot | None,
 ) -> None:
-    """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
+    """Fills s, norm and following, V of the next iteration; the last iteration fills v, the output, instead."""
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call, last=v is not None)
     call.x.plan.launch(update_kernel, grid,
@@ -195,7 +195,7 @@ def update_moments(
     factor: tuple[Slot | None, float] = (None, 1.0),
     norm: Slot | None = None,
 ) -> Sums:
-    """Adds up the splits. Fills norm [2, B, J] if it is given. factor: what the sums are multiplied by."""
+    """Adds up the splits and multiplies the sums by factor. Fills norm [2, B, J] if norm is given."""
     grid, shape = _update_grid(call)
     B, _, J, D, _ = call.sizes
     sums = Sums(
@@ -212,7 +212,7 @@ def update_moments(
 
 
 def restore(call: Call, s: Slot, dv: Slot) -> Slot:
-    """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration, ds of the last one and room for others."""
+    """Makes state [B, J, R, 2, D] from s [R, B, J, D]: V of every iteration, ds of the last, room for the other ds."""
     assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
@@ -234,19 +234,19 @@ def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> No
 
 
 def new_coefficients(call: Call, iterations: int) -> Slot:
-    """Room for c and db of some iterations, [T, B, I, J, 2], or with positions [T, B, I, J, S, 2]."""
+    """Memory for c and db of T iterations, [T, B, I, J, 2], or with positions [T, B, I, J, S, 2]."""
     positions = () if call.positions is None else (call.positions,)
     return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
 def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
-    """dweight: the sum of its parts [n, ...], in the dtype of the weight or another one."""
+    """dweight: the sum of its parts [n, ...], in ``dtype`` or the dtype of the weight."""
     assert call.weight is not None
     dtype = dtype or call.weight.dtype
     if parts.shape[0] == 1 and parts.dtype == dtype:
         return parts[0]
     total = call.new(*call.weight.shape, dtype=dtype)
-    # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
+    # A shared weight has a part per program. A program reads 2 048 numbers at once, however many parts there are.
     at_once = 64 if call.shared else 4
     n, width = total.numel(), 2048 // at_once
     call.x.plan.launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.shape[0], WIDTH=width, SB=at_once)
@@ -261,31 +261,31 @@ def gradient(
     needed: tuple[bool, bool],
     dsecond: Slot | None = None,
 ) -> tuple[Slot | None, Slot | None]:
-    """dx and, in parts [n, ...] that are to be added up, dweight, as far as they are needed.
+    """dx, and dweight in parts [n, ...] that add_up() adds up; None for what is not needed.
 
-    pairs: [T, B, I, J, 2] from accumulate_gradient, of the last T iterations. uniform: in the iteration before these
-    all couplings are equal.
+    pairs: [T, B, I, J, 2] from accumulate_gradient, for the last T iterations. uniform: whether the iteration before
+    these T has a gradient too, with equal couplings.
     """
     tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
     dx = room = dw = None
     if needed[0]:
-        # dvotes that output capsules share are a sum over these.
+        # If output capsules share votes, dvotes are a sum over output capsules.
         shape = (B, I, J, D) if call.common else call.x.shape
         dx = call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
-        # du is a sum over groups of outputs, kept in float32 until the last.
+        # du is a sum over groups of outputs, in float32 until the last group.
         if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
     first = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
     vectors = 2 * (call.iterations - first) + uniform
     held = vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
-    # Tiles of vectors that are loaded for every input capsule would be pipelined too.
+    # Loads of vectors for every input capsule would be pipelined too.
     ahead = held and not call.quadratic
     chunks, chunk, splits, batch_tiles = call.split_gradient("gradient")
     if needed[1]:
         assert call.weight is not None
-        # One per split of the batch, or for a shared weight one per program.
+        # One part per split of the batch; for a shared weight one part per program.
         dw = call.new(chunks * splits if call.shared else splits, *call.weight.shape)
     constants = call.constants(tiles) | {
         "BACK_DOT": call.back_dot, "START": first, "R": call.iterations, "UNIFORM": uniform,

@@ -1,14 +1,14 @@
-"""A plan: what a call allocates, launches and asks of torch, in order. It is made once, and every call of the same
-signature runs it.
+"""A plan lists what a call allocates, launches and asks of torch, in order. The first call of a signature makes the
+plan, and every call of the signature runs it.
 
-A planner is a function that gets a slot in place of every tensor. It makes memory with new(), and appends kernels with
-launch() and functions of torch with compute(). A signature is all that decides about a plan: the planner, the options,
-and the shape, strides, dtype, device and alignment of every tensor.
+A planner is a function that gets a slot in place of every tensor. The planner makes memory with new(), appends kernels
+with launch(), and appends functions of torch with compute(). A signature is everything that a plan depends on: the
+planner, the options, and the shape, strides, dtype, device and alignment of every tensor.
 
-Parts of Triton that its documentation has in examples only; the same from 3.6 (torch 2.10) to 3.9 (torch 2.15):
+The plan uses two parts of Triton whose only documentation is examples; both are the same from 3.6 to 3.9 (torch 2.15):
   * ``kernel[grid](...)`` returns the compiled kernel (None in the interpreter);
-  * ``compiled[grid]`` launches it again, without its checks. It takes all arguments of the signature, tensors as
-    addresses, and ``stream``. It calls the hooks of profilers.
+  * ``compiled[grid]`` launches the compiled kernel again, without Triton's checks. The call takes all arguments of the
+    signature, tensors as addresses, and ``stream``, and calls the hooks of profilers.
 Where either is missing, every launch takes the ordinary path, and a warning says so once.
 """
 
@@ -24,13 +24,13 @@ import torch
 import triton
 from torch import Tensor
 
-# The compiler is told which arguments point to multiples of it.
+# Triton tells its compiler which pointers are multiples of this many bytes.
 ALIGNMENT = 16
-# Tensors in the workspace begin at multiples of it, as those of PyTorch's allocator do.
+# Tensors in the workspace begin at multiples of this many bytes, as tensors from PyTorch's allocator do.
 GRANULE = 512
-# Plans that are kept. The oldest goes first.
+# The most plans that are kept. The oldest plan goes first.
 MOST = 256
-# Options of every launch. Sums of products are multiply-adds, which Triton 3.10 and newer do not make unasked.
+# Options of every launch. Triton 3.10 and newer fuse products and sums into multiply-adds only on request.
 ALWAYS = {"enable_fp_fusion": True}
 
 Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -41,10 +41,10 @@ def form_of(tensor: Tensor) -> Form:
 
 
 class Memory:
-    """Where slots lie. kind: "given" with the call, "new", or the "result" of a function of torch.
+    """The memory of slots. kind: "given" with the call, "new", or the "result" of a function of torch.
 
-    alone: a tensor of its own, because it or a view of it is returned; other new memory lies in the workspace.
-    first, last: the steps that use it. index: of a run's tensors. offset: in the workspace.
+    alone: whether the memory is a tensor of its own; other new memory lies in the workspace. first, last: the first and
+    the last step that use the memory. index: the position among the tensors of a run. offset: bytes in the workspace.
     """
 
     def __init__(self, kind: str, form: Form, alignment: int = 0) -> None:
@@ -54,12 +54,12 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Of new memory, which is contiguous."""
+        """The size of the memory if it is new, and so contiguous."""
         return -(-torch.Size(self.form[1]).numel() * self.form[0].itemsize // GRANULE) * GRANULE
 
 
 class Slot:
-    """A tensor as far as a planner knows it: everything but its numbers. ghost: a meta tensor of its form."""
+    """What a planner knows of a tensor: everything but its numbers. ghost: a meta tensor of the same form."""
 
     def __init__(self, plan: "Plan", memory: Memory, ghost: Tensor) -> None:
         self.plan, self.memory, self.ghost = plan, memory, ghost
@@ -74,7 +74,7 @@ class Slot:
 
     @property
     def offset(self) -> int:
-        """Bytes behind the start of its memory."""
+        """Bytes from the start of the memory to the slot."""
         return int(self.ghost.storage_offset()) * self.element_size()
 
     def contiguous(self) -> "Slot":
@@ -82,9 +82,9 @@ class Slot:
         return slot
 
     def aligned(self) -> "Slot":
-        """Contiguous, and at a multiple of ALIGNMENT: a part of another tensor may begin elsewhere."""
+        """The slot, contiguous and at a multiple of ALIGNMENT: a part of another tensor may begin elsewhere."""
         slot = self.contiguous()
-        # What a function of torch returned may be a view.
+        # A function of torch may return a view.
         if slot.memory.kind == "result" or (slot.memory.alignment + slot.offset) % ALIGNMENT:
             slot = self.plan.compute(_aligned, slot)
         return slot
@@ -95,9 +95,9 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Where a run finds a slot: in which of its tensors, and how many bytes behind the start.
+    """Where a run finds a slot: in which tensor of the run, and how many bytes from the start of the tensor.
 
-    form: None if it is the form of the whole tensor.
+    form: None if the slot is the whole tensor.
     """
 
     tensor_index: int
@@ -118,7 +118,7 @@ def filled(values: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 class Launch:
-    """A kernel, its grid and arguments. constants: by name, and options of the launch."""
+    """A kernel with its grid and arguments. constants: constants by name, and options of the launch."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
@@ -132,7 +132,7 @@ class Launch:
         self.signature = [*self.arguments, *(self.constants.get(each.name, each.default) for each in by_name)]
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
-        """stream: None for the ordinary path."""
+        """stream: the CUDA stream, or None to launch by Triton's ordinary path."""
         if self.runner is not None and stream is not None:
             signature = self.signature.copy()
             for n, index, offset in self.addresses:
@@ -140,7 +140,7 @@ class Launch:
             try:
                 self.runner(*signature, stream=stream)
                 return
-            except TypeError as error:  # a release that takes other arguments has launched nothing
+            except TypeError as error:  # this release takes other arguments, and has launched nothing
                 _warn_of_ordinary_launches(repr(error))
         compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
         if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling
@@ -158,7 +158,7 @@ def _warn_of_ordinary_launches(why: str) -> None:
 
 
 def again(compiled: Any, grid: tuple[int, ...]) -> Any:
-    """What launches the compiled kernel another time, None if this Triton has no such thing."""
+    """A function that launches the compiled kernel again, or None if this Triton has no such function."""
     try:
         return compiled[grid]
     except (TypeError, AttributeError) as error:
@@ -167,7 +167,7 @@ def again(compiled: Any, grid: tuple[int, ...]) -> Any:
 
 
 class Compute:
-    """A function of torch. result: where a run keeps what it returns."""
+    """A call of a function of torch. result: where a run keeps the returned tensor."""
 
     def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], result: Memory) -> None:
         self.function, self.arguments, self.result = function, arguments, result
@@ -181,7 +181,7 @@ class Compute:
 
 
 class Plan:
-    """The tensors of a run are those of the call, then new ones, of which the workspace is the last, then results."""
+    """A run has the tensors of the call first, then new tensors, with the workspace last, then results."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -207,9 +207,9 @@ class Plan:
         return self.compute(functools.partial(torch.zeros, size, dtype=dtype, device=self.device))
 
     def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The slot of what a function of torch returns. It must not change its arguments.
+        """The slot of what a function of torch returns. The function must not change its arguments.
 
-        A function that returns an argument as it is, as contiguous() does, or None, is no step.
+        If the function returns None or an argument itself, as contiguous() may, no step is appended.
         """
         result = function(*(each.ghost if isinstance(each, Slot) else each for each in arguments))
         same = [each for each in arguments if isinstance(each, Slot) and each.ghost is result]
@@ -217,7 +217,7 @@ class Plan:
             return same[0] if same else None
         self._use(arguments)
         slots, storage = [each for each in arguments if isinstance(each, Slot)], result.untyped_storage()
-        # Memory of which the result is a view must not serve other steps.
+        # If the result is a view of memory, that memory must not serve other steps.
         self._use([each for each in slots if each.ghost.untyped_storage() is storage], alone=True)
         slot = self._slot("result", form_of(result))
         self.steps.append(Compute(function, arguments, slot.memory))
@@ -266,7 +266,7 @@ class Plan:
         self.memories = []
 
     def run(self, tensors: list[Any], addresses: list[int]) -> tuple[Tensor, ...]:
-        """The outputs. tensors: of the call; both lists grow."""
+        """Returns the outputs. tensors, addresses: lists with the tensors of the call; the run appends to both."""
         bits = 0
         for dtype, size, stride in self.new_forms:
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
@@ -276,7 +276,7 @@ class Plan:
             bits |= address
         tensors += [None] * self.results
         addresses += [0] * self.results
-        # An allocator of the user's may give memory that is not aligned: Triton's own path sees that.
+        # A user's allocator may return memory that is not aligned. Triton's ordinary path handles that.
         stream = None if bits % ALIGNMENT else stream_of(self.device)
         for step, done in zip(self.steps, self.done, strict=True):
             step(tensors, addresses, stream)
@@ -286,7 +286,7 @@ class Plan:
 
 
 def arrange(memories: list[Memory]) -> int:
-    """Gives each an offset, so that none overlaps another that is in use at the same step. Returns the bytes in all."""
+    """Sets the offsets of memories so that no two overlap that are in use at the same step. Returns the total bytes."""
     placed: list[Memory] = []
     for memory in sorted(memories, key=lambda each: -each.bytes):
         for other in sorted(placed, key=lambda each: each.offset):
@@ -298,8 +298,8 @@ def arrange(memories: list[Memory]) -> int:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The current stream, None where launches take the ordinary path: in the interpreter, and on AMD GPUs, on which a
-    plan never ran."""
+    """The current stream, or None where launches take the ordinary path: in the interpreter, and on AMD GPUs, where no
+    plan ever ran."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -311,20 +311,20 @@ _as_it_is = contextlib.nullcontext()
 
 
 def forget() -> None:
-    """All calls are planned anew: for tests that change tile sizes."""
+    """Drops all plans, for tests that change tile sizes."""
     with _lock:
         _plans.clear()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a device the current one: Triton launches there."""
+    """Makes ``device`` the current device, because Triton launches on the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _as_it_is
     return torch.cuda.device(device)
 
 
 def planned(planner: Callable[..., Sequence[Slot]]) -> Callable[..., tuple[Tensor, ...]]:
-    """The kernels of an op. planner: gets the plan and the arguments, slots for tensors, and returns the outputs."""
+    """Makes the kernels of an op. planner: takes the plan and the arguments, slots for tensors; returns the outputs."""
 
     @functools.wraps(planner)
     def call(*args: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Forward and backward as sequences of passes, whether votes are made or given.
+"""Forward and backward of a routing as sequences of passes, for computed and for given votes.
 
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
@@ -15,9 +15,9 @@ from .kernels.arguments import Norms
 from .launch import Call, cdiv
 from .plan import Slot
 
-# Bytes of the coefficients c and db of all pairs and iterations that a backward may have, however few the votes are.
+# Bytes that the coefficients c and db of all pairs and iterations may always take in a backward, however few the votes.
 MOST_COEFFICIENTS = 64 * 1024**2
-# Parts of the batch have full tiles.
+# A part of the batch has a multiple of this many samples, so that tiles are full.
 FULL = 32
 
 
@@ -37,7 +37,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     rows: Slot | None = None
     for t in range(r):
         last = t == r - 1
-        # Of softmax "in" the coupling is known when all splits are added up, so it takes a pass of its own.
+        # For softmax "in" the coupling is known only after all splits are added up, so it takes a pass of its own.
         given = coupling if return_coupling and last and not inward else None
         uniform = t == 0 and call.uniform_start and given is None
         if split_outputs and not uniform:
@@ -65,9 +65,9 @@ def backward(
     norm: Slot,
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Slot, ...]:
-    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes.
+    """Returns ``(dx, dweight, dlogits, dbias)``; a gradient that is not needed is empty. dx: du, or dvotes.
 
-    The samples are taken in parts if the coefficients of all of them would take too much memory.
+    Takes the batch in parts if the coefficients of all samples would take too much memory.
     """
     B, step = call.x.shape[0], samples_at_once(call)
     if step >= B or not any(needed[:3]):
@@ -94,8 +94,8 @@ def backward(
 
 
 def samples_at_once(call: Call) -> int:
-    """How many of the batch have coefficients at the same time: of all iterations no more than half of what the votes
-    would take in float32, or MOST_COEFFICIENTS."""
+    """How many samples of the batch have coefficients at the same time. The coefficients of all iterations take at most
+    half the size of the float32 votes, or MOST_COEFFICIENTS if that is more."""
     B, D = call.x.shape[0], call.sizes[3]
     pairs = math.prod(call.sizes[:3])
     parts = cdiv(8 * call.iterations * pairs, max(2 * D * pairs, MOST_COEFFICIENTS, 1))
@@ -121,7 +121,7 @@ def _backward(
     needed: tuple[bool, bool, bool, bool],
     dtype: torch.dtype | None = None,
 ) -> tuple[Slot, ...]:
-    """dtype: of the sums over samples, if it is not that of the tensors they are gradients of."""
+    """As backward(), for one part of the batch. dtype: for sums over samples; None takes the dtype of the tensors."""
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
@@ -136,7 +136,7 @@ def _backward(
 
     start = 0 if call.agreement else r - 1
     uniform = start == 0 and call.uniform_start
-    first = start + uniform  # of the iterations whose couplings differ
+    first = start + uniform  # the first iteration whose couplings differ
     need_x, need_weight, need_logits, need_bias = needed
     pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
     norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
@@ -151,7 +151,7 @@ def _backward(
         if sums is not None:
             partial = sums.first
             if G is None:
-                # What the first of these passes adds is added to its own last part, which needs no zeros.
+                # The first of these passes adds its parts to its own last part, so G needs no zeros.
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
@@ -182,19 +182,19 @@ def logits_gradient(call: Call, pairs: Slot | None, dtype: torch.dtype | None = 
 
 
 def _sum_of_db(pairs: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
-    """Over iterations and, for logits [I, J] that samples share, over these."""
+    """Sums db over iterations and, if samples share logits [I, J], over samples."""
     db = pairs[..., 1]
     return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
 
 
 def over_inputs(pairs: Tensor) -> Tensor:
-    """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    """Sums [B, I, J] or [B, I, J, S] over i. The result has a row for each sample."""
     found = pairs.sum(1)
     return found if pairs.dim() == 3 else to_samples(found)
 
 
 def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
-    """sum_i c dc [iterations, B, J], of which the last iteration alone has any."""
+    """sum_i c dcoupling [iterations, B, J], which is 0 for all iterations but the last."""
     last = over_inputs(coupling.float() * dcoupling)
     return torch.cat([last.new_zeros(iterations - 1, *last.shape), last[None]])
 
@@ -208,6 +208,6 @@ def _given(call: Call) -> tuple[Slot | None, ...]:
 
 
 def zeros(call: Call, slot: Slot | None, wanted: bool) -> Slot:
-    """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
+    """Zeros in the shape of the tensor, or an empty gradient if the tensor is absent or its gradient not wanted."""
     dtype = call.x.dtype if slot is None else slot.dtype
     return call.x.plan.zeros(*slot.shape, dtype=dtype) if wanted and slot is not None else call.new(0, dtype=dtype)

@@ -10,21 +10,21 @@ from ..positions import as_positions, as_samples
 from . import moments
 from .plan import Plan, Slot, planned
 
-# What has positions behind, as the votes have them, and is read and written like that.
+# Kernels read and write these as they are, with positions as the last axis where there are positions.
 IN_PLACE = ("u", "weight", "logits", "weights", "norm")
 OUTPUTS = ("mass", "first", "second", "weights", "lse", "norm")
 GRADIENTS = ("u", "weight", *PassParameters._fields[:-2])
 
 
 def _samples(names: Sequence[str], values: Sequence[Slot | None], u: Slot) -> tuple[Any, ...]:
-    """Values by name, with a row for every position."""
+    """The values; all but IN_PLACE get a row for every position."""
     moved = functools.partial(u.plan.compute, as_samples)
     pairs = zip(names, values, strict=True)
     return tuple(value if name in IN_PLACE else moved(value, u.shape[4:]) for name, value in pairs)
 
 
 def _positions(names: Sequence[str], values: Sequence[Slot], u: Slot) -> tuple[Slot, ...]:
-    """The opposite."""
+    """The inverse of _samples()."""
     moved = functools.partial(u.plan.compute, as_positions)
     pairs = zip(names, values, strict=True)
     return tuple(value if name in IN_PLACE else moved(value, u.shape[0], u.shape[4:]) for name, value in pairs)
@@ -40,7 +40,7 @@ def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot,
 
 @planned
 def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
-    # Five gradients of outputs, u and weight, nine parameters, six saved outputs, J and the options, what is needed.
+    # args: five gradients of outputs, u, weight, nine parameters, six saved outputs, J, options, the gradients needed.
     (u, weight), (J, *options, tf32, needed) = args[5:7], args[22:]
     given = _samples(OUTPUTS[:5], args[:5], u)
     parameters: Any = PassParameters(*_samples(PassParameters._fields, args[7:16], u))

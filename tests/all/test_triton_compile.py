@@ -1,5 +1,5 @@
-"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: tensor cores, registers, shared memory, no atomics, and
-what the passes of the canonical layer execute for an input capsule.
+"""Compiles every Triton kernel for sm_80, sm_90 and sm_100 and checks tensor cores, shared memory, the absence of
+atomics, and what the passes of the canonical layer execute for an input capsule.
 """
 
 import json
@@ -21,10 +21,10 @@ if toolchain._why_not_installed():
 
 Row = dict[str, Any]
 CAPABILITIES = (80, 90, 100)
-# What a program may have on every GPU from 8.0 on: 99 KiB on 8.6, 8.9 and 12.0, more on the others.
+# Shared memory that every GPU from 8.0 on gives a program: 99 KiB on 8.6, 8.9 and 12.0, more on the others.
 SHARED = 99 * 1024
 ALL = {"logits": "BIJ", "mask": True, "out_mask": True, "leaky": True, "bias": True}
-# Between two updates of EM routing.
+# The options of a pass between two updates of EM routing.
 EM = {"precision": True, "center": True, "prior": True, "activation": True, "second": True}
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
@@ -39,7 +39,7 @@ CALLS: dict[str, Row] = {
     },
     "moments": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM, "need": []},
     "update": {"shape": [32, 10, 16], "dtype": "float32", "op": "em_update"},
-    # Few input capsules: the batch is split.
+    # With few input capsules the batch is split.
     "partial dW": {
         "shape": [64, 2, 10, 16, 8],
         "dtype": "float32",
@@ -78,7 +78,7 @@ MORE_CALLS: dict[str, Row] = {
         "case": {"query": True, "spatial": [16, 16]},
     },
 }
-# With --all: what differs little from the above.
+# With --all also calls that differ little from the calls above.
 MOST_CALLS: dict[str, Row] = {
     "EM": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM},
     "shared weight": {"shape": [32, 64, 4, 64, 64], "dtype": "float32", "case": {"shared": True, "coupling": False}},
@@ -185,7 +185,7 @@ def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
 
 
 def test_positions_are_read_four_at_a_time(rows: list[Row]) -> None:
-    """They lie side by side in memory, so that a load of 16 bytes has the same number of four of them."""
+    """Positions lie side by side in memory, so a load of 16 bytes reads the same component for four positions."""
     for row in rows:
         if row["name"] == "positions" and row["kernel"] == "accumulate_kernel":
             assert not row["narrow_loads"], text(row)
@@ -193,7 +193,7 @@ def test_positions_are_read_four_at_a_time(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_amd_multiplies_by_matrix_instructions_and_spills_nothing(dtype: str) -> None:
-    """Compiled for every GPU of toolchain.AMD; nothing of it ran on one."""
+    """Compiles for every GPU of toolchain.AMD; nothing ran on such a GPU."""
     call = {"shape": triton_table.SHAPE, "dtype": dtype, "case": {"coupling": False}, "kernels": LOOPS}
     found = result(start({dtype: call}, "amd"))
     assert {row["gpu"] for row in found} == set(toolchain.AMD)
@@ -202,7 +202,7 @@ def test_amd_multiplies_by_matrix_instructions_and_spills_nothing(dtype: str) ->
 
 
 def test_only_small_matrix_instructions(rows: list[Row]) -> None:
-    """Those of four warps together (wgmma, tcgen05) wait for each other and take operands from shared memory."""
+    """Instructions of four warps (wgmma, tcgen05) make warps wait for each other and read from shared memory."""
     for row in rows:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
@@ -213,7 +213,7 @@ def test_shared_memory_within_the_device(rows: list[Row]) -> None:
 
 
 def test_multiply_adds_are_asked_for(rows: list[Row]) -> None:
-    """Triton 3.9 warns where a launch leaves it open, 3.10 computes products and sums apart then."""
+    """If a launch does not set enable_fp_fusion, Triton 3.9 warns, and 3.10 computes products and sums separately."""
     assert all(row["fused"] for row in rows)
 
 
@@ -224,19 +224,19 @@ def test_no_atomics(rows: list[Row]) -> None:
 
 @pytest.fixture
 def layer(rows: list[Row]) -> list[Row]:
-    """The rows of the layer in docs/triton-kernels.md. Another release of Triton may come to other numbers."""
+    """The rows of the layer in docs/triton-kernels.md. Another release of Triton may give other numbers."""
     if triton_table.release() not in triton_table.split()[1]:
         pytest.skip(f"the table is not of {triton_table.release()}")
     return [row for row in rows if row["name"] in triton_table.BUILDS]
 
 
 def test_the_table_of_the_docs_is_what_was_compiled(layer: list[Row]) -> None:
-    """``python -m tests.support.triton_compile docs`` writes it."""
+    """``python -m tests.support.triton_compile docs`` writes the table."""
     assert triton_table.split()[1] == triton_table.table(layer)
 
 
 def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
-    """They round sums towards zero. The compiler makes acc + a b of one product if it may."""
+    """Tensor cores round sums towards zero. If allowed, the compiler moves the sum acc + a b into the tensor core."""
     for row in rows:
         if row["mode"] == "uniform" and row["name"] in ("float32", "bfloat16", "tf32"):
             assert row["additions"] >= 80, text(row)  # a warp has 16 rows of 160 columns, in 32 lanes
@@ -250,7 +250,7 @@ def test_only_the_first_call_of_a_layer_compiles() -> None:
 
 
 def test_many_iterations_do_not_take_long_to_compile() -> None:
-    """The kernel that has all iterations in it has them in a loop, but for the few whose V and ds it keeps."""
+    """The gradient kernel has a loop over iterations, except for the few iterations whose V and ds it keeps."""
     layer = {"shape": [32, 64, 4, 8, 8], "dtype": "float32", "kernels": ["gradient_kernel"]}
     calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (5, 6, 48)}
     five, six, many = (row["operations"] for row in result(start(calls, "90")))
@@ -259,16 +259,16 @@ def test_many_iterations_do_not_take_long_to_compile() -> None:
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
-    """Forward and backward without the coupling: two passes and an update each, and the last pass."""
+    """Forward and backward without the coupling: two passes and an update each, and the gradient pass."""
     for name in {row["name"] for row in rows} & {"bfloat16", "tf32", "float16", "shared weight"}:
         kernels = [row["kernel"] for row in rows if row["name"] == name and row["capability"] == 90]
         assert len(kernels) <= 10, kernels
 
 
 def test_sizes_of_a_batch_are_not_compiled_in() -> None:
-    """Nor the number of input capsules or positions."""
+    """The numbers of input capsules and positions are not compiled in either."""
     base = {"op": "dynamic_routing", "dtype": "float32"}
-    # Of the strides of u, which are arguments, it is known whether 16 divides them. Here it does.
+    # Triton specialises on whether 16 divides a stride of u, which is an argument. Here 16 divides every stride.
     shapes = [[B, I, 10, 16, 8] for B, I in ((1, 6), (16, 6), (33, 6), (7, 1002), (5, 16))]
     cases: tuple[Row, ...] = ({}, {"softmax": "in", **ALL}, {"logits": "IJ", "mask": True})
     groups = [[{**base, "case": case, "shape": shape} for shape in shapes] for case in cases]
@@ -277,7 +277,7 @@ def test_sizes_of_a_batch_are_not_compiled_in() -> None:
     calls = {f"{n} {m}": call for n, group in enumerate(groups) for m, call in enumerate(group)}
     found = iter(result(start(calls, "signatures")))
     for group in groups:
-        # Nothing is to be added up where the batch is not split.
+        # Without a split of the batch there is no add_up kernel.
         first, *others = ([kernel for kernel in next(found) if "add_up" not in kernel] for _ in group)
         assert first
         assert all(other == first for other in others), [set(first) ^ set(other) for other in others]

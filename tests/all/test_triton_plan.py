@@ -1,4 +1,4 @@
-"""Plans of launches: one serves every call of its signature, and another signature gets a plan of its own."""
+"""Plans of launches: a plan serves every call of its signature, and another signature gets another plan."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def of(case: Case | PassCase, op: str | None = None, dtype: torch.dtype = torch.
 
 
 def other(problem: Problem) -> Problem:
-    """Other values in other memory, with the same signature."""
+    """The problem with other values in other memory, but with the same signature."""
 
     def changed(values: dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         fresh = {
@@ -72,7 +72,7 @@ def other(problem: Problem) -> Problem:
     ids=str,
 )
 def test_a_plan_serves_other_values(case: Case | PassCase, op: str) -> None:
-    """Nothing of the first call's tensors stays in it."""
+    """A plan keeps nothing of the first call's tensors."""
     problem = of(case, op)
     run(problem, "triton")
     plans = dict(plan._plans)
@@ -103,7 +103,7 @@ def routed(u: Tensor, weight: Tensor, **options: Any) -> Any:
 
 def test_what_is_another_signature(u_and_weight: tuple[Tensor, Tensor]) -> None:
     u, weight = u_and_weight
-    # Four bytes behind an address that 16 divides.
+    # This tensor starts four bytes after a multiple of 16.
     shifted = torch.empty(u.numel() + 1)[1:].view(u.shape).copy_(u)
     assert u.data_ptr() % 16 == 0 and shifted.data_ptr() % 16 == 4
     calls: list[Callable[[], Any]] = [
@@ -130,12 +130,12 @@ def test_needs_are_part_of_a_signature(u_and_weight: tuple[Tensor, Tensor]) -> N
         given = [value.clone().requires_grad_(need) for value, need in zip((u, weight), needed, strict=True)]
         routed(*given).sum().backward()
         counts.append(len(plan._plans))
-    # A forward and three backwards.
+    # Plans: one for the forward and three for the backwards.
     assert counts == [2, 3, 4, 4]
 
 
 def test_one_tensor_as_two_arguments(u_and_weight: tuple[Tensor, Tensor]) -> None:
-    """A later call of this signature may have two tensors there."""
+    """A later call with this signature may pass two different tensors."""
     u, weight = u_and_weight
     same, another = torch.rand(3, 5, 6), torch.rand(3, 5, 6)
 
@@ -157,7 +157,7 @@ def test_plans_are_bounded(u_and_weight: tuple[Tensor, Tensor], monkeypatch: pyt
 
 
 def test_fresh_memory_is_nan(u_and_weight: tuple[Tensor, Tensor]) -> None:
-    """So the tests would see what no kernel wrote."""
+    """So tests notice numbers that no kernel wrote."""
     routed(*u_and_weight)
     (found,) = plan._plans.values()
     found.steps, found.done = [], []
@@ -176,7 +176,7 @@ def test_threads(u_and_weight: tuple[Tensor, Tensor], monkeypatch: pytest.Monkey
         for _ in range(3):
             found[thread].append(routed(u[:B], weight))
 
-    # Triton's interpreter has one grid for all threads: launches take turns.
+    # Triton's interpreter has one grid for all threads, so launches take turns.
     turns, launch = threading.Lock(), GridExecutor.__call__
 
     def in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def test_an_error_leaves_no_plan(u_and_weight: tuple[Tensor, Tensor], monkeypatc
 
 
 def test_functions_of_torch() -> None:
-    """On parts and views; a function that changes nothing is no step; a result is freed after its last use."""
+    """Functions take parts and views; returning an argument adds no step; results are freed after the last use."""
 
     @planned
     def call(made: Plan, x: Slot, mask: Slot) -> tuple[Slot, ...]:
@@ -258,18 +258,18 @@ def test_nothing_in_use_at_once_overlaps() -> None:
 
 
 def test_partial_sums_of_passes_share_the_workspace() -> None:
-    """As PyTorch's allocator would give the memory of one pass to the next."""
+    """A pass reuses the memory of the pass before, as with PyTorch's allocator."""
     problem = make((2, 12, 3, 16, 2), replace(QUIET, num_iterations=6), dtype=torch.float32)
     v = run(problem, "triton", need=())["v"]
     assert v.untyped_storage().nbytes() == 4 * v.numel()  # an output does not keep the workspace
     (found,) = plan._plans.values()
     workspace = next(size[0] for dtype, size, _ in found.new_forms if dtype == torch.uint8)
-    # Partial sums of three splits, and V.
+    # The workspace holds partial sums of three splits, and V.
     assert workspace <= 2 * 4 * (3 + 1) * 2 * 3 * 16 + 4 * 512
 
 
 class Other:
-    """A compiled kernel of a Triton that takes other arguments."""
+    """A compiled kernel from a release of Triton that takes other arguments."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *, stream: None
@@ -325,7 +325,7 @@ def test_in_inference_mode_and_out_of_it(u_and_weight: tuple[Tensor, Tensor]) ->
 
 
 def test_what_compiled_kernels_get_and_what_it_costs() -> None:
-    """A plan gives the launcher what Triton itself would, in half the time or less: on a quiet machine a quarter."""
+    """A plan gives the launcher what Triton would give, in at most half the time; in a quarter on a quiet machine."""
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.triton_host", "json"]

@@ -1,4 +1,4 @@
-"""The shapes that the interpreter has time for reach every path of the Triton kernels."""
+"""The few shapes that tests run in the interpreter reach every path of the Triton kernels."""
 
 import pytest
 

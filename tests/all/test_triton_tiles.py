@@ -38,7 +38,7 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             across = cut.warps
             assert columns >= 16 * across
         else:
-            # 16 rows a warp, or all rows and whole outputs.
+            # A warp has 16 rows; warps that share rows have no other warps below them.
             across = cut.JT * cut.LANES // 4
             assert across * cut.BB == 16 * cut.warps
             assert across == 1 or cut.BB == 16
@@ -52,10 +52,10 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
 @pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
 @pytest.mark.parametrize(("J", "D"), [(10, 16), (11, 16), (21, 16), (100, 16), (7, 32), (10, 8)])
 def test_a_warp_has_whole_outputs_where_that_takes_little_padding(J: int, D: int, kernel: str) -> None:
-    """Else their dot products would go through shared memory, one after the other."""
+    """Otherwise the dot products of an output would go through shared memory, one after the other."""
     cut = config.tiles(kernel, config.Layer(J, D, 8, 4), config.TABLE[kernel])
     assert cut.LANES <= 4
-    # The gradient pass has wider tiles rather than more of them.
+    # The gradient pass prefers wider tiles to more tiles.
     assert cut.NT * cut.JT * cut.groups * cut.DP <= (1.2 if kernel == "gradient" else 1.15) * J * D
 
 
@@ -67,7 +67,7 @@ def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call.split("accumulate")[0] <= 256
     chunks, _, splits, _ = call.split_gradient("gradient")
     assert 4 * weight.numel() * chunks * splits <= 256 * 1024**2
-    # A grid has no more programs along its second axis.
+    # CUDA allows at most 65535 programs along the second axis of a grid.
     call = Call(
         torch.empty(1, 1, 8).expand(1, 10**6, 8), torch.empty(1, 10, 16, 8).expand(10**6, -1, -1, -1), *(None,) * 5
     )  # type: ignore[arg-type]
@@ -86,14 +86,14 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
         splits, chunk = call.split(kernel)
         assert (splits - 1) * chunk < I <= splits * chunk
         assert splits <= 256
-        # No more programs than fit at once, unless the batch alone has more: the rest would take as long again.
+        # At most as many programs as run at once, unless the batch alone has more: a second round takes as long again.
         assert splits == 1 or splits * -(-B // call.tiles(kernel).BB) <= 528
     chunks, chunk, splits, each = call.split_gradient("gradient")
     batch_tiles = -(-B // call.tiles("gradient").BB)
     assert (chunks - 1) * chunk < I <= chunks * chunk
     assert (splits - 1) * each < batch_tiles <= splits * each
     assert splits == 1 or chunks * splits <= 528
-    # Partial dW: at most a few times the weight, or what the device has programs for.
+    # Partial dW take at most a few times the weight's size; a shared weight has at most one part per program.
     assert chunks * splits <= 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
 
 
@@ -102,7 +102,7 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
 def test_a_warp_has_columns_enough_for_a_product_over_them(
     kernel: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of du, in which Triton up to 3.8 sums over no fewer than 16 float32 numbers: outputs may have fewer of them."""
+    """The product for du sums over columns. Triton up to 3.8 needs 16 float32 numbers; outputs may be smaller."""
     monkeypatch.setattr(config, "SMALLEST_K", {4: least, 2: 16})
     try:
         for J, D, itemsize in itertools.product((1, 2, 3, 10, 40), (1, 2, 4, 8, 16, 64), (2, 4)):

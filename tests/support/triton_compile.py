@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels of a call for GPUs that are not here, and says what the compiler made of them.
+"""Compiles the Triton kernels of a call for GPUs that this machine may lack, and reports what the compiler made.
 
-Runs as a process of its own: the tests interpret, and Triton decides for one or the other when it is imported.
+Runs as a process of its own: the tests interpret kernels, and Triton chooses to interpret or compile at import.
 
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
@@ -11,7 +11,7 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
     python -m tests.support.triton_compile docs
     python -m tests.support.triton_compile amd < calls.json
 
-"table" and "docs" print what the passes of a layer execute for an input capsule, and write the table of
+"table" prints what the passes of a layer execute for an input capsule, "docs" writes the table of
 docs/triton-kernels.md. "amd" compiles calls for toolchain.AMD.
 """
 
@@ -35,9 +35,9 @@ TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "
 
 
 def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """What forward and backward of a call would launch: (kernel, arguments, keywords).
+    """The launches of a call's forward and backward: (kernel, arguments, keywords).
 
-    need: inputs with a gradient. kernels: names of those to keep.
+    The call's "need" lists inputs that need a gradient, "kernels" the names of the kernels to keep.
     """
     from triton.runtime.jit import JITFunction
 
@@ -87,7 +87,7 @@ def _update(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
 
 
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Types, constants and what is known of the arguments, as a launch would find them."""
+    """Types, constants, attributes and options of the arguments, as a launch would derive them."""
     import torch
 
     types: dict[str, str] = {}
@@ -146,12 +146,12 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
     compiled = _compile(capability, launched)
     ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
     usage = resources(compiled.asm["cubin"])
-    # Half a second; of a kernel without a loop over input capsules only spills are looked for.
+    # Disassembly takes half a second, and kernels without a loop over input capsules need it only for spills.
     code = functools.cache(lambda: Code(_cuobjdump("-sass", compiled.asm["cubin"])))
     return {
         "kernel": kernel.fn.__name__,
         "capability": capability,
-        # The second accumulate of softmax "in" has no sums.
+        # The second accumulate of softmax "in", which writes the coupling, has no sums.
         "mode": "coupling" if named.get("partial_ptr", kernel) is None else kwargs.get("MODE", ""),
         "warps": warps,
         "shared": shared,
@@ -168,7 +168,7 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
 
 
 def signatures() -> None:
-    """What each call would compile."""
+    """Prints the kernels and signatures that each call would compile."""
     found = [
         sorted({f"{launched[0].fn.__name__} {signature(*launched)}" for launched in record(call)})
         for call in json.load(sys.stdin)
@@ -177,7 +177,7 @@ def signatures() -> None:
 
 
 class Driver:
-    """A GPU as far as a launch asks before it launches."""
+    """Answers what Triton asks a driver before a launch."""
 
     def get_current_device(self) -> int:
         return 0
@@ -192,9 +192,9 @@ class Driver:
 
 
 def first_call() -> None:
-    """Seconds and kernels of a layer's first forward and backward, and of another batch, up to the launches.
+    """Prints seconds and kernels of a layer's first forward and backward, then of another batch, without the launches.
 
-    Triton's own path, with nothing in its cache: arguments bound, specialised, compiled for sm_90.
+    Takes Triton's own path with an empty cache: Triton binds and specialises the arguments and compiles for sm_90.
     """
     import torch
     from triton.runtime import driver
@@ -224,9 +224,9 @@ def first_call() -> None:
 
 
 def seconds() -> None:
-    """CPU seconds that each kernel of each call takes to compile for sm_90, by Triton and by ptxas, with no cache.
+    """Prints the CPU seconds that Triton and ptxas take for each kernel of each call, for sm_90, without a cache.
 
-    Other processes of a machine make a clock run on, but not these.
+    Unlike wall-clock time, CPU seconds do not grow with other processes on the machine.
     """
 
     def used() -> float:
@@ -237,7 +237,7 @@ def seconds() -> None:
         os.environ["TRITON_CACHE_DIR"] = cache
         for call in json.load(sys.stdin):
             for launched in record(call):
-                if not warm:  # the first one also loads the compiler
+                if not warm:  # the first compilation also loads the compiler
                     _compile(90, launched, num_stages=2)
                     warm = True
                 before = used()
@@ -247,8 +247,8 @@ def seconds() -> None:
 
 
 def compiled(calls: list[dict[str, Any]], capabilities: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """A row for each kernel of each call."""
-    made: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # calls have some kernels in common
+    """A row for each kernel of each call and capability."""
+    made: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # calls share some kernels
     for call in calls:
         seen = set()
         for launched in record(call):
@@ -296,7 +296,7 @@ def table() -> None:
 
 
 def docs() -> None:
-    """Writes the table of the page."""
+    """Writes the table of docs/triton-kernels.md."""
     from . import triton_table
 
     rows = []
@@ -306,13 +306,13 @@ def docs() -> None:
 
 
 def amd() -> None:
-    """A row for each kernel of each call and GPU of toolchain.AMD: registers, spilled ones, matrix instructions."""
+    """Prints registers, spills and matrix instructions for each kernel of each call and GPU of toolchain.AMD."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    torch.version.hip = "0"  # the host decides about products by it
+    torch.version.hip = "0"  # launch.py chooses the precision of products by this
     rows = []
     for call in json.load(sys.stdin):
         for kernel, *given in {(each[0], str(signature(*each))): each for each in record(call)}.values():
@@ -339,6 +339,6 @@ if __name__ == "__main__":
     from capsfast import toolchain
 
     os.environ.pop("TRITON_INTERPRET", None)
-    # Calls go to Triton as if its interpreter ran; nothing is launched.
+    # The backend sends calls to Triton as if Triton's interpreter ran; nothing is launched.
     toolchain.interpreting = lambda: True
     COMMANDS.get(sys.argv[1], main)()

@@ -1,11 +1,11 @@
-"""What an eager call of the Triton backend costs the host, beside what a small torch.matmul does.
+"""Measures what an eager call of the Triton backend costs the host, compared with a small torch.matmul.
 
-Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and what would launch them notes its
-arguments. So the time of the driver is missing, and the time of the allocator is the one of CPU tensors.
+Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and a stub in place of the launcher records
+its arguments. So the time of the driver is missing, and the allocator's time is measured with CPU tensors.
 
     python -m tests.support.triton_host          µs, for people
-    python -m tests.support.triton_host json     µs by row of a layer that is compiled sooner, and what plans launch
-                                                 otherwise than Triton's ordinary path
+    python -m tests.support.triton_host json     µs for a layer that compiles faster, and where launches of plans differ
+                                                 from launches by Triton's ordinary path
 """
 
 import json
@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-# The layer of the benchmarks but for B and I, which take the host no time; what torch does takes time here that a GPU
-# would. Two tiles of the batch and few input capsules: the batch is split, and partial dW are to be added up.
+# The layer of the benchmarks except for B and I: the host's time does not depend on them, but torch's own ops run on
+# the CPU here. Two tiles of the batch and few input capsules split the batch, so partial dW are added up.
 SHAPE = (33, 2, 10, 16, 8)
 ROUNDS = 300
 
 
 @contextmanager
 def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
-    """Inside, launches of Triton kernels are prepared to the end, and then only noted: the kernel's name, the rest.
+    """Inside, Triton prepares launches to the end, and then a stub records them: (name of the kernel, arguments).
 
-    The last ones are kept. If all were, their growing number would set Python's garbage collector to work.
+    Only the last launches are kept. If all were kept, Python's garbage collector would have work to do.
     """
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
@@ -64,7 +64,7 @@ def ordinary() -> Iterator[None]:
 
 
 def microseconds(function: Callable[[], Any], calls: int = 10) -> float:
-    """Of a call, in the quickest round: what else the machine does only adds to it."""
+    """Microseconds of a call in the quickest round, because other work of the machine only adds time."""
     least = float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def measure(J: int, D: int) -> dict[str, float]:
 
 
 def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
-    """Where a plan gives the launcher other arguments than Triton's own path: of addresses the alignment counts."""
+    """Where a plan and Triton's own path give the launcher different arguments. Addresses differ only by alignment."""
     import torch
 
     from tests.support.problems import Case, make, run
@@ -147,7 +147,7 @@ def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
 
 
 def known(name: str, args: tuple[Any, ...], pointers: list[bool]) -> list[Any]:
-    """The arguments of a launch with addresses as what is known of them."""
+    """The arguments of a launch, with every address reduced to its alignment."""
     x, y, z, stream, function, metadata, _, *rest = args
     hooks, values = rest[:2], rest[2:]
     numbers = (each.data_ptr() if hasattr(each, "data_ptr") else each for each in values)
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     from capsfast import toolchain
 
     os.environ.pop("TRITON_INTERPRET", None)
-    # Calls go to Triton as if its interpreter ran.
+    # The backend sends calls to Triton as if Triton's interpreter ran.
     toolchain.interpreting = lambda: True
     with stubbed() as launched:
         if sys.argv[1:] == ["json"]:

@@ -1,9 +1,9 @@
-"""What a Triton kernel executes for one input capsule, read out of Triton's intermediate code and the machine code.
+"""What a Triton kernel executes for one input capsule, read from Triton's intermediate code and the machine code.
 
-In the intermediate code (TTGIR) the loop over input capsules is the innermost one whose bounds are known at run time
-only and that has all products: batch tiles and groups of outputs are around it, steps of K within it. The products say
-how many matrix instructions an input capsule takes, and these which loop of the machine code it has become, and how
-many input capsules that one takes a turn.
+In the intermediate code (TTGIR) the loop over input capsules is the innermost loop that contains all products and whose
+bounds are known only at run time. Loops over batch tiles and groups of outputs enclose it, steps of K lie within it.
+The products tell how many matrix instructions an input capsule takes. This number identifies the same loop in the
+machine code, and tells how many input capsules a turn of that loop takes.
 """
 
 import math
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from .listing import Code, Instruction, Loop
 
-# The layer that times are predicted for, on one H100: multiprocessors with four schedulers, which issue one
-# instruction of a warp a cycle, and GHz. A lower bound: nothing ever waits.
+# The layer and the H100 for which times are predicted: multiprocessors, schedulers of each, which issue one instruction
+# of a warp per cycle, and GHz. The prediction is a lower bound, as if nothing ever waited.
 B, I = 128, 1152
 MULTIPROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.755
-# The rows of a matrix instruction, for which instructions are counted.
+# Instructions are counted for the rows of one matrix instruction.
 ROWS = 16
 # KiB of shared memory, warps and programs of a multiprocessor, by capability.
 LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
@@ -26,9 +26,9 @@ LIMITS[120] = LIMITS[89]
 
 
 def resident(capability: int, registers: int, shared: int, warps: int) -> int:
-    """How many programs of so many registers a thread, bytes of shared memory and warps a multiprocessor holds."""
+    """How many programs a multiprocessor holds. registers: of a thread; shared: bytes of a program."""
     kib, most_warps, programs = LIMITS[capability]
-    # Registers of a warp come in 256, a quarter of all to each scheduler. The system takes 1 KiB of shared memory.
+    # A warp gets registers in units of 256, a scheduler has a quarter of all. A program takes 1 KiB more shared memory.
     of_warp = -(-registers * 32 // 256) * 256
     by_registers = 65536 // 4 // of_warp * 4 // warps
     by_shared = kib * 1024 // (-(-shared // 128) * 128 + 1024)
@@ -36,7 +36,7 @@ def resident(capability: int, registers: int, shared: int, warps: int) -> int:
 
 
 class Scf(NamedTuple):
-    """A loop of TTGIR. trips: None if they are known at run time only."""
+    """A loop of TTGIR. trips: how many turns it takes, None if known only at run time."""
 
     first: int  # its lines
     last: int
@@ -72,7 +72,7 @@ class Intermediate:
             yield Scf(n, last, trips)
 
     def over_capsules(self) -> Scf | None:
-        """Of the loops of unknown length the innermost one that has all products, or without any the longest one."""
+        """Among loops with unknown trips, the innermost that has all products; without products the longest."""
         loops = [loop for loop in self.loops if loop.trips is None]
         dots = {loop: sum(" tt.dot " in line for line in self.lines[loop.first : loop.last]) for loop in loops}
         most = [loop for loop in loops if dots[loop] == max(dots.values())]
@@ -91,7 +91,7 @@ class Intermediate:
             )
 
     def conversions(self, loop: Scf) -> int:
-        """Changes of layout: numbers that go to other lanes, and through shared memory if these are of other warps."""
+        """Conversions of layout, which move numbers to other lanes, or through shared memory to other warps."""
         return sum(times for line, times in self.times(loop) if "ttg.convert_layout" in line)
 
     def products(self, loop: Scf) -> int:
@@ -104,7 +104,7 @@ class Intermediate:
         warps, instruction = self.mma[found[5]]
         shape = [int(n) for n in found[4].split("x")]
         cut = zip(shape, warps, instruction, strict=True)
-        # Of the axis that is summed over an instruction takes 32 bytes.
+        # An instruction takes 32 bytes along the axis of the sum.
         depth = int(found[1].split("x")[-1]) * int(found[3]) // 8 // 32
         return math.prod(max(1, -(-n // (warp * each))) for n, warp, each in cut) * depth
 
@@ -120,11 +120,11 @@ class Turn(NamedTuple):
     capsules: int
 
     def count(self, *kinds: str) -> float:
-        """Of one input capsule."""
+        """Instructions of these kinds, or all, for one input capsule."""
         return _whole(sum(n for x, n in self.counts.items() if not kinds or x.kind in kinds) / self.capsules)
 
     def widths(self, *kinds: str) -> dict[int, float]:
-        """Of one input capsule: instructions, by how many bytes of a lane they access."""
+        """Instructions of these kinds for one input capsule, by the bytes that a lane accesses."""
         found: Counter[int] = Counter()
         for x, n in self.counts.items():
             if x.kind in kinds:
@@ -137,10 +137,10 @@ def _whole(n: float) -> float:
 
 
 def turn(code: Code, products: int, trips: list[int]) -> Turn | None:
-    """A turn of the loop over input capsules, which has that many matrix instructions for each.
+    """A turn of the loop over input capsules, or None if no loop fits. products: matrix instructions per input capsule.
 
-    trips: of the loops within it, as the intermediate code has them. The compiler keeps all of them or unrolls all.
-    None if no loop fits.
+    trips: trips of the loops within that loop in the intermediate code. The compiler keeps all these loops or unrolls
+    all.
     """
     fits: list[tuple[int, Turn]] = []
     for loop in code.loops:
@@ -152,7 +152,7 @@ def turn(code: Code, products: int, trips: list[int]) -> Turn | None:
         if products and (made == 0 or made % products):
             continue
         fits.append((len(loop.blocks), Turn(counts, made // products if products else 1)))
-    if not products:  # of loops without any it is the longest
+    if not products:  # without products, the longest loop is the loop over input capsules
         return max((found for _, found in fits), key=lambda found: found.counts.total(), default=None)
     return min(fits, key=lambda fit: fit[0])[1] if fits else None
 
@@ -172,25 +172,25 @@ def spills(code: Code) -> int:
 
 
 def microseconds(instructions: float, tiles: float) -> float:
-    """Of instructions for 16 rows and an input capsule, if nothing but their number counted."""
+    """A lower bound for a launch. instructions: for 16 rows and one input capsule; tiles: of 16 rows."""
     return instructions * tiles * I / (MULTIPROCESSORS * SCHEDULERS) / (CLOCK * 1000)
 
 
 def measured(ttgir: str, code: Callable[[], Code], warps: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """For one input capsule, empty for kernels without a loop over input capsules that can be counted.
+    """Counts for one input capsule; empty for kernels without a countable loop over input capsules.
 
     code: makes the listing, which few kernels need.
 
     instructions: of all warps, for 16 rows and all outputs. barriers, conversions, exchanges (accesses to shared
-    memory), shuffles and loads (from global memory, by bytes of a lane): of one warp for all outputs. products and
-    additions: of one warp for a group of outputs. turn: input capsules that a turn of the loop takes.
+    memory), shuffles and loads (from global memory, by bytes of a lane): of one warp, for all outputs. products and
+    additions: of one warp, for a group of outputs. turn: how many input capsules a turn of the loop takes.
     """
     intermediate = Intermediate(ttgir)
     loop = intermediate.over_capsules()
     if loop is None or "BB" not in constants:
         return {}
     trips = [inner.trips for inner in intermediate.within(loop) if inner.trips is not None]
-    if len(trips) < len(intermediate.within(loop)):  # how often a loop within is executed is not known
+    if len(trips) < len(intermediate.within(loop)):  # the trips of some inner loop are not known
         return {}
     products = intermediate.products(loop)
     found = turn(code(), products, trips)

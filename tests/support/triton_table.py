@@ -1,6 +1,6 @@
 """The table of docs/triton-kernels.md: what the compiler made of the passes of the canonical layer.
 
-``python -m tests.support.triton_compile docs`` writes it, ``table`` prints one of another layer.
+``python -m tests.support.triton_compile docs`` writes the table, ``table`` prints a table for another layer.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import Any
 PAGE = Path(__file__).parent.parent.parent / "docs" / "triton-kernels.md"
 BEGIN, END = "<!-- triton-sass -->", "<!-- /triton-sass -->"
 PASSES = ("uniform", "accumulate", "accumulate_gradient", "gradient")
-# The layer whose passes are counted, and for what it is compiled.
+# The layer whose passes are counted, and the targets it is compiled for.
 SHAPE = [32, 64, 10, 16, 8]
 BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
 COLUMNS = (
@@ -48,7 +48,7 @@ def passes(rows: Iterable[Row], dtype: str, capability: int) -> dict[str, Row]:
 
 
 def both_ways(found: dict[str, Row], what: str, iterations: int = 3) -> float:
-    """A sum over the launches of a forward and a backward without logits."""
+    """Sums a column over the launches of a forward and a backward without logits."""
     again = iterations - 1
     return sum(found[each][what] * (1 if each in ("uniform", "gradient") else again) for each in PASSES)
 
@@ -60,7 +60,7 @@ def _cell(value: Any) -> str:
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """Of Markdown, one for each row."""
+    """Lines of a Markdown table, one for each row."""
     head = [f"| {release()} | {' | '.join(COLUMNS)} |", "|---|" + "--:|" * len(COLUMNS)]
     found = []
     for row in rows:
@@ -70,7 +70,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def table(rows: list[Row]) -> str:
-    """What the page has between BEGIN and END, of rows of the canonical layer."""
+    """The text of the page between BEGIN and END, for rows of the canonical layer."""
     listed = [
         row
         for dtype, capabilities in BUILDS.items()
@@ -88,7 +88,7 @@ def table(rows: list[Row]) -> str:
 
 
 def split() -> tuple[str, str, str]:
-    """The page: before the table, the table, after it."""
+    """The page in three parts: the text before the table, the table, the text after the table."""
     text = PAGE.read_text(encoding="utf-8")
     begin, end = text.index(BEGIN), text.index(END) + len(END)
     return text[:begin], text[begin:end], text[end:]

@@ -1,9 +1,9 @@
-"""One pass over the input capsules: partial sums of s, or of the moments of a routing pass, in the forward, and in the
-backward of G, or of what the gradients of query, precision, center and prior are made of.
+"""One pass over the input capsules. The forward makes partial sums of s, or of the moments of a routing pass. The
+backward makes partial sums of G, or the sums from which the gradients of query, precision, center and prior follow.
 
-Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. It keeps its
-sums in registers and stores them as partial[split]. update.py adds the splits in a fixed order, so no sum depends on
-the order in which programs run.
+Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. The program
+keeps its sums in registers and stores them as partial[split]. update.py adds the splits in a fixed order, so no sum
+depends on the order in which programs run.
 """
 
 import triton
@@ -18,8 +18,8 @@ from .votes import coupling_gradient, input_capsule, reread, routing_logits, vot
 
 @triton.jit
 def add_tile(sums, more, n, scale, weight, x, mass_ptr, second_ptr, T: tl.constexpr, RESCALED: tl.constexpr = False):
-    """The sums over i of w x, and if wanted of w and of w x^2, NT tiles each: tile n of the next sums, behind more. If
-    RESCALED, what was summed so far is multiplied by scale. weight, scale: [BB, JT]."""
+    """Appends tile n of the next sums to more. The sums are over i of w x and, if wanted, of w and w x^2, NT tiles
+    each. If RESCALED, the sums so far are multiplied by scale. weight, scale: [BB, JT]."""
     weighted = spread(weight, T) * x
     first = more[0] + ((sums[0][n] * spread(scale, T) if RESCALED else sums[0][n]) + weighted,)
     mass = more[1]
@@ -53,7 +53,7 @@ def store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T: t
             store_vectors(second_ptr + plane * T.D, sums[2][n], rows, first + n, T)
 
 
-# These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
+# These pointers point into [R, ...] tensors, so their alignment depends on B: Triton would compile a kernel for each.
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr"]
 )
@@ -61,15 +61,15 @@ def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     V_ptr,  # [B, J, D] float32, if QUERY
-    rows_ptr, norm_ptr, inverse_ptr,  # see arguments.Norms; for MODE "in" known after all sums, for a second pass
-    partial_ptr,  # [splits, B, J, D] float32, out: sum_i c x, or None in that
+    rows_ptr, norm_ptr, inverse_ptr,  # see arguments.Norms; MODE "in" knows norms after all sums, for a second pass
+    partial_ptr,  # [splits, B, J, D] float32, out: sum_i c x, or None in the second pass of MODE "in"
     online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
     mass_ptr,  # [splits, B, J] float32, out: sum_i c, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i c x^2, or None
-    coupling_ptr,  # [B, I, J], out, or None; for MODE "in" in the second pass alone, not for "uniform"
+    coupling_ptr,  # [B, I, J], out, or None; MODE "in" fills it in the second pass only, "uniform" never
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
-    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump,  # for votes with positions, else None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -79,7 +79,7 @@ def accumulate_kernel(
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
-    KEPT: V is read once, else for every input capsule. The activation multiplies c.
+    KEPT: V is read once, otherwise again for every input capsule. The activation multiplies c.
     """
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
@@ -190,10 +190,10 @@ def accumulate_gradient_kernel(
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
     rows_ptr,  # see arguments.Norms, of this iteration
-    norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # the same, for MODE "in"
+    norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # see arguments.Norms, of this iteration, for MODE "in"
     pairs_ptr,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None
-    terms_ptr,  # [B, I, J] float32, out: c dc without the activation, which is the gradient of that; or None
-    partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x, or None without any sums
+    terms_ptr,  # [B, I, J] float32, out: c dc without the activation, a term of the activation's gradient; or None
+    partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x, or None if no sums are wanted
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
@@ -205,8 +205,8 @@ def accumulate_gradient_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
-    """Coefficients c and db of one iteration in dvotes, and partial sums of sum_i db votes, which it adds to G, and
-    those that a pass needs beside it."""
+    """Computes the coefficients c and db of one iteration in dvotes, and partial sums over i: db votes, which G adds
+    up, and for a pass also db and db votes^2."""
     SUMS: tl.constexpr = partial_ptr is not None
     T: tl.constexpr = Shape(
         J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
@@ -234,7 +234,7 @@ def accumulate_gradient_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         here = input_capsule(inputs, rows, i32, T, w_i == 0)
         beside = reread_tiles(vectors, i32, T)
-        # Read here, numbers take no registers between the input capsules, and have the layout of b at once.
+        # Reading here keeps no registers between input capsules, and the numbers have the layout of b at once.
         norms = Norms(
             rows_ptr,
             None if norm_ptr is None else reread(norm_ptr, i32, True),
@@ -250,7 +250,7 @@ def accumulate_gradient_kernel(
         for n in tl.static_range(NT):
             outputs = known[n]
             if out_mask_ptr is not None:
-                # Kept, it would take the registers that are missing here, unlike in the forward.
+                # Keeping the mask, as the forward does, would take registers that are scarce here.
                 outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, rows.inside, first + n, T)
             valid = valid + (outputs & here.ok[:, None],)
             x = x + (votes_about_center(inputs, rows, beside, here, first + n, valid[n], T),)

@@ -1,20 +1,20 @@
-"""What goes through the kernels together: one argument of their functions each. tiles.py has the symbols.
+"""Tuples that kernels pass to their functions as one argument. tiles.py has the symbols.
 
-Triton's cache of compiled kernels knows the text of kernels and their functions, not of these classes. A field that is
-added or moved has to change the calls, which are positional, and so changes that text.
+Triton's cache of compiled kernels looks at the text of kernels and their functions, not at these classes. Whoever adds
+or moves a field has to change the calls, which are positional; so the text changes too.
 
-Every kernel makes its own, in the same lines: with Triton 3.6 a function cannot return a tuple with None in it.
+Every kernel makes these tuples itself, in the same lines: in Triton 3.6 a function cannot return a tuple with None.
 """
 
 from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """T, what a kernel is compiled for.
+    """T, what a kernel is compiled for: the layer, how tiles cut it (config.Tiles), and flags.
 
-    The layer, how tiles cut it (config.Tiles), and whether: VOTES are given; the softmax is LEAKY; there is a QUERY;
-    something is QUADRATIC beyond the score with it and the first moment; pairs may be MASKED; there is more than one
-    group of outputs (GROUPED). DOT: how votes are computed, see products.py.
+    VOTES: votes are given. DOT: how votes are computed, see products.py. LEAKY: of the softmax. QUERY: there is a
+    query. QUADRATIC: votes serve more than the score with the query and the first moment. MASKED: pairs may be masked.
+    GROUPED: there is more than one group of outputs.
     """
 
     J: Any
@@ -39,10 +39,10 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Pointers that every kernel has, strides, and sizes that it is not compiled for.
+    """Pointers that every kernel has, strides, and sizes that are not compiled in.
 
-    xs: strides of u (b, i, -, k) or of votes (b, i, j, d), the first over positions if there are any. ws: of the weight
-    (i, j, d, k). jump: what the address of x gains from a b to the next, beyond strides over positions.
+    xs: strides of u (b, i, -, k) or of votes (b, i, j, d); with positions the first stride is over positions. ws:
+    strides of the weight (i, j, d, k). jump: the stride of x over b, less one stride for every position.
     """
 
     x: Any
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Pointers to gradients of outputs, float32 but for dcoupling, each of which may be None."""
+    """Pointers to gradients of outputs, float32 except dcoupling. Each may be None."""
 
     dcoupling: Any  # [B, I, J]
     dmass: Any  # of a pass, as all that follow: [B, J]
@@ -72,10 +72,10 @@ class Given(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """What a softmax takes over the passes before it: pointers, or on the host tensors, float32. In a gradient of
-    several iterations they have an axis for these in front."""
+    """What a softmax takes from the passes before it, float32: pointers in kernels, tensors on the host. In the
+    backward of several iterations the tensors have an axis of iterations in front."""
 
-    # [B, I, 4], for MODE "row_norm": maximum, 1 / sum, sum_j c dc and one that is not used; or a log-sum-exp, 1 and 0
+    # [B, I, 4], for MODE "row_norm": maximum, 1 / sum, sum_j c dc, unused; or a log-sum-exp, 1, 0, unused
     rows: Any = None
     maximum: Any = None  # [B, J], for MODE "in", as all that follow
     inverse: Any = None  # [B, J]: 1 / sum
@@ -84,9 +84,9 @@ class Norms(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The samples of a tile: the number of the first, of every row from there on [BB], and how many there are from
-    there on. x: the pointer from which strides lead to them. inside: which rows exist; once: of these the first of
-    every sample."""
+    """The samples of a tile. first: number of the first sample; local: sample of every row, counted from the first,
+    [BB]; count: how many samples there are from the first on. x: the pointer to which strides are added. inside: which
+    rows exist; once: which rows are the first of their sample."""
 
     first: Any
     local: Any
@@ -97,8 +97,8 @@ class Rows(NamedTuple):
 
 
 class Capsule(NamedTuple):
-    """An input capsule: its number in 64 bits, which samples have it [BB], the first KP components of its
-    poses [BB, KP] unless votes are given, and the pointer to the weights."""
+    """An input capsule. i: its number, 64 bits; ok: which rows have the capsule, [BB]; u: the first KP components of
+    its poses, [BB, KP], unless votes are given; w: the pointer to the weights."""
 
     i: Any
     ok: Any

@@ -1,4 +1,4 @@
-"""Between the passes of EM routing: moments of the votes to a Gaussian for every output capsule, and the gradients.
+"""The step between passes of EM routing: makes a Gaussian for every output capsule from moments, and the gradients.
 
 csrc/ops/cpu/em_update.cpp has the formulas, and the same names. A program has one sample: a tile [JP, DP] of its J
 output capsules and their D components, both padded to powers of two.
@@ -12,13 +12,13 @@ from .softmax import inverse as exact_inverse
 
 @triton.jit
 def inverse(mass):
-    """As in capsfast/reference/em_update.py."""
+    """1 / mass, or 0 where mass is not above 1e-12, as in capsfast/reference/em_update.py."""
     return exact_inverse(tl.where(mass > 1e-12, mass, 0.0))
 
 
 @triton.jit
 def load(pointer, at, there):
-    """float32; 0 in the padding, and where there is no tensor."""
+    """Loads float32 numbers; 0 in the padding, or if the pointer is None."""
     found = tl.zeros(at.shape, tl.float32)
     if pointer is not None:
         found += tl.load(pointer + at, mask=there, other=0.0)
@@ -27,13 +27,13 @@ def load(pointer, at, there):
 
 @triton.jit
 def mean(tile, within, D: tl.constexpr):
-    """Of the components, for each of them."""
+    """The mean over the components of a row, repeated for every component."""
     return tl.zeros_like(tile) + (tl.sum(tl.where(within, tile, 0.0), 1) / D)[:, None]
 
 
 @triton.jit
 def activate(logit, there, alive, SOFTMAX: tl.constexpr):
-    """a, 1 - a (of a sigmoid) and log a."""
+    """a, 1 - a (for a sigmoid only) and log a."""
     if SOFTMAX:
         # Not -inf for masked capsules, which would make a sample without output capsules nan.
         logit = tl.where(there, tl.where(alive, logit, -3.4028234663852886e38), float("-inf"))
@@ -80,7 +80,7 @@ def em_update_kernel(
     if last_ptr is not None:
         held = momentum * (load(last_ptr, at, within) - (center + shift))
     raw = second * n[:, None] - shift * shift + held * held
-    # tl.maximum would hide what is not a number.
+    # tl.maximum would hide NaN.
     variance = tl.where(raw < 0.0, 0.0, raw) + floor
     if ISOTROPIC:
         variance = mean(variance, within, D)
@@ -113,7 +113,7 @@ def em_update_kernel(
             dlogit = tl.where(alive, dlog_activation - activation * tl.sum(dlog_activation, 0), 0.0)
         else:
             dlogit = dlog_activation * complement
-        dcost = -rate * dlogit  # of mass scale cost
+        dcost = -rate * dlogit  # the gradient of mass scale cost
         of_cost = dcost * mass * scale
         if VARIANCE:
             dlog_sigma += of_cost
@@ -134,7 +134,7 @@ def em_update_kernel(
             tl.store(dlast_ptr + at, dlast, mask=within)
         dshift = dcenter - 2.0 * shift * dvariance
         dn = tl.sum(tl.where(within, dvariance * second + dshift * first, 0.0), 1)
-        # Without mass there is no gradient, also where the sum is nan.
+        # Without mass the gradient is 0, even where dn is NaN.
         tl.store(dmass_ptr + row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=there)
         tl.store(dfirst_ptr + at, dshift * n[:, None], mask=within)
         tl.store(dsecond_ptr + at, dvariance * n[:, None], mask=within)

@@ -1,18 +1,17 @@
 """The gradient pass: dvotes = sum_t c_t ds_t + db_t V_t, and from it du and dW.
 
-V_t is what iteration t scored with; t counts from 0, so V_0 = 0. The coefficients c_t and db_t are those that
-accumulate_gradient stored. Program (split, chunk) has the input capsules of its chunk and the batch tiles of its split.
-No other program writes du of these, or dW of these input capsules in partial[split]; groups of outputs and tiles of the
-batch after the first are added to what it stored before. So there are no atomics, and no sum depends on the order in
-which programs run. passes.py adds up the splits of dW in order. A weight that all input capsules share has a partial dW
-per program.
+Iteration t scored the votes with V_t; t counts from 0, so V_0 = 0. accumulate_gradient stored the coefficients c_t and
+db_t. Program (split, chunk) has the input capsules of its chunk and the batch tiles of its split. No other program
+writes the same du, or dW of the same input capsules in partial[split]. Later groups of outputs and later tiles of the
+batch add to what the program stored before. So there are no atomics, and no sum depends on the order in which programs
+run. passes.py adds up the splits of dW in order. A weight that all input capsules share has a partial dW per program.
 
-A routing pass is one iteration. V is its query, ds the gradient of its first moment, and with x, the votes about a
-center, dvotes = c (ds + 2 dsecond x) + db (V - precision x). Only a pass with dsecond or precision needs the votes.
+A routing pass is one iteration. V is its query, ds the gradient of its first moment. With x = votes - center,
+dvotes = c (ds + 2 dsecond x) + db (V - precision x). Only a pass with dsecond or precision needs the votes.
 
-dvotes of an input capsule stay in registers from one iteration to the next. If HELD, V and ds of all iterations do too,
-from one input capsule to the next, for which only few outputs at a time have room. Else they are loaded for every input
-capsule.
+dvotes of an input capsule stay in registers from one iteration to the next. If HELD, V and ds of all iterations also
+stay in registers, from one input capsule to the next; there is room for few outputs at a time. Otherwise the kernel
+loads V and ds for every input capsule.
 """
 
 import triton
@@ -28,7 +27,7 @@ from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
 @triton.jit
 def tiles_of(ptr, vectors, first, T: tl.constexpr, S: tl.constexpr):
-    """NT tiles of load_vectors()."""
+    """NT tiles from load_vectors()."""
     found = ()
     for n in tl.static_range(T.NT):
         found = found + (load_vectors(ptr, vectors, first + n, T, S),)
@@ -52,8 +51,8 @@ def add_iteration(
     dxs, V, ds, pairs_ptr, inputs, dsecond_ptr, x, valid, rows, vectors, here, first,
     T: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr,
 ):
-    """dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), added to all tiles of dxs. pairs_ptr: to c
-    and db of this iteration."""
+    """Adds dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), to all tiles of dxs. pairs_ptr points
+    to c and db of this iteration."""
     found = ()
     for n in tl.static_range(T.NT):
         c, db = load_coefficients(pairs_ptr, inputs, rows, here.i, first + n, valid[n], T)
@@ -68,7 +67,7 @@ def add_iteration(
 
 @triton.jit
 def uniform_slopes(dxs, ds, factor, a, dsecond_ptr, x, valid, vectors, first, T: tl.constexpr, PARTED: tl.constexpr):
-    """dvotes of an iteration all of whose couplings are equal, added to dxs. factor: these couplings, [BB]; a: the
+    """Adds dvotes of an iteration with equal couplings to dxs. factor: the coupling of every row, [BB]; a: the
     activation, or None."""
     found = ()
     for n in tl.static_range(T.NT):
@@ -92,7 +91,7 @@ def add_tiles(tiles, more, T: tl.constexpr):
 def weight_products(
     dx, u, dw_ptr, n, k0, stored, T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr
 ):
-    """Tile n of dW as a tuple of one if KEEP_DW, else stored, and none."""
+    """If KEEP_DW, returns tile n of dW as a tuple of one; otherwise stores the tile and returns an empty tuple."""
     dw = ()
     if KEEP_DW or dw_ptr is not None:
         value = votes_to_weights(dx, u, T.JT * T.LANES // 4, BACK_DOT)
@@ -108,10 +107,10 @@ def add_products(
     inputs, dx, rows, here, k0, first, last, du_ptr, room_ptr, dw_ptr, stored,
     T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, PARTED: tl.constexpr, KEEP_DW: tl.constexpr,
 ):
-    """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether there are
-    parts of this dW before. If KEEP_DW, dW is returned, NT tiles [N, KB]."""
-    ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that have the columns of a row
-    # du and dW of a tile have their operands in common, but only of few components is there room for both.
+    """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether an earlier
+    part of this dW is stored. If KEEP_DW, returns dW instead, NT tiles [N, KB]."""
+    ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that share the columns of a row
+    # du and dW of a tile share operands, but registers have room for both only if there are few components.
     TOGETHER: tl.constexpr = T.K <= KB
     u = here.u
     if T.K > KB or KB != T.KP:
@@ -140,11 +139,11 @@ def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dsecond_ptr,  # [B, J, D] float32, or None
-    state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
+    state_ptr,  # V and ds of every iteration in [B, J, R, 2, D] float32: their offsets are constants
     pairs_ptr,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
-    room_ptr,  # float32, room for du where it is a sum over groups of outputs and not float32, or None
+    room_ptr,  # float32 memory to sum du over groups of outputs if du is not float32, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
@@ -170,7 +169,8 @@ def gradient_kernel(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
         xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
     )
-    # Splits first: if their number divides that of the multiprocessors, all programs of one have the same V and ds.
+    # Splits first: if the number of splits divides the number of multiprocessors, the programs of a multiprocessor
+    # share V and ds.
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
@@ -179,10 +179,10 @@ def gradient_kernel(
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
     C: tl.constexpr = D // P
-    # What a product does not sum over needs no 16 components, but for the matrix instructions of AMD.
+    # An axis that a product does not sum over may have 8 components, except for AMD's matrix instructions.
     LEAST: tl.constexpr = 16 if BACK_DOT == "ieee" else 8
     KB: tl.constexpr = max(KP, LEAST) if K > 8 else LEAST
-    # See add_scaled(). Of many tiles the compiler would take long for the parts.
+    # See add_scaled(). With many tiles the parts would take long to compile.
     PARTED: tl.constexpr = LANES > 0 and (HELD or NT == 1)
     KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     for tile in range(batch_start, batch_end):
@@ -219,7 +219,7 @@ def gradient_kernel(
                     if QUADRATIC:
                         x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
                     else:
-                        x = x + (0.0,)  # of no use
+                        x = x + (0.0,)  # not used
                     dxs = dxs + (no_terms(T, PARTED),)
                 if UNIFORM:
                     a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None

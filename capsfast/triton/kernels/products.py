@@ -1,4 +1,4 @@
-"""Products by tensor cores: votes of input capsules, and of dvotes the gradients of input capsules and weights."""
+"""Products by tensor cores: votes from input capsules; gradients of input capsules and weights from dvotes."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def head(x):
 
 @triton.jit
 def nearest(x):
-    """x such that the tensor core, which cuts it to TF32, finds the nearest; NaN may have a payload that overflows."""
+    """x changed so that a tensor core, which truncates it to TF32, takes the nearest number. NaN stays as it is."""
     return tl.where(x == x, (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True), x)
 
 
@@ -28,20 +28,20 @@ def turned(a, TURN: tl.constexpr):
 def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     """acc + a b, or if TURN acc + a^T b, by tensor cores. DOT "half": 16-bit operands. "ieee": float32, which the
     matrix instructions of AMD and the interpreter multiply as it is. "tf32": one TF32 product.
-    "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two, for a b that was converted from 16 bits
-    and is exact in TF32. "bf16x2": two of bfloat16, for a b of it, with 16 bits of a: what is made of them is rounded
-    to eight. They take half of the matrix instructions, and a is turned by those that there are for 16-bit numbers.
+    "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two TF32 products, for a b that was converted
+    from 16 bits and is exact in TF32. "bf16x2": two bfloat16 products with 16 bits of a, for a bfloat16 b; the results
+    are rounded to 8 bits later. bfloat16 takes half the matrix instructions, and the 16-bit instructions transpose a.
 
-    input_precision="tf32x3" is not used, as it also replaces infinities, with a select for every element. a is turned
-    after it is split: then it goes through shared memory, else through many shuffles. max_num_imprecise_acc means
-    nothing for these types but that the compiler leaves sums outside of the tensor core where they are.
+    input_precision="tf32x3" is not used, because it also replaces infinities, with a select for every element. a is
+    transposed after the split: then a goes through shared memory, otherwise through many shuffles.
+    max_num_imprecise_acc has one effect for these types: the compiler does not move outside sums into the tensor core.
     """
     if DOT == "half":
         acc = tl.dot(turned(a, TURN), b, acc, max_num_imprecise_acc=1)
     elif DOT == "ieee":
         acc = tl.dot(turned(a, TURN).to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     elif DOT == "bf16x2":
-        # Cut rather than rounded, so that the upper halves of two numbers are one instruction.
+        # Truncated, not rounded: so one instruction takes the upper halves of two numbers.
         bits = a.to(tl.int32, bitcast=True)
         a_head = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         a_rest = (a - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
@@ -65,10 +65,10 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
 
 @triton.jit
 def columns_by_warp(tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
-    """A tile [BB, N] for a product that sums over columns: [ACROSS, BB, N / ACROSS], those of every warp of a row.
+    """A tile [BB, N] for a product that sums over columns: [ACROSS, BB, N / ACROSS], one part for every warp of a row.
 
-    Within 8 or 16 columns the order becomes that in which the tensor core takes them, so that every lane has what it
-    needs: RUN neighbours, as the compiler lays out the operands.
+    Within 8 or 16 columns the function takes the order in which the tensor core reads columns, so every lane already
+    has what it needs: RUN neighbours, as the compiler lays out the operands.
     """
     BB: tl.constexpr = tile.shape[0]
     N: tl.constexpr = tile.shape[1]
@@ -84,7 +84,7 @@ def columns_by_warp(tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def weights_by_warp(w, ACROSS: tl.constexpr, RUN: tl.constexpr):
-    """The same for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
+    """What columns_by_warp() does, for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
     N: tl.constexpr = w.shape[0]
     KP: tl.constexpr = w.shape[1]
     SHAPE: tl.constexpr = [N, KP] if ACROSS == 1 else [ACROSS, N // ACROSS, KP]
@@ -99,7 +99,7 @@ def weights_by_warp(w, ACROSS: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def weights_together(w, ACROSS: tl.constexpr):
-    """The opposite of weights_by_warp with PAIRS."""
+    """The inverse of weights_by_warp() with RUN = 2."""
     M: tl.constexpr = w.shape[1]
     KP: tl.constexpr = w.shape[2]
     return tl.reshape(tl.permute(tl.reshape(w, [ACROSS, M // 8, 8, KP]), (1, 0, 2, 3)), [ACROSS * M, KP])
@@ -116,8 +116,8 @@ def together(parts, ACROSS: tl.constexpr):
 @triton.jit
 def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr):
     """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row.
-    JOINED: dx was put together of parts, for which the compiler gives lanes twice as many neighbours."""
-    # Of 16-bit operands a product sums over no fewer than 16 columns.
+    JOINED: dx was joined from parts(); then the compiler gives a lane twice as many neighbours."""
+    # A product of 16-bit operands has to sum over at least 16 columns.
     FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[1] // ACROSS >= 16
     LONG: tl.constexpr = 4 if JOINED and DOT == "bf16x2" and FITS else 2
     RUN: tl.constexpr = LONG if w.dtype.primitive_bitwidth == 16 else 1
@@ -137,7 +137,7 @@ def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
     if ACROSS == 1:
         dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
     else:
-        # Every warp those of its columns.
+        # Every warp computes dW for its own columns.
         each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
         none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
         dw = weights_together(product(columns_by_warp(dx, ACROSS, 2), each, none, DOT, True), ACROSS)

@@ -1,4 +1,4 @@
-"""row_norm, the pass before others where a softmax is over more outputs than a program holds."""
+"""row_norm, the pass that runs before others if a softmax has more outputs than a program holds."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def row_norm_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
-    """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
+    """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Goes through outputs tile by tile.
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
@@ -46,7 +46,7 @@ def row_norm_kernel(
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         here = input_capsule(inputs, rows, i32, T, w_i == 0)
-        # If LEAKY, there is one more entry, of logit 0.
+        # If LEAKY, the softmax has one more entry, with logit 0.
         m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
         total = tl.full([BB], 1.0 if LEAKY else 0.0, tl.float32)
         inner = tl.zeros([BB], tl.float32)

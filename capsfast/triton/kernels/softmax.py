@@ -1,8 +1,8 @@
 """Coupling coefficients of one input capsule i from its routing logits b; both are tuples of NT tiles [BB, JT].
 
-MODE "out": softmax over the outputs; the tiles hold all of them. MODE "row_norm": softmax over the outputs; the tiles
-hold some of them. MODE "in": softmax over the input capsules. MODE "sigmoid": of every logit. MODE "none": the logits
-are the coupling.
+MODE "out": softmax over the outputs; the tiles hold all outputs. MODE "row_norm": softmax over the outputs; the tiles
+hold some outputs. MODE "in": softmax over the input capsules. MODE "sigmoid": the sigmoid of every logit. MODE "none":
+the logits are the coupling.
 """
 
 import triton
@@ -25,14 +25,14 @@ def inverse(total):
 
 @triton.jit
 def exponential(x):
-    """exp(x) as the one instruction that there is for it, which flushes what is below 1e-38 to zero."""
+    """exp(x) by the GPU's one instruction for exp2, which flushes results below 1e-38 to zero."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
 def over_tiles(tiles, T: tl.constexpr):
-    """The sum of tiles [BB, JT] over their columns: [BB]. Tiles are added up first, as lanes take more to add."""
+    """The sum of tiles [BB, JT] over their columns: [BB]. Adds the tiles first, because sums across lanes cost more."""
     total = tiles[0]
     for n in tl.static_range(1, T.NT):
         total += tiles[n]
@@ -41,7 +41,7 @@ def over_tiles(tiles, T: tl.constexpr):
 
 @triton.jit
 def over_outputs(b, T: tl.constexpr):
-    """c of all tiles, and maximum and 1 / sum [BB] of a row, 0 where there is no finite logit."""
+    """c of all tiles, and maximum and 1 / sum [BB] of a row, 0 where the row has no finite logit."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     most = b[0]
     for n in tl.static_range(1, T.NT):
@@ -50,7 +50,7 @@ def over_outputs(b, T: tl.constexpr):
     if T.LEAKY:
         m = tl.maximum(m, 0.0)
     m = finite_or_zero(m)
-    # All exponents of a row have the rounding error of this product, so it cancels.
+    # All exponents of a row have the rounding error of this product, so the error cancels.
     shift = m * LOG2_E
     exponentials = ()
     for n in tl.static_range(T.NT):
@@ -67,13 +67,13 @@ def over_outputs(b, T: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(m, scale):
-    """Of maximum and 1 / sum."""
+    """The log-sum-exp from maximum and 1 / sum."""
     return tl.where(scale == 0.0, float("-inf"), m - tl.log(scale))
 
 
 @triton.jit
 def load_row_norms(ptr, rows, here, inputs):
-    """Maximum, 1 / sum and sum_j c dc of an input capsule: [BB] each, of arguments.Norms.rows."""
+    """Maximum, 1 / sum and sum_j c dc of an input capsule, [BB] each, from arguments.Norms.rows."""
     at = ptr + (rows.first * inputs.I + here.i) * 4 + (rows.local * inputs.I * 4)[:, None] + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=here.ok[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
@@ -91,7 +91,7 @@ def store_row_norms(ptr, m, scale, total, rows, here, inputs):
 
 @triton.jit
 def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr):
-    """c of all tiles and, for MODE "out" alone, maximum and 1 / sum [BB]. known: which outputs there are."""
+    """c of all tiles and, for MODE "out" only, maximum and 1 / sum [BB]. known: which outputs exist."""
     m = tl.zeros([1], tl.float32)
     scale = m
     if MODE == "out":
@@ -130,16 +130,16 @@ def scaled(c, a, T: tl.constexpr):
 def agreement_gradient(
     c, dc, valid, norms, dlse_ptr, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
+    """db = c (dc - sum c dc + dlse). The sum is over the axis of the softmax.
 
-    If dc is of x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose its
+    If dc comes from x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose
     digits.
 
-    Where one input capsule has all of the coupling of MODE "in", that sum is its dc, and its db is 0. The difference of
-    two rounded numbers is not: csrc/math/softmax.h says why that matters. Rounding of b is in c, but not in the sum of
-    all exp(b - maximum), of which the largest is 1.
+    Where one input capsule has all of the coupling of MODE "in", the sum equals its dc, and its db is 0. The difference
+    of two rounded numbers is not 0: csrc/math/softmax.h says why that matters. A large inverse detects the case,
+    because rounding of b changes c, but not the sum of all exp(b - maximum), whose largest term is 1.
 
-    dlse_ptr: [B, I], [B, J] for MODE "in", or None; of MODE "row_norm" it is part of the rows.
+    dlse_ptr: [B, I], [B, J] for MODE "in", or None; for MODE "row_norm" the rows already contain dlse.
     """
     db = ()
     WHOLE: tl.constexpr = 1.0 - 2.0**-22
@@ -149,7 +149,7 @@ def agreement_gradient(
             if norms.delta is not None:
                 about -= load_numbers(norms.delta, rows, known[n], first + n, T)
             each = load_numbers(norms.inverse, rows, known[n], first + n, T)
-            # A product and not a selection of 0: NaN stays.
+            # Multiplies by 0 instead of selecting 0, so that NaN stays.
             found = tl.where((each > WHOLE) & (c[n] > 0.5), 0.0, c[n]) * about
             if dlse_ptr is not None:
                 found += c[n] * load_numbers(dlse_ptr, rows, known[n], first + n, T)

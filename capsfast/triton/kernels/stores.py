@@ -1,4 +1,4 @@
-"""What the gradient pass writes. Groups of outputs and tiles of the batch after the first are added to what is there.
+"""What the gradient pass writes. Later groups of outputs and later tiles of the batch add to what is there.
 """
 
 import triton
@@ -17,8 +17,8 @@ def add_to(at, value, within, stored):
 
 @triton.jit
 def add_group(out, room, offsets, value, within, first, last):
-    """As add_to() for a sum over the groups of outputs, of which this is the one with tile ``first``. room: float32 for
-    the sum so far, or None if there is only one group or the gradient is float32. last: whether it is the last group.
+    """As add_to(), for a sum over groups of outputs. first: the first tile of this group. room: float32 memory for the
+    sum so far, or None if there is only one group or the gradient is float32. last: whether this is the last group.
     """
     if room is None:
         add_to(out + offsets, value, within, first)
@@ -33,12 +33,12 @@ def add_group(out, room, offsets, value, within, first, last):
 
 @triton.jit
 def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave it: the compiler deals
-    out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
-    no other order, and a store no exchange between lanes.
+    """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave the product: the
+    compiler distributes M to lanes first, then to warps, then to registers. Four lanes have 32 bytes of a row, so a
+    store in this order suits memory and needs no exchange between lanes.
 
-    Of the warps DOWN have 16 rows each, one below the other, or ACROSS 8 rows each, twice, as weights_together() has
-    it.
+    Either DOWN warps have 16 rows each, one below the other, or ACROSS warps have 8 rows each, twice, as in
+    weights_together().
     """
     TWO: tl.constexpr = min(2, R // (8 * DOWN * ACROSS))
     index = tl.arange(0, R * C // 2)
@@ -52,7 +52,7 @@ def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.co
 
 @triton.jit
 def as_fragment(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """A product [R, C] as [M, 2], in that order."""
+    """A product [R, C] as [M, 2], in the order of fragment()."""
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
     TWO: tl.constexpr = min(2, R // (8 * DOWN * ACROSS))

@@ -1,28 +1,28 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. The
-address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers: launch.py refuses tensors
-that need more.
+address of a tile has 64 bits. Offsets within a tile have 32 bits, which takes half the registers: launch.py refuses
+tensors that need more.
 
-The columns of votes that are read are output after output (LANES = 0). Those of a product lie such that LANES
-neighbouring lanes of a warp have all of an output: a dot product over d is one within lanes and a sum over a few of
-them. Tensor cores leave lane t of four the columns 8 q + 2 t and 8 q + 2 t + 1, for all q. So with JT = 2, DP = 16,
-LANES = 2, where [j, d] is component d of output j of the tile:
+Given votes have their columns in memory order, output after output (LANES = 0). Computed votes have their columns in an
+order in which LANES neighbouring lanes of a warp have all of an output: a dot product over d sums within lanes, then
+over LANES lanes. Tensor cores leave the columns 8 q + 2 t and 8 q + 2 t + 1, for all q, in lane t of four. For JT = 2,
+DP = 16, LANES = 2, where [j, d] is component d of output j of the tile:
 
     column        0 1     2 3     4 5     6 7  |   8 9    10 11   12 13   14 15  | ...    30 31
     lane          0       1       2       3    |   0       1       2       3     | ...    3
     [j, d]      [0, 0:2] [0, 8:10] [1, 0:2] [1, 8:10] | [0, 2:4] ...               ...    [1, 14:16]
 
-A warp has 16 whole rows or, if these are too long, some warps share the columns of a row, whole outputs again if
-these are short enough (LANES up to 4; with more an output is spread over warps).
+A warp has 16 whole rows. If rows are too long, several warps share the columns of a row: each warp has whole outputs if
+LANES is at most 4, with more lanes an output is spread over warps.
 
-Pose matrices are P rows of a tile for every sample, padded to PP. They share the weight as samples do, so their product
-is that of vectors, with D / P components. What a sample has once, such as its logits and coupling, is the same in all
-its rows, and the first of them stores it.
+A pose matrix takes P rows of a tile, padded to PP. All its rows use the same weight, as all samples do, so the product
+treats each row as a vector with D / P components. What a sample has once, such as its logits and coupling, is the same
+in all its rows, and the first of its rows stores it.
 
-Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. Tensors [B, I, J] and
-[B, I, J, D] have the positions behind; all others, such as [B, J, D] and [B, I], have a row for each sample. All but u,
-votes and the weight are contiguous. Logits [I, J] (SHARED_LOGITS) are those of every sample.
+Votes with positions, [B, I, J, D, S], have B S samples, and all samples of a tile have the same b. Tensors [B, I, J]
+and [B, I, J, D] have positions as their last axis; all others, such as [B, J, D] and [B, I], have a row for each
+sample. All tensors but u, votes and the weight are contiguous. Logits [I, J] (SHARED_LOGITS) serve every sample.
 """
 
 import triton
@@ -56,7 +56,7 @@ def batch_rows(tile, inputs, T: tl.constexpr):
 
 @triton.jit
 def batch_tiles(inputs, T: tl.constexpr):
-    """How many tiles have all samples."""
+    """How many tiles all samples take."""
     if inputs.positions is None:
         tiles = (inputs.B + T.BB // T.PP - 1) // (T.BB // T.PP)
     else:
@@ -66,13 +66,13 @@ def batch_tiles(inputs, T: tl.constexpr):
 
 @triton.jit
 def pose_rows(OFFSET: tl.constexpr, T: tl.constexpr):
-    """OFFSET times every row's number in its pose: [BB]."""
+    """OFFSET times the number of every row in its pose matrix: [BB]."""
     return tl.arange(0, T.BB) % T.PP * OFFSET
 
 
 @triton.jit
 def first_tile(group, T: tl.constexpr):
-    """The first tile of a group of outputs. Of a single one it is a constant, and so are the offsets of its tiles."""
+    """The first tile of a group of outputs. With one group this is a constant, and so are the offsets of its tiles."""
     return group * T.NT if T.GROUPED else 0
 
 
@@ -100,7 +100,7 @@ def columns(n, T: tl.constexpr):
 
 @triton.jit
 def place(column, T: tl.constexpr):
-    """Of columns of a tile: which of its outputs they belong to, and d."""
+    """j and d of columns of a tile, j counted from the first output of the tile."""
     if T.LANES == 0:
         j, d = column // T.DP, column % T.DP
     else:
@@ -112,15 +112,15 @@ def place(column, T: tl.constexpr):
 
 @triton.jit
 def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
-    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. Where they fit it is a constant, which the compiler
-    does not find out: masks of it vanish, and are not taken through every pass of the compiler."""
+    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. If STEP divides LIMIT, this returns a constant: the
+    compiler drops a mask of constants at once, and would not find out that index < LIMIT always holds."""
     FITS: tl.constexpr = LIMIT > 0 and LIMIT // STEP * STEP == LIMIT
     return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
 
 
 @triton.jit
 def existing(n, j, T: tl.constexpr):
-    """Which of the outputs j of tile n exist. A last group may have whole tiles outside."""
+    """Which of the outputs j of tile n exist. The last group may have tiles without any output."""
     return tl.zeros(j.shape, tl.int32) + n * T.JT < T.J if T.J % T.JT == 0 else j < T.J
 
 
@@ -132,7 +132,7 @@ def per_input(ptr, rows, ok, i, inputs):
 
 @triton.jit
 def valid_inputs(inputs, rows, i):
-    """For which samples input capsule i is not masked: [BB]."""
+    """Which rows exist and have an input capsule i that is not masked: [BB]."""
     ok = rows.inside
     if inputs.mask is not None:
         ok = ok & (per_input(inputs.mask, rows, ok, i, inputs) != 0)
@@ -152,9 +152,9 @@ def valid_outputs(out_mask_ptr, rows, ok, n, T: tl.constexpr):
 
 @triton.jit
 def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: a number that is not valid may matter. It does where votes may be NaN, or
-    with a center are not 0, and in tiles outside, which have the V of others: a coupling may then be infinite, and its
-    product with 0 NaN. Else rows of no sample and padding have votes of 0, and no part in a sum.
+    """value, and other where not valid. SOME: needed if votes may be NaN, if a center makes invalid votes
+    differ from 0, and if there are tiles without any output: these read V of other outputs, so a coupling may be
+    infinite, and its product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
     """
     if SOME:
         value = tl.where(valid, value, other)
@@ -166,8 +166,8 @@ def pairs(ptr, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
     j = outputs(n, T)
     if T.GROUPED:
-        # 0, which the compiler does not know. Else it would keep what the addresses of all tiles have beside i, for
-        # which there is no room.
+        # Adds 0, but the compiler does not know that. Otherwise it would keep the part of every tile's address that
+        # does not depend on i, and too few registers are left for that.
         j += (i >> 63).to(tl.int32)
     if SHARED:
         at = ptr + i * T.J + (rows.local * 0)[:, None] + j[None, :]
@@ -195,7 +195,7 @@ def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
 
 @triton.jit
 def store_coefficients(ptr, c, db, inputs, rows, i, n, T: tl.constexpr):
-    """Stores two numbers [BB, JT] of tile n and input capsule i side by side in [B, I, J, 2]: as one of 64 bits."""
+    """Stores two numbers [BB, JT] of tile n and input capsule i side by side in [B, I, J, 2], as one of 64 bits."""
     low = c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     both = (db.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
     store_pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), both, inputs, rows, i, n, T)
@@ -203,7 +203,7 @@ def store_coefficients(ptr, c, db, inputs, rows, i, n, T: tl.constexpr):
 
 @triton.jit
 def load_coefficients(ptr, inputs, rows, i, n, valid, T: tl.constexpr):
-    """The same two numbers, 0 where not valid."""
+    """The two numbers that store_coefficients() stored, 0 where not valid."""
     at = pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), inputs, rows, i, n, T, False)
     both = tl.load(at, mask=valid, other=0)
     return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""The steps between passes: they add up the partial sums of the splits in order, and compute s, v and V, or G and ds.
+"""The steps between passes: they add up the partial sums of the splits in order and compute s, v and V, or G and ds.
 
 A program has RB rows. A row is one output capsule of one sample, its D components padded to DP.
 """
@@ -13,8 +13,8 @@ from .squash import squash, squash_gradient
 
 
 class Own(NamedTuple):
-    """The rows of a program: their numbers, which of them exist, [RB]; d [DP]; offsets in [B, J, D] and which of them
-    are within, [RB, DP]."""
+    """The rows of a program: numbers of the rows, and which rows exist, [RB]; d, [DP]; offsets in [B, J, D], and which
+    offsets exist, [RB, DP]."""
 
     rows: Any
     ok: Any
@@ -33,10 +33,10 @@ def own_rows(B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.const
 
 @triton.jit
 def sum_splits(partial_ptr, at, within, splits, plane, online, SB: tl.constexpr):
-    """Rows at the offsets ``at`` [RB, DP], summed over the splits, in SB sums side by side that are added last.
+    """Rows at the offsets ``at`` [RB, DP], summed over the splits: SB sums side by side, which are added up last.
 
-    online: where every split is a softmax of its own, the maxima [splits, B, J], their rows, which of them exist, B J,
-    and the maximum of all, [RB]; else None first.
+    online: if every split has a softmax of its own, a tuple of the maxima [splits, B, J], the rows, which rows exist,
+    B J, and the maximum over the splits, [RB]; otherwise a tuple that begins with None.
     """
     total = tl.zeros([SB, at.shape[0], at.shape[1]], tl.float32)
     for start in range(0, splits, SB):
@@ -52,7 +52,7 @@ def sum_splits(partial_ptr, at, within, splits, plane, online, SB: tl.constexpr)
 
 @triton.jit
 def maxima(online, split, splits):
-    """[SB, RB], -inf where there is no split."""
+    """The maxima of some splits, [SB, RB], -inf where a split does not exist."""
     at = tl.cast(split, tl.int64)[:, None] * online[3] + online[1][None, :]
     return tl.load(online[0] + at, mask=(split < splits)[:, None] & online[2][None, :], other=float("-inf"))
 
@@ -62,8 +62,8 @@ def common_factor(
     online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane,
     J: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
 ):
-    """What a row is multiplied by, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of that, 0
-    in place of -inf. Both are stored for softmax "in"; after a uniform pass all logits are 0, and so is the maximum.
+    """The factor of a row, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of the softmax, 0 in
+    place of -inf. Stores both for softmax "in"; in a uniform pass all logits are 0, so the maximum is 0.
     """
     rows, ok = own.rows, own.ok
     m = tl.full([rows.shape[0]], 0.0 if LEAKY else float("-inf"), tl.float32)
@@ -103,7 +103,7 @@ def add_bias(s, bias_ptr, own, J: tl.constexpr, D: tl.constexpr):
     return s
 
 
-# These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
+# These pointers point into [R, ...] tensors, so their alignment depends on B: Triton would compile a kernel for each.
 @triton.jit(
     do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "norm_ptr", "inverse_ptr"]
 )
@@ -113,7 +113,7 @@ def update_kernel(
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    V_ptr,  # [B, J, D] float32, what the pass scored with, or None for zero
+    V_ptr,  # [B, J, D] float32, V of the pass, or None for zero
     s_ptr,  # [B, J, D] float32, out
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     next_ptr,  # [B, J, D] float32, out: V + v, or None
@@ -150,7 +150,7 @@ def moments_kernel(
     online_ptr,  # [2, splits, B, J] float32, for softmax "in": maximum and sum of exponentials of each split, or None
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     out_mask_ptr,
-    first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None as their partial sums
+    first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None if the partial sums are None
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     B, splits, factor,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
@@ -179,7 +179,7 @@ def store_ds(
     s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
     J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
-    """ds, from dv and v = squash(s + bias), to what ds_ptr points to in [B, J, R, 2, D]."""
+    """Computes ds from dv and v = squash(s + bias), and stores ds at ds_ptr, which points into [B, J, R, 2, D]."""
     s = add_bias(tl.load(s_ptr + own.at, mask=own.within, other=0.0), bias_ptr, own, J, D)
     ds = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
     tl.store(ds_ptr + (own.rows * (2 * R * D))[:, None] + own.d[None, :], ds, mask=own.within)
@@ -196,7 +196,7 @@ def restore_kernel(
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """KIND: the squash of the iterations; LAST: that of the last one."""
+    """KIND: the squash of all iterations but the last; LAST: the squash of the last iteration."""
     own = own_rows(B, J, D, DP, RB)
     alive = row_is_valid(out_mask_ptr, own)
     plane = tl.cast(B, tl.int64) * J * D

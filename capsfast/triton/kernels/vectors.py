@@ -1,4 +1,4 @@
-"""Tiles of vectors [B, J, D], laid out as the votes they meet, and what is computed of both."""
+"""Tiles of vectors [B, J, D] in the layout of the votes, and what is computed from vectors and votes."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ from .tiles import columns, outputs, pose_rows
 
 
 class VectorTile(NamedTuple):
-    """Where the components [M, F] of a tile are: number of the first sample, sample of a row from there on, output of
-    the tile, component, and whether the layer has it."""
+    """Where the components [M, F] of a tile are: number of the first sample, sample counted from the first, output in
+    the tile, component, and whether the layer has this component."""
 
     first: Any
     local: Any
@@ -21,12 +21,12 @@ class VectorTile(NamedTuple):
 
 @triton.jit
 def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
-    """What load_vectors() has to know of the rows, and of where the components of a tile are.
+    """Where load_vectors() finds the rows and the components of a tile.
 
-    The tile of a product is loaded as the tensor core leaves votes, so that neither goes through shared memory: as
-    [M, F], where a lane has F components that follow each other. The compiler deals out the M first to lanes, then to
-    warps, then to registers. TWO = 2: beside it the tile of the vectors that follow in memory, for load_state(). An
-    axis of its own for these would be dealt out first by some releases of the compiler.
+    For computed votes, vectors are loaded in the layout in which the tensor core leaves votes, so neither goes through
+    shared memory: as [M, F], where a lane has F consecutive components. The compiler distributes M to lanes first, then
+    to warps, then to registers. TWO = 2: also the tile of the vectors that follow in memory, for load_state(). These
+    share the axis M, because some releases of the compiler would distribute a separate axis first.
     """
     at = rows
     if T.LANES > 0:
@@ -41,7 +41,7 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         lane = index // 32 % ACROSS * 4 + index % 4
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
-        # Rows outside are not used: they read the last ones, as for a mask the compiler would clear registers.
+        # Rows outside are not used. They read the last row, because for a mask the compiler would clear registers.
         last = (tl.minimum(rows.count, T.BB) - 1).to(rows.local.dtype)
         local = tl.minimum((row // T.PP).to(rows.local.dtype), last)[:, None]
         j = (lane // T.LANES)[:, None]
@@ -59,7 +59,7 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
 
 @triton.jit
 def reread_tiles(at, i32, T: tl.constexpr):
-    """What vector_tile() returned, so that if QUADRATIC tiles are loaded in every turn of the loop: see reread()."""
+    """What vector_tile() returned. If QUADRATIC, the loop over i loads the tiles again in every turn, see reread()."""
     if T.LANES > 0 and T.QUADRATIC:
         at = VectorTile(at.first + (i32 >> 31), at.local, at.j, at.d, at.within)
     return at
@@ -67,8 +67,8 @@ def reread_tiles(at, i32, T: tl.constexpr):
 
 @triton.jit
 def further(ptr, offset, T: tl.constexpr):
-    """ptr + offset, to vectors [B, J, D] that are aligned as those at ptr are, whatever B. Else lanes would read 4
-    bytes of them, in a layout of their own. Of an argument the compiler is not told that, but of a sum."""
+    """ptr + offset, declared a multiple of 16 bytes if D allows it, whatever B is. Otherwise a lane would read 4 bytes
+    at a time, in another layout. The compiler accepts the declaration for a sum, not for an argument."""
     ptr += offset
     if T.D % 4 == 0:
         ptr = tl.multiple_of(ptr, 16)
@@ -87,10 +87,10 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
         mask = at.inside[:, None] & ((j < T.J) & (d < C))[None, :]
         tile = tl.load(place, mask=mask, other=0.0)
     else:
-        # A last group may have whole tiles outside. What they read is not used.
+        # The last group may have tiles without any output. What they read is not used.
         n = tl.minimum(n, (T.J - 1) // T.JT)
-        # Tiles and components before samples: then what registers differ by is part of the instruction, and what is
-        # known of the alignment of ptr is not lost, as it is where two numbers are added to a pointer.
+        # Adds tiles and components before samples. Then the offsets between registers are part of the instruction, and
+        # the compiler keeps the alignment of ptr, which it loses where two numbers are added to a pointer.
         place = ptr + (at.j * (S * T.D) + at.d) + at.first * SAMPLE + at.local * SAMPLE
         place += n * (T.JT * S * T.D)
         if C == T.DP and T.J % T.JT == 0 and T.P & (T.P - 1) == 0:
@@ -102,7 +102,7 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
-    """A tile [M, F] as [BB, N], or two of them as [BB, N, 2]."""
+    """A tile [M, F] as [BB, N], or two tiles as [BB, N, 2]."""
     F: tl.constexpr = tile.shape[1]
     parts = tl.reshape(
         tile, [TWO, T.DP // T.LANES // F, 2, T.BB // 16, T.JT * T.LANES // 4, 8, 4, F // 2, 2]
@@ -113,8 +113,8 @@ def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
 
 @triton.jit
 def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1):
-    """Tile n of float32 vectors [B, J, D]. With S > 1 they are one of the S vectors in [B, J, S, D], to which ptr
-    points. at: from vector_tile(). Columns outside and rows that pad a pose are 0, rows of no sample are anything."""
+    """Tile n of float32 vectors [B, J, D]. With S > 1, ptr points to one of the S vectors in [B, J, S, D]. at: from
+    vector_tile(). Columns outside and rows that pad a pose are 0, rows without a sample hold any numbers."""
     tile = _load(ptr, at, n, T, S)
     if T.LANES > 0:
         tile = _as_votes(tile, T, 1)
@@ -123,8 +123,8 @@ def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1):
 
 @triton.jit
 def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr):
-    """Tile n of V, of no meaning without a QUERY, and of ds, which follows it in memory. vectors and states: from
-    vector_tile(), of one tile and of both. One load for both is less to compile."""
+    """Tile n of V, which means nothing without a QUERY, and of ds, which follows V in memory. vectors and states: from
+    vector_tile() with TWO = 1 and TWO = 2. One load for both compiles faster."""
     if not T.QUERY:
         ds = load_vectors(ptr + T.D, vectors, n, T, S)
         V = ds
@@ -162,8 +162,8 @@ def store_numbers(ptr, value, rows, n, T: tl.constexpr):
 
 @triton.jit
 def parts(x, T: tl.constexpr):
-    """A tile [BB, N] of a product as a tuple of 1, 2 or 4 tiles [BB, JT, M, 2 LANES], what follows each other of what a
-    lane has."""
+    """A tile [BB, N] of computed votes as a tuple of 1, 2 or 4 tiles [BB, JT, M, 2 LANES]: consecutive slices of the
+    components of a lane."""
     PARTS: tl.constexpr = min(4, T.DP // (2 * T.LANES))
     M: tl.constexpr = T.DP // (2 * T.LANES * PARTS)
     if PARTS == 4:
@@ -179,7 +179,7 @@ def parts(x, T: tl.constexpr):
 
 @triton.jit
 def whole(xs, T: tl.constexpr):
-    """The tile whose parts these are."""
+    """The tile that parts() took apart."""
     if len(xs) == 4:
         x = tl.permute(tl.join(tl.join(xs[0], xs[1]), tl.join(xs[2], xs[3])), (0, 5, 4, 2, 1, 3))
     elif len(xs) == 2:
@@ -191,20 +191,20 @@ def whole(xs, T: tl.constexpr):
 
 @triton.jit
 def no_terms(T: tl.constexpr, PARTED: tl.constexpr):
-    """A sum of add_scaled() without any terms."""
+    """The sum that add_scaled() starts from: 0."""
     nothing = tl.zeros([T.BB, T.JT * T.DP], tl.float32)
     return parts(nothing, T) if PARTED else (nothing,)
 
 
 @triton.jit
 def add_scaled(xs, c, tile, T: tl.constexpr, PARTED: tl.constexpr):
-    """c tile, added to xs. c: a number per output, [BB, JT]. PARTED: xs is a tuple of parts(), which keeps the compiler
-    from laying out the sum, and with it all terms, as the product takes it that follows: in twice the registers."""
+    """Adds c * tile to xs. c: a number per output, [BB, JT]. PARTED: xs is a tuple from parts(), which keeps the
+    compiler from giving the sum and all its terms the layout of an operand of the next product: twice the registers."""
     found = ()
     if PARTED:
         ys = parts(tile, T)
         for n in tl.static_range(len(ys)):
-            # Left to the compiler, it would for sm_100 multiply one by one and add in pairs.
+            # Without tl.fma() the compiler would multiply one by one and add in pairs for sm_100.
             found = found + (tl.fma(tl.broadcast_to(c[:, :, None, None], ys[n].shape), ys[n], xs[n]),)
     else:
         found = (xs[0] + spread(c, T) * tile,)
@@ -213,12 +213,12 @@ def add_scaled(xs, c, tile, T: tl.constexpr, PARTED: tl.constexpr):
 
 @triton.jit
 def score(x, p, T: tl.constexpr):
-    """Dot products over d of two tiles [BB, N]: [BB, JT]. All rows of a pose have their sum."""
+    """Dot products over d of two tiles [BB, N]: [BB, JT]. All rows of a pose matrix get the sum over its rows."""
     if T.LANES == 0:
         found = tl.sum(tl.reshape(x * p, [T.BB, T.JT, T.DP]), 2)
     else:
-        # The compiler adds up what a lane has as a tree of products. Up to four multiply-adds in a chain first save a
-        # quarter of its instructions. More of them save little, and take the compiler long.
+        # The compiler adds up the products of a lane as a tree. A chain of up to four multiply-adds before the tree
+        # saves a quarter of the instructions. A longer chain saves little and takes long to compile.
         xs = parts(x, T)
         ps = parts(p, T)
         total = xs[0] * ps[0]

@@ -19,8 +19,8 @@ from .vectors import load_numbers, load_vectors, score, slope, spread
 
 @triton.jit
 def reread(ptr, i32, AGAIN: tl.constexpr):
-    """ptr, so that if AGAIN what it points to is loaded in every turn of the loop over i: it is in L1. Loaded once
-    before the loop, as the compiler would, it leaves too little room. That i is not negative it does not know."""
+    """ptr. If AGAIN, adds a 0 that the compiler does not recognize, as it does not know that i >= 0. So every turn of
+    the loop over i loads the target again, from L1. Loaded once before the loop, it takes too many registers."""
     if AGAIN:
         ptr += (i32 >> 31) * 16
     return ptr
@@ -64,8 +64,7 @@ def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def votes_tile(inputs, rows, here, n, T: tl.constexpr):
-    """Tile n of the votes of an input capsule: if VOTES they are read, else computed as W_ij u_i, with D / P components
-    a row.
+    """Tile n of the votes of an input capsule: read if VOTES, else computed as W_ij u_i, with D / P components a row.
 
     tl.dot does not sum over i: tensor cores round sums towards zero, an error that would grow with I.
     """
@@ -91,10 +90,10 @@ def votes_tile(inputs, rows, here, n, T: tl.constexpr):
 
 @triton.jit
 def votes_about_center(inputs, rows, vectors, here, n, valid, T: tl.constexpr):
-    """Tile n of x, the votes or what is left of them about the center.
+    """Tile n of x: the votes, minus the center if there is one.
 
-    If QUADRATIC it is 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0 does not
-    hide that where it multiplies x.
+    If QUADRATIC, x is 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0 times
+    NaN is NaN.
     """
     x = votes_tile(inputs, rows, here, n, T)
     if T.QUADRATIC:
@@ -125,7 +124,7 @@ def routing_logits(
 def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, T: tl.constexpr):
     """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n.
 
-    s: sum_i c x, or None. With it s . ds + s^2 . dsecond is taken off, as (x - s) (ds + (x + s) dsecond).
+    s: sum_i c x, or None. With s, dc excludes s . ds + s^2 . dsecond: kernels sum (x - s) (ds + (x + s) dsecond).
     """
     about = x
     if s is not None:
