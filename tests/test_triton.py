@@ -222,10 +222,13 @@ def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pyte
 def test_votes_of_the_positions_of_one_sample() -> None:
     """Its sums are a view of a tensor whose positions are behind."""
 
-    def first(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
-        return capsfast.votes_pass(votes, query=query, normalize="in", backend=backend).first
+    def moments(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
+        found = capsfast.votes_pass(
+            votes, query=query, normalize="in", leaky=True, return_weights=True, backend=backend
+        )
+        return torch.cat([found.first.flatten(), found.mass.flatten(), found.weights.flatten()])
 
-    gradients(first, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
+    gradients(moments, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
 
 
 @pytest.mark.parametrize("how", ["out", "sigmoid"])

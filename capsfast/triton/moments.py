@@ -212,7 +212,8 @@ def _inward_total(
         total = total + (dsecond * (second if s is None else second - s * s)).sum(2)
     if dcoupling is not None:
         total = total + over_inputs(dcoupling.float() * weights)
-    return total
+    # With the positions of one sample the mass is a view whose positions are behind.
+    return total.contiguous()
 
 
 def _over_outputs(pairs: Tensor) -> Tensor:
