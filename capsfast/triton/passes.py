@@ -260,19 +260,21 @@ def gradient(
     uniform: bool,
     needed: tuple[bool, bool],
     dsecond: Slot | None = None,
+    dx: Slot | None = None,
 ) -> tuple[Slot | None, Slot | None]:
     """dx and, in parts [n, ...] that are to be added up, dweight, as far as they are needed.
 
+    dx: where it is written, unless output capsules share the votes. None: to new memory.
     pairs: [T, B, I, J, 2] from accumulate_gradient, of the last T iterations. uniform: in the iteration before these
     all couplings are equal.
     """
     tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
-    dx = room = dw = None
+    room = dw = None
     if needed[0]:
         # dvotes that output capsules share are a sum over these.
         shape = (B, I, J, D) if call.common else call.x.shape
-        dx = call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
+        dx = dx or call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
         # du is a sum over groups of outputs, kept in float32 until the last.
         if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
