@@ -231,6 +231,16 @@ def test_votes_of_the_positions_of_one_sample() -> None:
     gradients(moments, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
 
 
+def test_an_empty_log_sum_is_float32_whatever_the_default() -> None:
+    u, weight, query = torch.rand(2, 3, 4), torch.rand(3, 0, 4, 4), torch.rand(2, 0, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = capsfast.routing_pass(u, weight, query=query, return_lse=True, backend="triton")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.lse is not None and found.lse.dtype == torch.float32
+
+
 @pytest.mark.parametrize("how", ["out", "sigmoid"])
 def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
     """The last group has tiles of no outputs. They have V and the center of others."""

@@ -185,7 +185,7 @@ def _state(query: Tensor, dfirst: Tensor) -> Tensor:
 
 
 def _empty_log_sum(B: int, I: int, leaky: bool, device: torch.device) -> Tensor:
-    return torch.full((B, I), 0.0 if leaky else -torch.inf, device=device)
+    return torch.full((B, I), 0.0 if leaky else -torch.inf, dtype=torch.float32, device=device)
 
 
 def _inward_total(
