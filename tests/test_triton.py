@@ -222,10 +222,23 @@ def test_a_backward_in_parts_of_the_batch(op: str, case: Case, monkeypatch: pyte
 def test_votes_of_the_positions_of_one_sample() -> None:
     """With one sample the sums are a view of a tensor that has positions as its last axis."""
 
-    def first(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
-        return capsfast.votes_pass(votes, query=query, normalize="in", backend=backend).first
+    def moments(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
+        found = capsfast.votes_pass(
+            votes, query=query, normalize="in", leaky=True, return_weights=True, backend=backend
+        )
+        return torch.cat([found.first.flatten(), found.mass.flatten(), found.weights.flatten()])
 
-    gradients(first, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
+    gradients(moments, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
+
+
+def test_an_empty_log_sum_is_float32_whatever_the_default() -> None:
+    u, weight, query = torch.rand(2, 3, 4), torch.rand(3, 0, 4, 4), torch.rand(2, 0, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = capsfast.routing_pass(u, weight, query=query, return_lse=True, backend="triton")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.lse is not None and found.lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["out", "sigmoid"])

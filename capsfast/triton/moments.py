@@ -185,7 +185,7 @@ def _state(query: Tensor, dfirst: Tensor) -> Tensor:
 
 
 def _empty_log_sum(B: int, I: int, leaky: bool, device: torch.device) -> Tensor:
-    return torch.full((B, I), 0.0 if leaky else -torch.inf, device=device)
+    return torch.full((B, I), 0.0 if leaky else -torch.inf, dtype=torch.float32, device=device)
 
 
 def _inward_total(
@@ -212,7 +212,8 @@ def _inward_total(
         total = total + (dsecond * (second if s is None else second - s * s)).sum(2)
     if dcoupling is not None:
         total = total + over_inputs(dcoupling.float() * weights)
-    return total
+    # With the positions of one sample the mass is a view whose positions are behind.
+    return total.contiguous()
 
 
 def _over_outputs(pairs: Tensor) -> Tensor:

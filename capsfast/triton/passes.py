@@ -260,19 +260,21 @@ def gradient(
     uniform: bool,
     needed: tuple[bool, bool],
     dsecond: Slot | None = None,
+    dx: Slot | None = None,
 ) -> tuple[Slot | None, Slot | None]:
     """dx, and dweight in parts [n, ...] that add_up() adds up; None for what is not needed.
 
     pairs: [T, B, I, J, 2] from accumulate_gradient, for the last T iterations. uniform: whether the iteration before
     these T has a gradient too, with equal couplings.
+    dx: the memory for dx, unless output capsules share the votes. None: new memory.
     """
     tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
-    dx = room = dw = None
+    room = dw = None
     if needed[0]:
         # If output capsules share votes, dvotes are a sum over output capsules.
         shape = (B, I, J, D) if call.common else call.x.shape
-        dx = call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
+        dx = dx or call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
         # du is a sum over groups of outputs, in float32 until the last group.
         if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)

@@ -124,6 +124,7 @@ class Launch:
         self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
         self.constants = constants | ALWAYS
         self.runner: Any = None
+        self.relaunched = False
 
     def finish(self, place: Callable[[Any], Any]) -> None:
         self.arguments = [place(value) for value in self.arguments]
@@ -139,8 +140,11 @@ class Launch:
                 signature[n] = addresses[index] + offset
             try:
                 self.runner(*signature, stream=stream)
+                self.relaunched = True
                 return
             except TypeError as error:  # this release takes other arguments, and has launched nothing
+                if self.relaunched:  # a hook of the user's raised it
+                    raise
                 _warn_of_ordinary_launches(repr(error))
         compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
         if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling

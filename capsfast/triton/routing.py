@@ -73,6 +73,8 @@ def backward(
     if step >= B or not any(needed[:3]):
         return _backward(call, dv, dcoupling, coupling, s, norm, needed)
     each = call.positions or 1
+    # The parts of dx are written where they belong: dvotes are as large as the votes.
+    dx = call.new(*call.x.shape, dtype=call.x.dtype) if needed[0] and not call.common else None
     found = []
     for lo in range(0, B, step):
         b, rows = slice(lo, lo + step), slice(lo * each, (lo + step) * each)
@@ -85,12 +87,20 @@ def backward(
         )
         of_coupling = None if dcoupling is None else dcoupling[b]
         of_norm = norm[:, :, rows] if call.normalize == "in" else norm
+        of_dx = None if dx is None else dx[b]
         found.append(
-            _backward(part, dv[rows], of_coupling, coupling[b], s[:, rows], of_norm, needed, dtype=torch.float32)
+            _backward(part, dv[rows], of_coupling, coupling[b], s[:, rows], of_norm, needed, torch.float32, of_dx)
         )
     together = (_cat, _sum, _sum if call.shared_logits else _cat, _sum)
-    columns = zip(together, zip(*found, strict=True), _given(call), strict=True)
-    return tuple(call.compute(join, (call.x if like is None else like).dtype, *parts) for join, parts, like in columns)
+    columns = [*zip(together, zip(*found, strict=True), _given(call), strict=True)][0 if dx is None else 1 :]
+    joined = (call.compute(join, (call.x if like is None else like).dtype, *parts) for join, parts, like in columns)
+    return (*joined,) if dx is None else (dx, *joined)
+
+
+def first_iterations(call: Call) -> tuple[int, int]:
+    """The first iteration that has a gradient, and from there on the first whose couplings differ."""
+    start = 0 if call.agreement else call.iterations - 1
+    return start, start + (start == 0 and call.uniform_start)
 
 
 def samples_at_once(call: Call) -> int:
@@ -98,7 +108,7 @@ def samples_at_once(call: Call) -> int:
     half the size of the float32 votes, or MOST_COEFFICIENTS if that is more."""
     B, D = call.x.shape[0], call.sizes[3]
     pairs = math.prod(call.sizes[:3])
-    parts = cdiv(8 * call.iterations * pairs, max(2 * D * pairs, MOST_COEFFICIENTS, 1))
+    parts = cdiv(8 * (call.iterations - first_iterations(call)[1]) * pairs, max(2 * D * pairs, MOST_COEFFICIENTS, 1))
     step = cdiv(B, max(parts, 1))
     return step if call.positions is not None else cdiv(step, FULL) * FULL
 
@@ -120,8 +130,10 @@ def _backward(
     norm: Slot,
     needed: tuple[bool, bool, bool, bool],
     dtype: torch.dtype | None = None,
+    dx: Slot | None = None,
 ) -> tuple[Slot, ...]:
-    """As backward(), for one part of the batch. dtype: for sums over samples; None takes the dtype of the tensors."""
+    """As backward(), for one part of the batch. dtype: for sums over samples; None takes the dtype of the tensors. dx:
+    the memory for it, as in passes.gradient()."""
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
@@ -134,9 +146,8 @@ def _backward(
     if inward and dcoupling is not None:
         delta = call.compute(_delta, coupling, dcoupling, r)
 
-    start = 0 if call.agreement else r - 1
-    uniform = start == 0 and call.uniform_start
-    first = start + uniform  # the first iteration whose couplings differ
+    start, first = first_iterations(call)
+    uniform = first > start
     need_x, need_weight, need_logits, need_bias = needed
     pairs = passes.new_coefficients(call, r - first) if r > first and (need_x or need_weight or need_logits) else None
     norms = Norms(None, norm[0], norm[1], delta, s) if inward else Norms()
@@ -155,7 +166,7 @@ def _backward(
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
-    dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
+    empty, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
         # Without input capsules the gradient pass has no programs, so it would write nothing.
         dx, dweight, dlogits = (
@@ -163,15 +174,14 @@ def _backward(
         )
     else:
         if need_x or need_weight:
-            found, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight))
-            dx = dx if found is None else found
+            dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dx=dx)
             dweight = dweight if parts is None else passes.add_up(call, parts, dtype)
         if need_logits:
             dlogits = logits_gradient(call, pairs, dtype)
     if need_bias:
         assert call.bias is not None
         dbias = call.compute(_dbias, state[:, :, start:, 1], dtype or call.bias.dtype)
-    return dx, dweight, dlogits, dbias
+    return dx or empty, dweight, dlogits, dbias
 
 
 def logits_gradient(call: Call, pairs: Slot | None, dtype: torch.dtype | None = None) -> Slot:

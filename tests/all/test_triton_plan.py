@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    from capsfast.triton import config, plan
-    from capsfast.triton.plan import Memory, Plan, Slot, arrange, planned
+    from capsfast.triton import config, plan, routing
+    from capsfast.triton.plan import Compute, Memory, Plan, Slot, arrange, planned
 
 SHAPE = (3, 2, 5, 6, 2)
 QUIET = Case(coupling=False)
@@ -266,6 +266,24 @@ def test_partial_sums_of_passes_share_the_workspace() -> None:
     workspace = next(size[0] for dtype, size, _ in found.new_forms if dtype == torch.uint8)
     # The workspace holds partial sums of three splits, and V.
     assert workspace <= 2 * 4 * (3 + 1) * 2 * 3 * 16 + 4 * 512
+
+
+@pytest.mark.parametrize("gradient", ["full", "last"])
+def test_parts_of_the_batch_need_no_second_gradient_of_the_votes(
+    gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their coefficients take half of the votes: two gradients of these would be more than all coefficients."""
+    problem = make((40, 6, 3, 4, 1), replace(QUIET, gradient=gradient), "route_votes", torch.float32)
+    run(problem, "triton")
+    _, whole = plan._plans.values()
+    monkeypatch.setattr(routing, "MOST_COEFFICIENTS", 0)
+    plan.forget()
+    run(problem, "triton")
+    _, parts = plan._plans.values()
+    # The coefficients of a single iteration are half of votes of four numbers.
+    assert (len(parts.steps) > len(whole.steps)) == (gradient == "full")
+    results = [step.result.form[1] for step in parts.steps if isinstance(step, Compute)]
+    assert all(torch.Size(size).numel() < problem.inputs["votes"].numel() for size in results)
 
 
 class Other:
