@@ -61,7 +61,7 @@ class PrimaryMatrixCaps(Layer):
         if activation_std is not None:
             _arguments.positive(op, "activation_std", activation_std)
             if batch_norm:
-                raise ValueError(f"{op}: activation_std needs batch_norm=False, which undoes any scale; leave it out")
+                raise ValueError(f"{op}: activation_std needs batch_norm=False: a norm would undo it; leave it out")
         self.activation_std = activation_std
         window = (
             _arguments.pair(op, "kernel_size", kernel_size),
@@ -79,9 +79,10 @@ class PrimaryMatrixCaps(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
-        self.pose.reset_parameters()
-        self.activation.reset_parameters()
+        """Draws the weights anew; a batch normalisation starts anew."""
+        for each in self.children():
+            if not isinstance(each, nn.Identity):
+                each.reset_parameters()  # type: ignore[operator]
         # Features of a ReLU are well below 1. The authors' code has 0.5 for 64 of them, and so has this.
         nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
         if self.activation_std is not None:
