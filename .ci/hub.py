@@ -2,8 +2,8 @@
 
 python .ci/hub.py FOLDER
 
-It holds ops and layers, which import nothing but torch: Triton's kernels and the definitions. The compiled extension,
-training, the data sets and the command line stay behind. Each build has an op namespace of its own.
+It holds all that imports nothing but torch: Triton's kernels and the definitions, layers, networks, accelerate. The
+compiled extension, training, the data sets and the command line stay behind. Each build has an op namespace of its own.
 """
 
 import runpy
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = ("train", "data", "cli", "bench", "pretrained", "__main__.py", "plot.py", "__pycache__", "_C*")
+LEFT_OUT = ("train", "data", "cli", "pretrained", "__main__.py", "plot.py", "__pycache__", "_C*")
 # kernel-builder writes _ops.py beside it.
 NAMES = """
 from ._ops import add_op_namespace_prefix
@@ -25,7 +25,7 @@ name = "capsfast"
 version = 0  # the Hub's number for what may still change; releases are the package's own: {version}
 edition = 5
 license = "MIT"
-backends = ["cpu", "cuda"]
+backends = ["cpu", "cuda", "rocm"]
 
 [torch-noarch]
 pyext = ["inc", "py"]

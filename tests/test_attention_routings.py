@@ -301,6 +301,16 @@ def test_a_state_without_the_statistics_of_a_batch(batch_norm: bool) -> None:
         new.load_state_dict(old.state_dict())
 
 
+def test_a_reset_forgets_the_statistics_of_a_batch() -> None:
+    layer = RoutedCaps(I, J, K, D, routing="variational")
+    fresh = copy.deepcopy(layer.routing).state_dict()
+    with torch.no_grad():
+        layer.routing.beta_a.add_(1)
+        layer(torch.randn(B, I, K))
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.routing.state_dict(), fresh)
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "sharpness": (lambda: KMeansRouting(2, 2, 2, 2, sharpness=0), ValueError, "sharpness must be positive and finite"),
     "softmax": (lambda: KMeansRouting(2, 2, 2, 2, softmax="all"), ValueError, "KMeansRouting: softmax must be one of"),

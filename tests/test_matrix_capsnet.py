@@ -120,6 +120,16 @@ def test_variational_form_has_the_authors_parameters() -> None:
     assert sum(value.numel() for value in mnist.parameters()) == count(64, 16, 16, 16, 10, 1) == 95_572
 
 
+def test_a_reset_forgets_the_batch_normalisations() -> None:
+    layer = PrimaryMatrixCaps(3, 2, 4, batch_norm=True)
+    fresh = {name: value.clone() for name, value in layer.state_dict().items() if "norm" in name}
+    with torch.no_grad():
+        layer.pose_norm.weight.fill_(3)
+        layer(torch.rand(2, 3, 5, 5))
+    layer.reset_parameters()
+    torch.testing.assert_close({name: layer.state_dict()[name] for name in fresh}, fresh)
+
+
 def test_variational_form_is_its_definition() -> None:
     torch.manual_seed(0)
     model = MatrixCapsNet(2, 28, 3, conv_channels=5, primary_types=2, conv_types=(3, 4), form="variational", dtype=f64)
@@ -314,13 +324,13 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "scale of coordinates must be finite, got inf",
     ),
-    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "ClassCaps2d: positions is no option"),
+    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "positions is not an option"),
     "activation of a list": (
         lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),
         TypeError,
         r"ClassCaps2d: activation must be a torch\.Tensor \[B, I\], got list",
     ),
-    "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is no option"),
+    "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is not an option"),
     "image": (lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 3)), ValueError, "u must be .*in_types=2"),
     "activation": (
         lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), torch.zeros(1, 2, 2, 3)),
@@ -332,7 +342,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "deviation and norm": (
         lambda: MatrixCapsNet(form="variational", activation_std=3.0),
         ValueError,
-        "activation_std needs batch_norm=False, which undoes any scale; leave it out",
+        r"MatrixCapsNet: activation_std needs form='em': .* leave it out",
     ),
     "norm": (lambda: PrimaryMatrixCaps(3, 2, 4, batch_norm="both"), TypeError, "batch_norm must be True or False"),
     "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),

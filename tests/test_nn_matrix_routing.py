@@ -142,6 +142,7 @@ def test_what_is_refused() -> None:
         f"u must be [B, I={I}, K={P * Q}], got": lambda: layer(u[:, 1:], scores[:, 1:]),
         f"u must be [B, I, K={P * Q}], got": lambda: free(u[..., 1:], scores),
         f"scores must be [B={B}, I={I}], got": lambda: free(u, scores[:, 1:]),
+        "scores must have the dtype of u (float32)": lambda: layer(u, scores.double()),
         "must have one dtype, got float64": lambda: layer(u.double(), scores.double()),
     }
     for message, call in cases.items():

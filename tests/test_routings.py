@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
+from capsfast import native
 from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected
@@ -72,6 +73,7 @@ def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> N
 
 
 @each_case
+@pytest.mark.skipif(native.extension is None, reason="the definitions form the votes")
 def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
     layer = layer_of(name, torch.float32, **options)
     u, activation = (each.detach().repeat(6, *(1,) * (each.dim() - 1)).requires_grad_() for each in inputs())

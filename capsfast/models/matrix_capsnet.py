@@ -128,6 +128,8 @@ class MatrixCapsNet(Network):
         size = self.image_shape[1:]
         checks.choice(op, "form", form, FORMS)
         normalized = form == "variational"
+        if normalized and activation_std is not None:
+            raise ValueError(f"{op}: activation_std needs form='em': a norm would undo it; leave it out")
         routing = form if routing is None else routing
         if start is None:
             start = "window" if normalized and competition == "child" else "child"

@@ -113,6 +113,7 @@ class MatrixRouting(Layer):
         sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
         _arguments.sized(self.op, "u", u, "[B, I, K]", **sizes)
         _arguments.sized(self.op, "scores", scores, "[B, I]", B=u.shape[0], I=u.shape[1])
+        checks.parameter_dtype(self.op, "scores", scores, "u", u)
         f = torch.sigmoid(scores)
         both = self.beta_use + self.beta_ign
         ignored = (f[..., None] * self.beta_ign).sum(1)

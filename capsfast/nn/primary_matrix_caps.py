@@ -61,7 +61,7 @@ class PrimaryMatrixCaps(Layer):
         if activation_std is not None:
             _arguments.positive(op, "activation_std", activation_std)
             if batch_norm:
-                raise ValueError(f"{op}: activation_std needs batch_norm=False, which undoes any scale; leave it out")
+                raise ValueError(f"{op}: activation_std needs batch_norm=False: a norm would undo it; leave it out")
         self.activation_std = activation_std
         window = (
             _arguments.pair(op, "kernel_size", kernel_size),
@@ -79,9 +79,10 @@ class PrimaryMatrixCaps(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights."""
-        self.pose.reset_parameters()
-        self.activation.reset_parameters()
+        """Draws new weights, and starts a batch normalisation anew."""
+        for each in self.children():
+            if not isinstance(each, nn.Identity):
+                each.reset_parameters()  # type: ignore[operator]
         # ReLU features are well below 1. For 64 features the deviation is 0.5, as in the authors' code.
         nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
         if self.activation_std is not None:

@@ -31,6 +31,19 @@ def load(name, folder):
     spec.loader.exec_module(module)
     return module
 
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.W = torch.nn.Parameter(0.1 * torch.randn(5, 3, 8, 4))
+
+    def forward(self, u):
+        votes = torch.einsum("ijdk,bik->bijd", self.W, u)
+        b = torch.zeros_like(votes[..., 0])
+        for _ in range(3):
+            v = capsfast.squash((b.softmax(2)[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
 first, second = load("capsfast_1f", sys.argv[1]), load("capsfast_2e", sys.argv[2])
 torch.manual_seed(0)
 u, weight = torch.randn(2, 5, 4), 0.1 * torch.randn(5, 3, 8, 4)
@@ -48,6 +61,8 @@ for build in (first, second):
     with capsfast.use_backend("reference"):
         layer(u).sum().backward()
     torch.testing.assert_close(theirs.W.grad, layer.W.grad)
+    assert all(getattr(build, name) is not None for name in build.__all__)
+    assert "dynamic_routing" in str(build.identify(Own(), u))
 names = [name for name in dir(torch.ops.capsfast_2) if not name.startswith("_")]
 assert "triton_dynamic_routing" in names, names
 foreign = {name.partition(".")[0] for name in sys.modules if name.startswith("capsfast")}

@@ -73,10 +73,19 @@ class VariationalRouting(IterativeRouting):
         self.alpha = alpha
         self.kappa = kappa
         self.psi = psi
-        self.beta_a = nn.Parameter(torch.zeros(out_caps, **self._made))
-        self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
+        self.beta_a = nn.Parameter(torch.empty(out_caps, **self._made))
+        self.beta_u = nn.Parameter(torch.empty(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
         self.pose_norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm == "both" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets ``beta_a`` and ``beta_u`` to 0; a batch normalisation starts anew."""
+        nn.init.zeros_(self.beta_a)
+        nn.init.zeros_(self.beta_u)
+        for norm in (self.norm, self.pose_norm):
+            if norm is not None:
+                norm.reset_running_stats()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
