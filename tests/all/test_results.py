@@ -108,3 +108,13 @@ def test_speed_of_routings_is_that_of_the_record() -> None:
             assert set(found) == set(capsfast.nn.ROUTINGS)
             gains = [each["torch.compile einsum"] / each["capsfast cpp"] for each in found.values()]
             assert cell == f"{min(gains):.1f}x to {max(gains):.1f}x"
+
+
+def test_speed_of_matrix_routing_is_that_of_the_record() -> None:
+    measured = record_of("matrix-routing.json")["rows"]
+    rows = table_rows(ROOT / "docs" / "layers.md", "| B | I | J | matrices |")
+    for (batch, *_, matrices, forward, both), found in zip(rows, measured, strict=True):
+        assert (int(batch), matrices) == (found["B"], found["matrices"])
+        for cell, direction in ((forward, "forward"), (both, "forward+backward")):
+            times = found[direction]
+            assert cell == f"{times['author'] / times['capsfast']:.1f}x"
