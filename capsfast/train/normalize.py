@@ -17,7 +17,7 @@ class Normalize(Layer):
 
     Args:
         given: ``"image"`` uses mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
-            section 4). Two lists are the mean and the deviation of each channel. ``"set"`` waits for :meth:`set`, with
+            section 4). Two lists are the mean and the deviation of each channel. ``"set"`` waits for ``set()``, with
             numbers from :func:`capsfast.data.channel_statistics`. A channel with deviation 0 is not divided.
         in_channels: C.
 

@@ -164,7 +164,7 @@ def test_record_goes_into_the_checkout(monkeypatch: pytest.MonkeyPatch, quick: M
     assert (quick.calls[0][1]["seconds"], quick.calls[0][1]["least_rounds"]) == (2.0, 5)
     monkeypatch.setattr(measuring, "checkout", lambda: None)
     result = bench("--record")
-    assert result.exit_code == 2 and "installed copy" in result.output
+    assert result.exit_code == 2 and "records lie in a checkout" in result.output
 
 
 def test_interruption_keeps_what_is_finished(quick: Measured, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_report_of_the_checkout_and_of_named_records(
     assert "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in (tmp_path / "there" / "benchmarks.md").read_text()
     monkeypatch.setattr(measuring, "checkout", lambda: None)
     result = RUN.invoke(app, ["report"])
-    assert result.exit_code == 2 and "installed copy" in result.output
+    assert result.exit_code == 2 and "records lie in a checkout" in result.output
 
 
 def test_report_of_what_is_no_record_is_one_line(tmp_path: Path) -> None:
