@@ -100,7 +100,7 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The layer for which tiles are chosen. K is 0 if votes are given. shared: one weight for all input capsules.
+    """The layer for which tiles are chosen. K is 0 if votes are given.
 
     poses: P, the rows of a pose matrix. D is the length of one such row.
     """
@@ -109,7 +109,6 @@ class Layer(NamedTuple):
     D: int
     K: int
     itemsize: int
-    shared: bool = False
     poses: int = 1
 
 
@@ -161,7 +160,7 @@ def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
 
 def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """Tiles for computed votes: a warp has whole rows or, if rows are too long, the columns of whole outputs."""
-    J, D, K, itemsize, _, poses = layer
+    J, D, K, itemsize, poses = layer
     apart = kernel in ("gradient", "row_norm")  # these kernels need not hold all outputs at once
     rows = max(ROWS, power_of_two(poses))
     # choice.columns counts columns of the 16 rows of one mma. With a larger K a warp also holds more of W.

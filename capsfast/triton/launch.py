@@ -236,7 +236,7 @@ class Call:
     def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
         K = 0 if self.votes_given else max(K, 1)
-        return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
+        return Layer(J, D // self.poses, K, self.x.element_size(), self.poses)
 
     def choice(self, kernel: str) -> Choice:
         """The row of config.TABLE for this call. kernel: the first word of the row's name."""

@@ -313,6 +313,35 @@ def test_a_triton_that_launches_no_compiled_kernel_again_says_so_once(compiled: 
     assert Kernel.launched == [((2, 1, 1), 7, {"J": 3} | plan.ALWAYS)] * 3
 
 
+def test_an_error_of_a_hook_launches_nothing_again() -> None:
+    """A hook may raise a TypeError after the launch. Kernels that add in place would then add twice."""
+    launched: list[int] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.run
+
+        def run(self, *signature: Any, stream: int) -> None:
+            launched.append(stream)
+            if len(launched) == 2:
+                raise TypeError("of a hook")
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda x, **constants: Compiled()
+
+        @staticmethod
+        def fn(x: Any) -> None: ...
+
+    launch = plan.Launch(Kernel(), (2,), (7,), {})
+    launch.finish(lambda value: value)
+    launch([], [], 5)
+    launch([], [], 5)
+    with pytest.raises(TypeError, match="of a hook"):
+        launch([], [], 5)
+    assert launched == [5, 5]
+
+
 def test_a_mode_sees_one_op(u_and_weight: tuple[Tensor, Tensor]) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
