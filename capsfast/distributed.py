@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from . import _keywords, arguments, checks, functional, passes
 from .agreement import Moments, agree
 from .arguments import RoutingParameters
-from .functional import RoutingKeywords
+from .functional import CoupledKeywords
 from .ops import sharding
 from .options import Options
 from .passes import PassKeywords
@@ -54,7 +54,7 @@ def dynamic_routing(
     *,
     group: Group = None,
     shared_weight: bool = False,
-    **options: Unpack[RoutingKeywords],
+    **options: Unpack[CoupledKeywords],
 ) -> Any:
     """:func:`capsfast.dynamic_routing` over the input capsules of all ranks (Sabour, Frosst, Hinton 2017, procedure 1).
 
@@ -88,7 +88,7 @@ def dynamic_routing(
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
     op = "capsfast.distributed.dynamic_routing"
-    _keywords.check(dynamic_routing, options, RoutingKeywords, op)
+    _keywords.check(dynamic_routing, options, CoupledKeywords, op)
     given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
     o = Options(num_iterations, **{name: options[name] for name in Options._fields[1:] if name in options})  # type: ignore[literal-required]
     o.check(op)

@@ -1,6 +1,6 @@
 """The public functions of routing: they check the arguments and call the op."""
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ __all__ = ["dynamic_routing", "route_votes", "squash"]
 
 
 class RoutingKeywords(TypedDict, total=False):
-    """The keywords of :func:`dynamic_routing`, for functions that pass them on."""
+    """The keywords of :func:`dynamic_routing` except return_coupling, for functions that pass them on."""
 
     logits: Tensor | None
     bias: Tensor | None
@@ -31,8 +31,13 @@ class RoutingKeywords(TypedDict, total=False):
     squash: str
     eps: float
     squash_last: bool
-    return_coupling: bool
     backend: str | None
+
+
+class CoupledKeywords(RoutingKeywords, total=False):
+    """The same with return_coupling."""
+
+    return_coupling: bool
 
 
 def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> Tensor:
@@ -78,6 +83,34 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     return _squash(s, dim, eps, kind)
 
 
+@overload
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    return_coupling: Literal[False] = ...,
+    **options: Unpack[RoutingKeywords],
+) -> Tensor: ...
+
+
+@overload
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    return_coupling: Literal[True],
+    **options: Unpack[RoutingKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dynamic_routing(
+    u: Tensor, weight: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
+) -> Any: ...
+
+
 @_keywords.closed
 def dynamic_routing(
     u: Tensor,
@@ -97,7 +130,7 @@ def dynamic_routing(
     return_coupling: bool = False,
     backend: str | None = None,
     **unknown: Unpack[_keywords.NoMore],
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Routing by agreement from input capsules, without storing the votes.
 
     (On the CPU the votes of a batch of a few samples are stored, up to 128 MiB: see docs/cpu-kernels.md.)
@@ -142,7 +175,7 @@ def dynamic_routing(
     if unknown:
         _keywords.refuse(dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
-        return instead(dynamic_routing, locals(), 3)
+        return instead(dynamic_routing, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     options.check(op)
@@ -155,8 +188,28 @@ def dynamic_routing(
     return (v, c) if return_coupling else v
 
 
+@overload
+def route_votes(
+    votes: Tensor, num_iterations: int = 3, *, return_coupling: Literal[False] = ..., **options: Unpack[RoutingKeywords]
+) -> Tensor: ...
+
+
+@overload
+def route_votes(
+    votes: Tensor, num_iterations: int = 3, *, return_coupling: Literal[True], **options: Unpack[RoutingKeywords]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def route_votes(
+    votes: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
+) -> Any: ...
+
+
 @_keywords.with_keywords_of(dynamic_routing)
-def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[RoutingKeywords]) -> Any:
+def route_votes(
+    votes: Tensor, num_iterations: int = 3, **options: Unpack[CoupledKeywords]
+) -> Tensor | tuple[Tensor, Tensor]:
     """Routing by agreement over votes that already exist, read in place.
 
     Args:
@@ -168,12 +221,12 @@ def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[Routin
     All other arguments, the result and the errors are as in :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
-    _keywords.check(route_votes, options, RoutingKeywords)
+    _keywords.check(route_votes, options, CoupledKeywords)
     if has_torch_function((votes, num_iterations, *options.values())):
-        return instead(route_votes, {"votes": votes, "num_iterations": num_iterations, **options}, 2)
+        return instead(route_votes, {"votes": votes, "num_iterations": num_iterations, **options}, 2)  # type: ignore[no-any-return]
     if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:
         raise TypeError(
             f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
             f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
         )
-    return dynamic_routing(votes, GIVEN, num_iterations, **options)
+    return dynamic_routing(votes, GIVEN, num_iterations, **options)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import capsfast
-from capsfast.functional import RoutingKeywords
+from capsfast.functional import CoupledKeywords
 from capsfast.passes import PassKeywords
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
@@ -65,7 +65,7 @@ print((process_time() - between) / (between - start))
 
 
 def test_keywords_that_functions_hand_on_are_those_of_the_signature() -> None:
-    for function, keywords in ((capsfast.dynamic_routing, RoutingKeywords), (capsfast.routing_pass, PassKeywords)):
+    for function, keywords in ((capsfast.dynamic_routing, CoupledKeywords), (capsfast.routing_pass, PassKeywords)):
         parameters = inspect.signature(function).parameters.values()
         own = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
         assert own == keywords.__annotations__.keys()
