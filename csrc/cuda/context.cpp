@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <atomic>
 
@@ -41,7 +42,7 @@ Context::Context(const torch::stable::Tensor& tensor)
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
   const int device = tensor.get_device_index();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
   shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
   shared_bytes_together_ = attribute_of<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device);

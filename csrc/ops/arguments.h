@@ -15,6 +15,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <initializer_list>
 #include <optional>
@@ -109,12 +110,12 @@ inline ScalarType wide_type(const Tensor& like) {
 // make five tensors.
 inline Tensor empty(const Tensor& like, const int64_t* sizes, size_t axes, ScalarType type) {
   int32_t device, index, layout;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(like.get(), &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(like.get(), &layout));
   int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
       like.get(), sizes, static_cast<int64_t>(axes), &dtype, &layout, &device, index, nullptr, &made));
   return Tensor(made);
 }
