@@ -11,7 +11,7 @@ def alone(spatial: tuple[int, ...]) -> bool:
 
     A size that a traced graph learns only at run time counts as more than one.
     """
-    return bool(spatial) and all(surely(size == 1) for size in spatial)
+    return len(spatial) > 0 and all(surely(size == 1) for size in spatial)
 
 
 def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:

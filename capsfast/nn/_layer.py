@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
     # Not in forward, so that hooks run when the node runs.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pair = bool(args) and isinstance(args[0], tuple)
+        pair = len(args) > 0 and isinstance(args[0], tuple)
         if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
             proxy = _proxy_in((*args, *kwargs.values()))
             if proxy is not None:
