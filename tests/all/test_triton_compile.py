@@ -1,5 +1,6 @@
 """Compiles every Triton kernel for sm_80, sm_90 and sm_100: tensor cores, shared memory, no atomics, few kernels."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -168,7 +169,7 @@ def test_sizes_of_a_batch_are_not_compiled_in() -> None:
     groups = [[routing(*shape, case=case) for shape in shapes] for case in cases]
     images = [{"query": True, "spatial": size} for size in ([4, 8], [6, 8], [16, 16])]
     groups.append([call("votes_pass", 2, 6, 10, 16, 1, case=case) for case in images])
-    found = iter(result(start({f"{n}": call for n, call in enumerate(sum(groups, []))}, "signatures")))
+    found = iter(result(start({f"{n}": call for n, call in enumerate(itertools.chain(*groups))}, "signatures")))
     for group in groups:
         # Without a split of the batch there is no add_up kernel.
         first, *others = ([kernel for kernel in next(found) if "add_up" not in kernel] for _ in group)
