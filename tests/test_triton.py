@@ -17,8 +17,8 @@ from capsfast.arguments import Call, RoutingParameters
 from .support.accuracy import check, relative_l2
 from .support.backends import named
 from .support.interpreter import kernels_of
-from .support.passes import EVERYTHING, QUADRATIC, WAYS, PassCase, make_either, normalized
-from .support.problems import PLAIN, Case, Problem, run
+from .support.passes import EVERYTHING, QUADRATIC, WAYS, PassCase, normalized
+from .support.problems import PLAIN, AnyCase, Case, Problem, make, run
 
 pytestmark = pytest.mark.skipif(
     bool(toolchain.why_no_triton()) or not toolchain.interpreting(), reason="runs with Triton's interpreter"
@@ -29,11 +29,10 @@ if not toolchain.why_no_triton():
     from capsfast.triton.config import Choice
 
 TRITON = named("triton")
-AnyCase = Case | PassCase
 
 
 def problem(shape: tuple[int, ...], case: AnyCase, dtype: torch.dtype = torch.float32) -> Problem:
-    return make_either(shape, case, dtype)
+    return make(shape, case, dtype=dtype)
 
 
 def errors(problem: Problem, backend: str = "triton") -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor
 import capsfast
 from capsfast import toolchain
 
-from ..support.passes import EVERYTHING, PassCase, make_either, normalized
+from ..support.passes import EVERYTHING, PassCase, normalized
 from ..support.problems import LOADED, LOADED_OUT, Case, Problem, make, run
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def other(problem: Problem) -> Problem:
 )
 def test_a_plan_serves_other_values(case: Case | PassCase) -> None:
     """A plan keeps nothing of the first call's tensors."""
-    problem = make_either((3, 2, 5, 6, 2), case, torch.float32)
+    problem = make((3, 2, 5, 6, 2), case, dtype=torch.float32)
     run(problem, "triton")
     plans = dict(plan._plans)
     got = run(other(problem), "triton")

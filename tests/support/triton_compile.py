@@ -40,8 +40,7 @@ def record(call: Row) -> list[Launched]:
     import torch
     from triton.runtime.jit import JITFunction
 
-    from tests.support import passes
-    from tests.support.problems import Case, make, run
+    from tests.support.problems import Case, PassCase, make, run
 
     launched: list[Launched] = []
 
@@ -54,10 +53,8 @@ def record(call: Row) -> list[Launched]:
         if call["op"] == "em_update":
             _update(call["shape"], options)
             return launched
-        if call["op"].endswith("_pass"):
-            problem = passes.make(call["shape"], passes.PassCase(**options), call["op"], dtype)
-        else:
-            problem = make(call["shape"], Case(**options), call["op"], dtype)
+        case = (PassCase if call["op"].endswith("_pass") else Case)(**options)
+        problem = make(call["shape"], case, call["op"], dtype)
         if call.get("tf32"):
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         run(problem, "triton", call.get("need"))
