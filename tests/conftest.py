@@ -36,8 +36,7 @@ from capsfast.bench.checkout import PACKAGE, has_extension
 
 from .support import interpreter
 from .support.backends import EMULATED, ROWS, Backend, available
-from .support.passes import PASS_OPS, PassCase
-from .support.problems import OPS, Case, Op
+from .support.problems import OPS, PASS_OPS, Case, Op, PassCase
 
 interpreter.prepare()
 

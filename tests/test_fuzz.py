@@ -1,7 +1,6 @@
 """Random shapes, strides, options and dtypes on every backend, against the float64 reference."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,51 +52,30 @@ def problems(draw: Any, backend: Backend, dtype: torch.dtype) -> Any:
     # A unit vector of one component is a sign; its gradient is only the rounding error of 1 - 1.
     assume(shape.D > 1 or case.squash != "unit")
     problem = make(shape, case, draw(ops), dtype, seed=draw(seeds))
-    kinds = st.sampled_from(LAYOUTS)
-    return replace(
-        problem,
-        inputs={name: relayout(value, draw(kinds)) for name, value in problem.inputs.items()},
-        masks={name: relayout(value, draw(kinds)) for name, value in problem.masks.items()},
-        gradients={name: relayout(value, draw(kinds)) for name, value in problem.gradients.items()},
-    )
+    return problem.map(lambda _, value: relayout(value, draw(st.sampled_from(LAYOUTS))))
 
 
 def explain(problem: Problem) -> None:
-    tensors = problem.inputs | problem.masks | {"dv": problem.dv, "dc": problem.dc}
+    tensors = problem.inputs | problem.masks | problem.gradients
     described = [f"{name} {tuple(value.shape)} strides {value.stride()}" for name, value in tensors.items()]
     note(f"{problem.op}, {problem.case}: " + ", ".join(described))
 
 
-def for_all(backend: Backend, *strategies: Any, runs: int = 1) -> Callable[[Callable[..., None]], None]:
-    """Calls the decorated function with drawn arguments, fewer times on an emulated backend.
-
-    runs: how often an example runs on the backend.
-    """
+def for_all(backend: Backend, *strategies: Any) -> Callable[[Callable[..., None]], None]:
+    """Calls the decorated function with drawn arguments, fewer times on an emulated backend."""
     everywhere = settings.default.max_examples
-    chosen = settings(max_examples=max(2, everywhere // (10 * runs)) if backend.emulated else everywhere)
+    chosen = settings(max_examples=max(2, everywhere // 10) if backend.emulated else everywhere)
     return lambda function: chosen(given(*strategies)(function))()
 
 
-def agree(backend: Backend, dtype: torch.dtype) -> None:
+# bfloat16 draws the same problems as float32.
+@pytest.mark.rows(triton=(1, 2))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_the_reference(backend: Backend, dtype: torch.dtype) -> None:
     @for_all(backend, problems(backend, dtype))
     def _(problem: Problem) -> None:
         explain(problem)
         check(problem.to(dtype, backend.device), backend, slack=16)
-
-
-@pytest.mark.needs(torch.float64)
-def test_float64(backend: Backend) -> None:
-    agree(backend, torch.float64)
-
-
-@pytest.mark.rows(triton=(0, 0))  # test_bfloat16 draws the same problems
-def test_float32(backend: Backend) -> None:
-    agree(backend, torch.float32)
-
-
-@pytest.mark.rows(triton=0)
-def test_bfloat16(backend: Backend) -> None:
-    agree(backend, torch.bfloat16)
 
 
 def test_empty(backend: Backend) -> None:
@@ -111,13 +89,3 @@ def test_empty(backend: Backend) -> None:
         assert got.keys() == wanted.keys()
         for name, value in got.items():
             torch.testing.assert_close(value.cpu().double(), wanted[name], rtol=1e-4, atol=1e-5)
-
-
-def test_bitwise_repeatable(backend: Backend) -> None:
-    @for_all(backend, problems(backend, torch.float32), runs=2)
-    def _(problem: Problem) -> None:
-        explain(problem)
-        moved = problem.to(torch.float32, backend.device)
-        first, second = run(moved, backend.name), run(moved, backend.name)
-        for name, value in first.items():
-            assert torch.equal(value, second[name]), name

@@ -1,28 +1,21 @@
 """All four functions on every backend with NaN, masks that leave little, empty sizes and huge numbers."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import native
-from capsfast.bench import memory
 
 from .support.accuracy import assert_close, check
 from .support.backends import Backend, Shape
-from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, SHARED, PassCase
-from .support.problems import LOADED, PLAIN, Case, Op, batched, make, run
-from .test_routing import FULL, AnyCase, sizes
+from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, SHARED
+from .support.problems import LOADED, PLAIN, AnyCase, Case, Op, PassCase, batched, make, run
+from .test_routing import FULL, sizes
 
 pytestmark = [pytest.mark.kernels, pytest.mark.every_op]
-
-SMALL = Shape(3, 7, 4, 5, 6)
 
 
 def over(mask: Tensor, value: Tensor) -> Tensor:
@@ -55,16 +48,14 @@ def test_nan_and_inf_stay_in_their_sample(backend: Backend, op: Op, case: AnyCas
 def test_nan_stays_at_its_position(backend: Backend, op: Op, case: AnyCase) -> None:
     problem = op.make(Shape(2, 5, 3, 6, 1), case, backend.widest, backend.device)
     wanted = run(problem, backend.name)
-    votes = problem.inputs["votes"].clone()
-    votes[1, 2, :, :, 3, 2] = math.nan
-    got = run(replace(problem, inputs={**problem.inputs, "votes": votes}), backend.name)
-    for name, value in got.items():
+    problem.inputs["votes"][1, 2, :, :, 3, 2] = math.nan
+    for name, value in run(problem, backend.name).items():
         if value.dim() < 4 or name == "dprior":
             continue  # a sum over positions
-        elsewhere = torch.ones_like(value, dtype=torch.bool)
-        elsewhere[1, ..., 3, 2] = False
-        assert_close(value[elsewhere], wanted[name][elsewhere])
-    assert bool(got["dvotes"][1, ..., 3, 2].isnan().any())
+        assert name != "dvotes" or bool(value[1, ..., 3, 2].isnan().any())
+        for each in (value, wanted[name]):
+            each[1, ..., 3, 2] = 0
+        assert_close(value, wanted[name])
 
 
 @pytest.mark.parametrize("case", [*FULL, *EACH_WAY[2:], Case(softmax="in", mask=True, logits="BIJ")], ids=str)
@@ -222,46 +213,3 @@ def test_empty_sizes(backend: Backend, op: Op, case: AnyCase) -> None:
             op.make(Shape(2, 3, 4, 6, 1), replace(case, spatial=(0, 2)), torch.float32, backend.device), backend.name
         )
         assert not any(value.any() for value in got.values())
-
-
-def test_an_empty_sum_still_gets_its_bias(backend: Backend) -> None:
-    for empty in ("I", "K"):
-        problem = make(SMALL._replace(**{empty: 0}), Case(bias=True), dtype=backend.widest, device=backend.device)
-        got = run(problem, backend.name)
-        assert_close(got["v"], capsfast.squash(problem.inputs["bias"]).expand(SMALL.B, -1, -1), double=1e-7)
-        assert got["dbias"].abs().max() > 0
-
-
-GROWTH = """
-import torch, capsfast
-from capsfast.bench.memory import _reset_peak, _resident
-
-def call(votes):
-    v = capsfast.route_votes(votes)
-    return torch.autograd.grad(v, votes, torch.ones_like(v))[0]
-
-def make(*spatial):
-    return torch.ones(2, 8, 8, 16, *spatial, requires_grad=True)
-
-call(make(4, 4))
-votes = make(64, 64)
-_reset_peak()
-before = _resident()["VmRSS"]
-dvotes = call(votes)
-v = 2 * 4 * votes.numel() // 8  # v and its gradient
-print((_resident()["VmHWM"] - before - 4 * dvotes.numel() - v) / (4 * votes.numel()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
-@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
-def test_memory_grows_by_less_than_a_twentieth_of_the_votes() -> None:
-    root = Path(capsfast.__file__).parents[1]
-    grown = []
-    for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root)
-        assert ran.returncode == 0, ran.stderr
-        grown.append(float(ran.stdout))
-    # Other first allocations of the process sometimes add to the growth.
-    assert min(grown) < 0.05

@@ -8,7 +8,7 @@ import torch
 import capsfast
 from capsfast.options import SQUASH
 
-from .support import definition
+from .support import plain
 from .support.backends import ALL_DTYPES
 from .support.problems import relayout
 
@@ -26,13 +26,13 @@ def test_the_least_eps_is_that_of_layers_without_one(length: float, share: float
 @pytest.mark.parametrize("kind", SQUASH)
 def test_values_are_those_of_the_definition(kind: str, eps: float) -> None:
     s = torch.randn(7, 5, dtype=torch.float64) * torch.logspace(-3, 2, 7, dtype=torch.float64)[:, None]
-    wanted = torch.tensor([definition.squash(row, kind, eps) for row in s.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(capsfast.squash(s, eps=eps, kind=kind), wanted, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        capsfast.squash(s, eps=eps, kind=kind), plain.squash(s, kind, eps), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_the_default_is_the_paper() -> None:
     s = torch.randn(3, 4)
-    assert torch.equal(capsfast.squash(s), capsfast.squash(s, -1, 1e-8, "paper"))
     n = s.square().sum(-1, keepdim=True)
     torch.testing.assert_close(capsfast.squash(s), n / (1 + n) * s / n.sqrt())
 
@@ -71,30 +71,16 @@ def test_sixteen_bits_cost_one_rounding(kind: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got.double(), wanted, rtol=info.eps, atol=info.smallest_normal)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SQUASH if kind != "identity"])
-def test_length_stays_below_one_and_direction_stays(kind: str) -> None:
-    s = torch.randn(100, 6, dtype=torch.float64) * 10
-    v = capsfast.squash(s, kind=kind)
-    assert (v.norm(dim=-1) < 1).all()
-    torch.testing.assert_close(torch.cosine_similarity(s, v), torch.ones(100, dtype=torch.float64))
-
-
 def test_huge_vectors_have_length_one() -> None:
-    s = torch.full((1, 4), 1e15)
-    torch.testing.assert_close(capsfast.squash(s).norm(), torch.tensor(1.0))
+    torch.testing.assert_close(capsfast.squash(torch.full((1, 4), 1e15)).norm(), torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "sliced", "transposed"])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_dim_is_the_axis_of_the_components(dim: int) -> None:
+def test_dim_is_the_axis_of_the_components(dim: int, layout: str) -> None:
     s = torch.randn(3, 4, 5)
     wanted = capsfast.squash(s.movedim(dim, -1)).movedim(-1, dim)
-    torch.testing.assert_close(capsfast.squash(s, dim), wanted)
-
-
-@pytest.mark.parametrize("layout", ["sliced", "transposed"])
-def test_strides_do_not_matter(layout: str) -> None:
-    s = torch.randn(3, 4, 5)
-    torch.testing.assert_close(capsfast.squash(relayout(s, layout)), capsfast.squash(s))
+    torch.testing.assert_close(capsfast.squash(relayout(s, layout), dim), wanted)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
@@ -102,9 +88,7 @@ def test_empty_tensors_keep_their_shape(shape: tuple[int, ...]) -> None:
     s = torch.zeros(shape, requires_grad=True)
     v = capsfast.squash(s)
     v.sum().backward()
-    assert v.shape == shape
-    assert s.grad is not None
-    assert s.grad.shape == shape
+    assert v.shape == shape and s.grad is not None and s.grad.shape == shape
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

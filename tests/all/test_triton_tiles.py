@@ -1,4 +1,4 @@
-"""How Triton kernels are cut: tiles, splits, the table of tile sizes."""
+"""How Triton kernels are cut: tiles, splits, and that the few interpreted shapes reach every way to cut."""
 
 import itertools
 
@@ -7,15 +7,16 @@ import torch
 
 from capsfast import toolchain
 
-from ..support.problems import Case, make, run
+from ..support.backends import Shape
+from ..support.problems import EMULATED, OPS, PLAIN, Op, make
 
 pytestmark = pytest.mark.skipif(
     bool(toolchain.why_no_triton()) or not toolchain.interpreting(), reason="runs with Triton's interpreter"
 )
 
 if not toolchain.why_no_triton():
-    from capsfast.triton import config, launch, plan
-    from capsfast.triton.config import Choice, Layer
+    from capsfast.triton import config, launch
+    from capsfast.triton.config import Layer, Tiles
     from capsfast.triton.launch import Call
 
 
@@ -49,29 +50,20 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             assert given.columns * across >= cut.NT * columns
 
 
-@pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
-@pytest.mark.parametrize(("J", "D"), [(10, 16), (11, 16), (21, 16), (100, 16), (7, 32), (10, 8)])
-def test_a_warp_has_whole_outputs_where_that_takes_little_padding(J: int, D: int, kernel: str) -> None:
-    """Otherwise the dot products of an output would go through shared memory, one after the other."""
-    cut = config.tiles(kernel, config.Layer(J, D, 8, 4), config.TABLE[kernel])
-    assert cut.LANES <= 4
-    # The gradient pass prefers wider tiles to more tiles.
-    assert cut.NT * cut.JT * cut.groups * cut.DP <= (1.2 if kernel == "gradient" else 1.15) * J * D
+def call_of(B: int, I: int, J: int = 10, D: int = 16, K: int = 8, rows: int = 1) -> "Call":
+    """A call whose tensors take no memory."""
+    u, weight = torch.empty(1, 1, K).expand(B, I, K), torch.empty(1, J, D, K).expand(rows, -1, -1, -1)
+    return Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
 
 
 def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "programs", lambda *_: 4096)
-    u = torch.empty(1, 1, 64).expand(1, 100_000, 64)
-    weight = torch.empty(1, 1000, 16, 64)
-    call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
+    call = call_of(1, 100_000, 1000, 16, 64)
     assert call.split("accumulate")[0] <= 256
     chunks, _, splits, _ = call.split_gradient("gradient")
-    assert 4 * weight.numel() * chunks * splits <= 256 * 1024**2
+    assert 4 * 1000 * 16 * 64 * chunks * splits <= 256 * 1024**2
     # CUDA allows at most 65535 programs along the second axis of a grid.
-    call = Call(
-        torch.empty(1, 1, 8).expand(1, 10**6, 8), torch.empty(1, 10, 16, 8).expand(10**6, -1, -1, -1), *(None,) * 5
-    )  # type: ignore[arg-type]
-    assert call.split_gradient("gradient")[0] <= 65535
+    assert call_of(1, 10**6, rows=10**6).split_gradient("gradient")[0] <= 65535
 
 
 @pytest.mark.parametrize("I", [1, 7, 1152, 1_000_000])
@@ -79,9 +71,7 @@ def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "programs", lambda *_: 528)
-    u = torch.empty(1, 1, 8).expand(B, I, 8)
-    weight = torch.empty(1, 10, 16, 8).expand(1 if shared else I, -1, -1, -1)
-    call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
+    call = call_of(B, I, rows=1 if shared else I)
     for kernel in ("accumulate", "accumulate_gradient", "row_norm"):
         splits, chunk = call.split(kernel)
         assert (splits - 1) * chunk < I <= splits * chunk
@@ -108,21 +98,36 @@ def test_a_warp_has_columns_enough_for_a_product_over_them(
         for J, D, itemsize in itertools.product((1, 2, 3, 10, 40), (1, 2, 4, 8, 16, 64), (2, 4)):
             config.tiles.cache_clear()
             cut = config.tiles(kernel, Layer(J, D, 8, itemsize), config.TABLE[kernel])
-            columns = 4 * cut.DP // cut.LANES
-            assert columns >= least, (J, D, cut)
+            assert least <= 4 * cut.DP // cut.LANES, (J, D, cut)
     finally:
         config.tiles.cache_clear()
 
 
-def test_other_tile_sizes_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make((17, 5, 6, 8, 4), Case(logits="IJ"), dtype=torch.float32)
-    wanted = run(problem, "triton")
-    for kernel, given in (
-        ("accumulate", Choice(16, 2)),
-        ("accumulate_gradient", Choice(16, 1)),
-        ("gradient", Choice(16, 2, 3)),
-    ):
-        monkeypatch.setitem(config.TABLE, kernel, given)
-    plan.forget()
-    for name, value in run(problem, "triton").items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("op", OPS, ids=str)
+@pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
+def test_interpreted_shapes_have_every_tile_and_group_of_outputs(op: Op, kernel: str) -> None:
+    def tiles(shape: Shape, itemsize: int = 4) -> Tiles:
+        votes = op.name == "route_votes"
+        name = f"{kernel} votes" if votes else kernel
+        return config.tiles(kernel, Layer(shape.J, shape.D, 0 if votes else shape.K, itemsize), config.TABLE[name])
+
+    found = [(shape, tiles(shape)) for shape in map(op.fit, EMULATED)]
+    assert any(cut.NT > 1 and (cut.groups == 1 or kernel == "gradient") for _, cut in found)
+    grouped = [shape for shape, cut in found if cut.groups > 1]
+    assert any(shape.I > 1 for shape in grouped), "sums over input capsules in groups of outputs"
+    assert any(shape.B > cut.BB for shape, cut in found if shape in grouped), "groups and several tiles of the batch"
+    assert any(cut.DP > shape.D > 16 for shape, cut in found)
+    assert any(cut.JT * cut.NT * cut.groups > shape.J for shape, cut in found)
+    if op.name == "dynamic_routing":
+        assert {(shape.K > cut.KP) - (shape.K < cut.KP) for shape, cut in found} >= {1, -1}, "steps and padding of K"
+        assert tiles(Shape(2, 2, 330, 3, 4), itemsize=2).groups > 1 or kernel == "gradient"
+
+
+def test_interpreted_shapes_have_tiles_of_the_batch_and_of_input_capsules_in_one_program() -> None:
+    cuts = []
+    for shape in EMULATED:
+        u, weight = make(shape).inputs.values()
+        call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
+        cuts.append(call.split_gradient("gradient"))
+    assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
+    assert any(splits > 1 for _, _, splits, _ in cuts)

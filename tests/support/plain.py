@@ -1,4 +1,10 @@
-"""Routing by agreement in a few lines of torch, to test layers and models, with gradients."""
+"""The definitions of the papers in a few lines of torch, with votes and coupling in memory, and with gradients.
+
+Shares no code with capsfast. The reference backend is compared with it; layers and networks are too.
+"""
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +18,33 @@ on_cpu = pytest.mark.parametrize(
 )
 
 
-def squash(s: Tensor, kind: str = "paper") -> Tensor:
+def squash(s: Tensor, kind: str = "paper", eps: float = 1e-8) -> Tensor:
     n = s.square().sum(-1, keepdim=True)
-    if kind == "exp":
-        return (1 - torch.exp(-torch.sqrt(n + 1e-8))) / torch.sqrt(n + 1e-8) * s
-    assert kind == "paper"
-    return n / (1 + n) / torch.sqrt(n + 1e-8) * s
+    length = torch.sqrt(n + eps)
+    factors = {
+        "paper": lambda: n / (1 + n) / length,
+        "half": lambda: n / (0.5 + n) / length,
+        "eps_outside": lambda: n / (1 + n) / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + eps),
+        "exp": lambda: (1 - torch.exp(-length)) / length,
+        "unit": lambda: 1 / length,
+        "identity": lambda: torch.ones_like(n),
+    }
+    return factors[kind]() * s
 
 
-def couple(b: Tensor, softmax: str = "out") -> Tensor:
-    """Softmax of ``b [B, I, J]``; 0 if no logit is finite."""
+def couple(b: Tensor, softmax: str = "out", leaky: bool = False) -> Tensor:
+    """Softmax of ``b [B, I, J]``; 0 for logits of -inf. leaky: with one more entry, whose logit is 0."""
     dim = 2 if softmax == "out" else 1
-    e = (b - b.amax(dim, keepdim=True).nan_to_num(neginf=0.0)).exp()
-    total = e.sum(dim, keepdim=True)
+    most = b.amax(dim, keepdim=True).nan_to_num(neginf=0.0)
+    e = (b - most).exp()
+    total = e.sum(dim, keepdim=True) + (torch.exp(-most) if leaky else 0)
     return e / torch.where(total > 0, total, 1)
+
+
+def masked(b: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Tensor:
+    """``b [B, I, J]`` with -inf where a capsule is masked."""
+    b = b if mask is None else b.masked_fill(~mask[:, :, None], -math.inf)
+    return b if out_mask is None else b.masked_fill(~out_mask[:, None], -math.inf)
 
 
 def route(
@@ -35,15 +54,64 @@ def route(
     bias: Tensor | None = None,
     softmax: str = "out",
     kind: str = "paper",
+    *,
+    eps: float = 1e-8,
+    leaky: bool = False,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    squash_last: bool = True,
+    gradient: str = "full",
+    averaged: bool = False,
+    steps: list[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf masks the pair."""
+    """Sabour, Frosst, Hinton 2017, procedure 1: ``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf masks the pair.
+
+    steps: gets logits and weighted sums of every iteration. averaged: the logits of a batch are their mean.
+    """
     b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
-    for _ in range(num_iterations):
-        c = couple(b, softmax)
+    for t in range(num_iterations):
+        scores = masked(b.mean(0).expand(b.shape) if averaged else b, mask, out_mask)
+        c = couple(scores, softmax, leaky)
         s = (c[..., None] * votes).sum(1)
-        v = squash(s if bias is None else s + bias, kind)
-        b = b + (votes * v[:, None]).sum(-1)
+        if steps is not None:
+            steps.append((scores, s))
+        s = s if bias is None else s + bias
+        v = squash(s, kind, eps) if squash_last or t + 1 < num_iterations else s
+        v = v if out_mask is None else v * out_mask[..., None]
+        agreement = (votes * v[:, None]).sum(-1) * (1 if mask is None else mask[..., None])
+        b = b + (agreement.detach() if gradient == "last" else agreement)
     return v, c
+
+
+def moments(
+    x: Tensor,
+    normalize: str,
+    leaky: bool,
+    *,
+    mask: Tensor,
+    out_mask: Tensor,
+    lse: Tensor | None = None,
+    **given: Any,
+) -> dict[str, Tensor]:
+    """A routing pass with every argument, see docs/passes.md: votes ``[B, I, J, D]`` to the moments by name."""
+    x = x - given["center"][:, None]
+    scored = given["query"][:, None] * x - given["precision"][:, None] * x.square() / 2
+    b = masked(scored.sum(-1) + given["logits"] + given["prior"][:, None], mask, out_mask)
+    if normalize in ("out", "in"):
+        r = couple(b, normalize, leaky)
+    elif normalize == "none":
+        r = b.nan_to_num(neginf=0.0)
+    else:
+        r = 1 / (1 + (-b).exp()) if lse is None else (b - lse[..., None]).exp()
+    log_sum = b.exp().sum(1 if normalize == "in" else 2)
+    r = r * given["activation"][..., None]
+    return {
+        "mass": r.sum(1),
+        "first": (r[..., None] * x).sum(1),
+        "second": (r[..., None] * x.square()).sum(1),
+        "weights": r,
+        "log_sum": (log_sum + leaky).log(),
+    }
 
 
 def votes(u: Tensor, weight: Tensor) -> Tensor:

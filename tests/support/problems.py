@@ -1,15 +1,15 @@
-"""Inputs for the routing ops, and one way to run them on any backend."""
+"""Inputs for the routing and pass ops, and one way to run them on any backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import capsfast
 from capsfast.ops.contract import Contract
-from capsfast.options import Options
+from capsfast.options import Options, PassOptions
 
 from .backends import OP_OF, Shape
 
@@ -24,12 +24,22 @@ EMULATED = (
     (33, 2, 3, 1, 70),
     (35, 5, 7, 5, 3),
 )
+Sizes = Shape | tuple[int, ...]  # B, I, J, D, K
 LAYOUTS = ("contiguous", "sliced", "transposed")
 
 
+class Shown:
+    """str() shows the fields that do not have their default."""
+
+    def __str__(self) -> str:
+        known = [(item.name, getattr(self, item.name), item.default) for item in fields(self)]  # type: ignore[arg-type]
+        given = [(name, value) for name, value, default in known if value != default]
+        return ",".join(name if value is True else f"{name}={value}" for name, value in given) or "plain"
+
+
 @dataclass(frozen=True)
-class Case:
-    """One combination of options. Defaults as in the functions; str() shows the other values.
+class Case(Shown):
+    """One combination of options of a routing. Defaults as in the functions.
 
     logits: "", "IJ" or "BIJ". shared: weight [1, J, D, K]. coupling: ask for the coupling and send a gradient through
     it. poses: rows of pose matrices. spatial: sizes of the positions of votes and all other inputs but out_mask. Other
@@ -51,14 +61,6 @@ class Case:
     coupling: bool = True
     poses: int = 0
     spatial: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        text = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value != item.default:
-                text.append(item.name if value is True else f"{item.name}={value}")
-        return ",".join(text) or "plain"
 
     @property
     def linear(self) -> bool:
@@ -84,10 +86,58 @@ class Case:
         return {"v": v} if c is None else {"v": v, "c": c}
 
 
-def without_shared(cases: Sequence[Case]) -> list[Case]:
-    """The same cases for an op without a weight, without duplicates."""
-    return list(dict.fromkeys(replace(case, shared=False) for case in cases))
+@dataclass(frozen=True)
+class PassCase(Shown):
+    """One combination of the arguments of a pass. Defaults as in the functions.
 
+    shared: axes of the weight or the votes with size 1, such as "I", "J" or "IJ". logits: "", "IJ" or "BIJ".
+    poses and spatial: as in Case; out_mask and prior have no positions. Other fields: an option of the same name, or
+    whether the tensor is given.
+    """
+
+    query: bool = False
+    precision: bool = False
+    center: bool = False
+    prior: bool = False
+    logits: str = ""
+    activation: bool = False
+    mask: bool = False
+    out_mask: bool = False
+    normalize: str = "out"
+    leaky: bool = False
+    second: bool = False
+    weights: bool = False
+    lse: bool = False
+    shared: str = ""
+    poses: int = 0
+    spatial: tuple[int, ...] = ()
+
+    @property
+    def linear(self) -> bool:
+        """Whether the CUDA kernels serve the pass: a softmax of scores that are linear in votes of one pair each."""
+        more = self.precision or self.center or self.activation or self.second or self.poses or self.spatial
+        return not more and self.normalize in ("out", "in") and "J" not in self.shared
+
+    @property
+    def options(self) -> PassOptions:
+        return PassOptions(self.normalize, self.leaky, self.second)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.options._asdict(), "return_weights": self.weights, "return_lse": self.lse}
+
+    @property
+    def requests(self) -> tuple[bool, ...]:
+        return self.weights, self.lse
+
+    @staticmethod
+    def outputs(result: capsfast.Moments) -> dict[str, Tensor]:
+        named = {**result._asdict(), "log_sum": result.lse}
+        del named["lse"]  # also the name of an argument
+        return {name: value for name, value in named.items() if value is not None}
+
+
+AnyCase = Case | PassCase
 
 # Each option alone, then combinations that meet in one line of a kernel.
 SINGLE = (
@@ -107,6 +157,8 @@ SINGLE = (
     Case(out_mask=True),
     Case(shared=True),
 )
+# Every tensor but the logits.
+TENSORS: dict[str, Any] = {"bias": True, "mask": True, "out_mask": True}
 COMBINED = (
     Case(softmax="in", leaky=True),
     Case(softmax="in", gradient="last"),
@@ -121,28 +173,18 @@ COMBINED = (
     Case(bias=True, out_mask=True, squash="unit", eps=1e-3),
     Case(shared=True, softmax="in", logits="BIJ", coupling=False),
     Case(shared=True, mask=True, logits="BIJ", num_iterations=2),
-    Case(
-        num_iterations=4,
-        softmax="in",
-        leaky=True,
-        squash="half",
-        logits="BIJ",
-        bias=True,
-        mask=True,
-        out_mask=True,
-        shared=True,
-    ),
-    Case(softmax="in", gradient="last", leaky=True, squash="exp", logits="IJ", bias=True, mask=True, out_mask=True),
-    Case(num_iterations=5, leaky=True, squash="eps_outside", logits="IJ", bias=True, mask=True, out_mask=True),
-    Case(gradient="last", squash="exp", logits="BIJ", bias=True, mask=True, out_mask=True, shared=True),
-    Case(num_iterations=2, softmax="in", squash_last=False, logits="IJ", bias=True, mask=True, out_mask=True),
+    Case(num_iterations=4, softmax="in", leaky=True, squash="half", logits="BIJ", shared=True, **TENSORS),
+    Case(softmax="in", gradient="last", leaky=True, squash="exp", logits="IJ", **TENSORS),
+    Case(num_iterations=5, leaky=True, squash="eps_outside", logits="IJ", **TENSORS),
+    Case(gradient="last", squash="exp", logits="BIJ", shared=True, **TENSORS),
+    Case(num_iterations=2, softmax="in", squash_last=False, logits="IJ", **TENSORS),
     Case(gradient="last", leaky=True, squash="unit", squash_last=False, bias=True, out_mask=True, shared=True),
 )
 CASES = SINGLE + COMBINED
 # Two cases that together run every line, for tests that do not vary options.
 PLAIN = Case()
-LOADED = Case(softmax="in", leaky=True, logits="BIJ", bias=True, mask=True, out_mask=True)
-LOADED_OUT = Case(leaky=True, logits="IJ", bias=True, mask=True, out_mask=True)
+LOADED = Case(softmax="in", leaky=True, logits="BIJ", **TENSORS)
+LOADED_OUT = Case(leaky=True, logits="IJ", **TENSORS)
 
 
 @dataclass
@@ -168,31 +210,24 @@ class Problem:
     def dc(self) -> Tensor:
         return self.gradients["c"]  # [B, I, J]
 
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> "Problem":
+        """The problem with ``function(name, value)`` of every tensor."""
+        groups = {
+            group: {name: function(name, value) for name, value in getattr(self, group).items()}
+            for group in ("inputs", "masks", "gradients")
+        }
+        return replace(self, **groups)
+
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Problem":
-        return replace(
-            self,
-            inputs={name: value.to(device, dtype) for name, value in self.inputs.items()},
-            masks={name: value.to(device) for name, value in self.masks.items()},
-            gradients={name: value.to(device, dtype) for name, value in self.gradients.items()},
-        )
+        return self.map(lambda _, value: value.to(device, None if value.dtype == torch.bool else dtype))
 
     def laid_out(self, kind: str) -> "Problem":
         """The same values with other strides."""
-        return replace(
-            self,
-            inputs={name: relayout(value, kind) for name, value in self.inputs.items()},
-            masks={name: relayout(value, kind) for name, value in self.masks.items()},
-            gradients={name: relayout(value, kind) for name, value in self.gradients.items()},
-        )
+        return self.map(lambda _, value: relayout(value, kind))
 
     def reversed(self) -> "Problem":
         """The same sums in another order: all axes but the batch reversed."""
-        return replace(
-            self,
-            inputs={name: reverse(name, value) for name, value in self.inputs.items()},
-            masks={name: reverse(name, value) for name, value in self.masks.items()},
-            gradients={name: reverse(name, value) for name, value in self.gradients.items()},
-        )
+        return self.map(reverse)
 
     def nudged(self) -> "Problem":
         """Every input an ulp or so up or down."""
@@ -235,9 +270,9 @@ def relayout(value: Tensor, kind: str) -> Tensor:
 
 
 def make(
-    shape: Shape | tuple[int, ...],
-    case: Case = PLAIN,
-    op: str = "dynamic_routing",
+    shape: Sizes,
+    case: AnyCase = PLAIN,
+    op: str = "",
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     seed: int = 0,
@@ -245,32 +280,60 @@ def make(
     """Normal inputs whose routing is neither uniform nor saturated.
 
     Values are drawn in float64 on the CPU, then converted, so every dtype and device gets the same problem.
+    op: by default the function that takes the case: with positions the one for given votes, else the one for a weight.
     """
     B, I, J, D, K = shape
-    S = case.spatial
+    S, P, is_pass = case.spatial, case.poses, isinstance(case, PassCase)
+    op = op or next(
+        each.name for each in (*OPS, *PASS_OPS) if each.takes(case) and ("votes" in each.tensors) == bool(S)
+    )
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=draw, dtype=torch.float64)
 
+    def uniform(*size: int) -> Tensor:
+        return 0.2 + torch.rand(*size, generator=draw, dtype=torch.float64)
+
     # Votes of length sqrt(8) at most: longer ones agree so much that the coupling saturates.
     spread = min(1.0, (8 / max(D, 1)) ** 0.5)
+    shared = case.shared if is_pass else "I" * case.shared
+    rows, columns = 1 if "I" in shared else I, 1 if "J" in shared else J
     inputs: dict[str, Tensor] = {}
-    if op == "dynamic_routing":
-        inputs |= product(normal, shape, case.poses, 1 if case.shared else I, J, spread)
+    if op in ("route_votes", "votes_pass"):
+        inputs["votes"] = normal(B, I, columns, D, *S) * spread
+    elif P:
+        assert D % P == 0, f"votes of {D} numbers do not have {P} rows"
+        inputs["u"] = normal(B, I, P, K)
+        inputs["weight"] = normal(rows, columns, K, D // P) * (spread / max(K, 1) ** 0.5)
     else:
-        inputs["votes"] = normal(B, I, J, D, *S) * spread
-    if case.logits:
-        inputs["logits"] = normal(*((I, J) if case.logits == "IJ" else (B, I, J, *S)))
-    if case.bias:
-        inputs["bias"] = 0.5 * normal(J, D)
+        inputs["u"] = normal(B, I, K)
+        inputs["weight"] = normal(rows, columns, D, K) * (spread / max(K, 1) ** 0.5)
+    optional: dict[str, Callable[[], Tensor]] = {
+        "query": lambda: 0.5 * normal(B, J, D, *S),
+        "precision": lambda: uniform(B, J, D, *S) / max(D, 1) ** 0.5,
+        "center": lambda: 0.3 * normal(B, J, D, *S),
+        "prior": lambda: normal(B, J),
+        "logits": lambda: normal(*((I, J) if case.logits == "IJ" else (B, I, J, *S))),
+        "activation": lambda: uniform(B, I, *S),
+        "bias": lambda: 0.5 * normal(J, D),
+    }
+    inputs |= {name: value() for name, value in optional.items() if getattr(case, name, False)}
+    if getattr(case, "normalize", "") == "lse":
+        inputs["lse"] = 1 + normal(B, I, *S)
     masks = {}
-    if case.mask:
-        masks["mask"] = torch.rand(B, I, *S, generator=draw) > 0.3
-    if case.out_mask:
-        masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
-    problem = Problem(op, case, inputs, masks, {"v": normal(B, J, D, *S), "c": 0.3 * normal(B, I, J, *S)})
-    return problem.to(dtype, device)
+    for name, size in (("mask", (B, I, *S)), ("out_mask", (B, J))):
+        if getattr(case, name):
+            masks[name] = torch.rand(*size, generator=draw) > 0.3
+            if getattr(case, "lse", False) and size[1] > 0:
+                masks[name][:, 0] = True  # an empty log-sum-exp is infinite and cannot be compared
+    sizes = {"v": (B, J, D, *S), "c": (B, I, J, *S)}
+    if is_pass:
+        of_lse = J if case.normalize == "in" else I
+        sizes = {"mass": (B, J, *S), "first": (B, J, D, *S), "second": (B, J, D, *S), "weights": (B, I, J, *S)}
+        sizes["log_sum"] = (B, of_lse, *S)
+    gradients = {name: normal(*size) * (0.3 if name in ("c", "weights") else 1) for name, size in sizes.items()}
+    return Problem(op, case, inputs, masks, gradients).to(dtype, device)
 
 
 def with_one_leader(problem: Problem) -> Problem:
@@ -282,25 +345,13 @@ def with_one_leader(problem: Problem) -> Problem:
     return replace(problem, inputs=problem.inputs | {"logits": behind.scatter(axis, leader, 0.0).to(logits)})
 
 
-def product(
-    normal: Callable[..., Tensor], shape: Shape | tuple[int, ...], poses: int, rows: int, columns: int, spread: float
-) -> dict[str, Tensor]:
-    """u and weight [rows, columns, D, K]. ``poses``: rows of pose matrices, whose votes have D numbers."""
-    B, I, _, D, K = shape
-    scale = spread / max(K, 1) ** 0.5
-    if not poses:
-        return {"u": normal(B, I, K), "weight": normal(rows, columns, D, K) * scale}
-    assert D % poses == 0, f"votes of {D} numbers do not have {poses} rows"
-    return {"u": normal(B, I, poses, K), "weight": normal(rows, columns, K, D // poses) * scale}
-
-
 @dataclass(frozen=True)
 class Op:
     """A function, for tests of all functions. tensors: the inputs that make the votes; poses: the one with a batch."""
 
     name: str
     tensors: tuple[str, ...]
-    family: ClassVar[type] = Case
+    family: type = Case
 
     @property
     def poses(self) -> str:
@@ -310,18 +361,28 @@ class Op:
         """Whether the function takes the case: pose matrices need a weight, positions need given votes."""
         return isinstance(case, self.family) and not (case.spatial if "weight" in self.tensors else case.poses)
 
-    def fit(self, shape: Shape | tuple[int, ...]) -> Shape:
+    def fit(self, shape: Sizes) -> Shape:
         """The shape for this op: given votes have no K."""
         fitted = Shape._make(shape)
         return fitted if "weight" in self.tensors else fitted._replace(K=1)
 
     def make(
-        self, shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.float64, device: str = "cpu"
+        self,
+        shape: Sizes,
+        case: AnyCase = PLAIN,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
     ) -> Problem:
+        if isinstance(case, PassCase) and "weight" not in self.tensors:
+            case = replace(case, shared=case.shared.replace("I", ""))  # no weight that input capsules could share
         return make(self.fit(shape), case, self.name, dtype, device)
 
     def __str__(self) -> str:
         return self.name
+
+
+OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
+PASS_OPS = (Op("routing_pass", ("u", "weight"), PassCase), Op("votes_pass", ("votes",), PassCase))
 
 
 def registered(problem: Problem) -> list[Any]:
@@ -346,9 +407,6 @@ def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any
     return [*gradients, *arguments[: contract.tensors], *saved, *arguments[contract.tensors :], needed]
 
 
-OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
-
-
 def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **other: Any) -> Any:
     """The result of the problem's function. other: arguments that replace arguments of the problem."""
     function = getattr(capsfast, problem.op)
@@ -356,14 +414,16 @@ def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **oth
     return function(**arguments, backend=backend)
 
 
-def run(problem: Problem, backend: str | None, need: Sequence[str] | None = None) -> dict[str, Tensor]:
+def run(
+    problem: Problem, backend: str | None, need: Sequence[str] | None = None, function: Callable[..., Any] = call
+) -> dict[str, Tensor]:
     """Outputs and gradients by name, such as v, c, du, dweight, dvotes, dlogits, dbias.
 
-    need: the inputs that require a gradient; by default all.
+    need: the inputs that require a gradient; by default all. function: takes the arguments of call().
     """
     need = tuple(problem.inputs) if need is None else need
     inputs = {name: value.detach().requires_grad_(name in need) for name, value in problem.inputs.items()}
-    found = problem.case.outputs(call(problem, inputs, backend))
+    found = problem.case.outputs(function(problem, inputs, backend))
     pairs = [(out, problem.gradients[name]) for name, out in found.items() if out.requires_grad]
     leaves = [inputs[name] for name in need]
     if leaves:

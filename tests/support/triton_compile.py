@@ -4,52 +4,48 @@ Runs as a process of its own: the tests interpret kernels, and Triton chooses to
 
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
-    python -m tests.support.triton_compile seconds < calls.json
-    python -m tests.support.triton_compile first-call [J D K]
-    python -m tests.support.triton_compile table --sm 90 --dtype float32 bfloat16 --shape 32 64 10 16 8 \\
-        --case '{"num_iterations": 5}'
-    python -m tests.support.triton_compile docs
-    python -m tests.support.triton_compile amd < calls.json
-
-"table" prints what the passes of a layer execute for an input capsule, "docs" writes the table of
-docs/triton-kernels.md. "amd" compiles calls for toolchain.AMD.
+    python -m tests.support.triton_compile amd < calls.json         for toolchain.AMD
+    python -m tests.support.triton_compile docs                     writes the table of docs/triton-kernels.md
 """
 
-import argparse
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import triton_listing
-from .listing import Code
+Row = dict[str, Any]
+Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, keywords
 
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "*u8"}
+# KiB of shared memory, warps and programs of a multiprocessor, by capability.
+LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
+PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
+BEGIN, END = "<!-- triton-table -->", "<!-- /triton-table -->"
+COLUMNS = ("warps", "registers", "stack", "shared", "resident")
+# The layer of the table, and the targets it is compiled for.
+SHAPE = [32, 64, 10, 16, 8]
+BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
 
 
-def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of a call's forward and backward: (kernel, arguments, keywords).
+def record(call: Row) -> list[Launched]:
+    """The launches of a call's forward and backward.
 
     The call's "need" lists inputs that need a gradient, "kernels" the names of the kernels to keep.
     """
+    import torch
     from triton.runtime.jit import JITFunction
 
-    from tests.support import passes
-    from tests.support.problems import Case, make, run
+    from tests.support.problems import Case, PassCase, make, run
 
-    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    launched: list[Launched] = []
 
     def remember(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launched.append((self, args, kwargs))
-
-    import torch
 
     run_before, JITFunction.run = JITFunction.run, remember
     try:
@@ -57,10 +53,8 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
         if call["op"] == "em_update":
             _update(call["shape"], options)
             return launched
-        if call["op"].endswith("_pass"):
-            problem = passes.make(call["shape"], passes.PassCase(**options), call["op"], dtype)
-        else:
-            problem = make(call["shape"], Case(**options), call["op"], dtype)
+        case = (PassCase if call["op"].endswith("_pass") else Case)(**options)
+        problem = make(call["shape"], case, call["op"], dtype)
         if call.get("tf32"):
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         run(problem, "triton", call.get("need"))
@@ -113,41 +107,54 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return types, constants, known, options
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """registers, and stack: bytes of local memory per thread."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
-    assert found is not None
-    return {"registers": int(found[1]), "stack": int(found[2])}
-
-
-def _cuobjdump(what: str, cubin: bytes) -> str:
-    import triton
-
-    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _compile(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]], **more: Any) -> Any:
+def _compile(launched: Launched, *target: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types, constants, known, options = signature(*launched)
     source = ASTSource(launched[0], types, constants, known)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | more)
+    return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
-def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def resources(cubin: bytes) -> dict[str, int]:
+    """registers, and stack: bytes of spilled registers; both of one thread."""
+    import triton
+
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        found = re.search(
+            r"REG:(\d+) STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+    assert found is not None
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def resident(capability: int, registers: int, shared: int, warps: int) -> int:
+    """How many programs a multiprocessor holds. registers: of a thread; shared: bytes of a program."""
+    kib, most_warps, programs = LIMITS[capability]
+    # A warp gets registers in units of 256, a scheduler has a quarter of all. A program takes 1 KiB more shared memory.
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // 4 // of_warp * 4 // warps
+    by_shared = kib * 1024 // (-(-shared // 128) * 128 + 1024)
+    return max(1, min(by_registers, by_shared, most_warps // warps, programs))
+
+
+def sums_in_products(ttgir: str) -> int:
+    """Products that add to a sum of a loop in the tensor core, which rounds towards zero."""
+    sums = {name for group in re.findall(r"iter_args\((.*?)\) ->", ttgir) for name in re.findall(r"(%\w+) =", group)}
+    return sum(name in sums for name in re.findall(r"tt\.dot %[\w#]+, %[\w#]+, (%\w+)", ttgir))
+
+
+def compile_for(capability: int, launched: Launched) -> Row:
     kernel, args, kwargs = launched
     named = dict(zip(kernel.arg_names, args, strict=False))
-    compiled = _compile(capability, launched)
+    compiled = _compile(launched, "cuda", capability, 32)
     ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
     usage = resources(compiled.asm["cubin"])
-    # Disassembly takes half a second, and kernels without a loop over input capsules need it only for spills.
-    code = functools.cache(lambda: Code(_cuobjdump("-sass", compiled.asm["cubin"])))
     return {
         "kernel": kernel.fn.__name__,
         "capability": capability,
@@ -156,184 +163,78 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "warps": warps,
         "shared": shared,
         "fused": kwargs.get("enable_fp_fusion", False),
-        "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
+        "mma": sorted(set(re.findall(r"\bmma\.sync[\w.]*", ptx))),
+        "sums in products": sums_in_products(compiled.asm["ttgir"]),
         "operations": len(re.findall(r"^ +(?:%|tt\.store|scf\.)", compiled.asm["ttir"], re.M)),
-        "narrow_loads": len(re.findall(r"\bld\.global(?!\S*\.v4\.b32)", ptx)),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
+        "resident": resident(capability, usage["registers"], shared, warps),
         **usage,
-        "spills": triton_listing.spills(code()) if usage["stack"] else 0,
-        "resident": triton_listing.resident(capability, usage["registers"], shared, warps),
-        **triton_listing.measured(compiled.asm["ttgir"], code, warps, kwargs),
     }
 
 
-def signatures() -> None:
-    """Prints the kernels and signatures that each call would compile."""
-    found = [
-        sorted({f"{launched[0].fn.__name__} {signature(*launched)}" for launched in record(call)})
-        for call in json.load(sys.stdin)
-    ]
-    json.dump(found, sys.stdout)
-
-
-class Driver:
-    """Answers what Triton asks a driver before a launch."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def first_call() -> None:
-    """Prints seconds and kernels of a layer's first forward and backward, then of another batch, without the launches.
-
-    Takes Triton's own path with an empty cache: Triton binds and specialises the arguments and compiles for sm_90.
-    """
-    import torch
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    from tests.support.problems import Case, make, run
-
-    launch, seconds = JITFunction.run, [0.0]
-    layer = tuple(map(int, sys.argv[2:])) or (10, 16, 8)
-
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        start = time.perf_counter()
-        launch(self, *args, grid=grid, warmup=True, **kwargs)
-        seconds[0] += time.perf_counter() - start
-
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        driver.set_active(Driver())
-        JITFunction.run = warm_up
-        for B in (32, 7):
-            seconds[0] = 0.0
-            run(make((B, 64, *layer), Case(coupling=False), dtype=torch.float32), "triton")
-            kernels = len(list(Path(cache).rglob("*.cubin"))) - sum(row["kernels"] for row in found)
-            found.append({"B": B, "kernels": kernels, "seconds": round(seconds[0], 3)})
-    json.dump(found, sys.stdout)
-
-
-def seconds() -> None:
-    """Prints the CPU seconds that Triton and ptxas take for each kernel of each call, for sm_90, without a cache.
-
-    Unlike wall-clock time, CPU seconds do not grow with other processes on the machine.
-    """
-
-    def used() -> float:
-        return sum(os.times()[:4])
-
-    found, warm = [], False
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        for call in json.load(sys.stdin):
-            for launched in record(call):
-                if not warm:  # the first compilation also loads the compiler
-                    _compile(90, launched, num_stages=2)
-                    warm = True
-                before = used()
-                _compile(90, launched)
-                found.append(call | {"kernel": launched[0].fn.__name__, "seconds": round(used() - before, 2)})
-    json.dump(found, sys.stdout)
-
-
-def compiled(calls: list[dict[str, Any]], capabilities: Iterable[int]) -> Iterator[dict[str, Any]]:
+def compiled(calls: list[Row], capabilities: Sequence[int]) -> Iterator[Row]:
     """A row for each kernel of each call and capability."""
-    made: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # calls share some kernels
+    made: dict[tuple[str, ...], list[Row]] = {}  # calls share some kernels
     for call in calls:
-        seen = set()
-        for launched in record(call):
-            key = (launched[0].fn.__name__, str(signature(*launched)))
-            if key in seen:
-                continue
-            seen.add(key)
+        for key, launched in {(each[0].fn.__name__, str(signature(*each))): each for each in record(call)}.items():
             if key not in made:
                 made[key] = [compile_for(capability, launched) for capability in capabilities]
             yield from (call | row for row in made[key])
 
 
-def main() -> None:
-    capabilities = [int(text) for text in sys.argv[1].split(",")]
-    json.dump(list(compiled(json.load(sys.stdin), capabilities)), sys.stdout)
+def signatures(calls: list[Row]) -> list[list[str]]:
+    """The kernels and signatures that each call would compile."""
+    return [sorted({f"{each[0].fn.__name__} {signature(*each)}" for each in record(call)}) for call in calls]
 
 
-def _of_layer(dtype: str, shape: list[int], **more: Any) -> dict[str, Any]:
-    return {"op": "dynamic_routing", "dtype": dtype, "shape": shape} | more
-
-
-def table() -> None:
-    """Prints what the passes of a layer execute, and their sum over a forward and a backward."""
-    from . import triton_table
-
-    parser = argparse.ArgumentParser(prog="triton_compile table")
-    parser.add_argument("--sm", type=int, nargs="+", default=[90])
-    parser.add_argument("--dtype", nargs="+", default=["float32"])
-    parser.add_argument("--shape", type=int, nargs=5, default=triton_table.SHAPE, help="B I J D K")
-    parser.add_argument("--op", default="dynamic_routing")
-    parser.add_argument("--case", type=json.loads, default={}, help="options of tests/support/problems.py, as JSON")
-    parser.add_argument("--tf32", action="store_true")
-    args = parser.parse_args(sys.argv[2:])
-    case = args.case if args.op.endswith("_pass") else {"coupling": False, **args.case}
-    for dtype in args.dtype:
-        call = _of_layer(dtype, args.shape, op=args.op, case=case, tf32=args.tf32)
-        rows = [row for row in compiled([call], args.sm) if "instructions" in row]
-        print("\n".join(triton_table.lines(rows)))
-        for sm in args.sm:
-            found = triton_table.passes(rows, dtype, sm)
-            if len(found) == len(triton_table.PASSES):
-                r = case.get("num_iterations", 3)
-                sums = [triton_table.both_ways(found, what, r) for what in ("instructions", "microseconds")]
-                print(f"sm_{sm}, forward and backward, r = {r}: {sums[0]:.0f} instructions, {sums[1]:.1f} µs")
-
-
-def docs() -> None:
-    """Writes the table of docs/triton-kernels.md."""
-    from . import triton_table
-
-    rows = []
-    for dtype, capabilities in triton_table.BUILDS.items():
-        rows += compiled([_of_layer(dtype, triton_table.SHAPE, case={"coupling": False})], capabilities)
-    triton_table.write(rows)
-
-
-def amd() -> None:
-    """Prints registers, spills and matrix instructions for each kernel of each call and GPU of toolchain.AMD."""
+def amd(calls: list[Row]) -> list[Row]:
+    """Registers, spills and matrix instructions for each kernel of each call and GPU of toolchain.AMD."""
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     torch.version.hip = "0"  # launch.py chooses the precision of products by this
     rows = []
-    for call in json.load(sys.stdin):
-        for kernel, *given in {(each[0], str(signature(*each))): each for each in record(call)}.values():
-            types, constants, known, options = signature(kernel, *given)
-            source = ASTSource(kernel, types, constants, known)
+    for call in calls:
+        for launched in {(each[0], str(signature(*each))): each for each in record(call)}.values():
             for gpu in toolchain.AMD:
-                code = triton.compile(source, target=GPUTarget("hip", gpu, 64), options=options).asm["amdgcn"]
+                code = _compile(launched, "hip", gpu, 64).asm["amdgcn"]
                 registers, spilled = re.findall(r"\.vgpr(?:_spill)?_count:\s*(\d+)", code)[:2]
-                found = {"gpu": gpu, "kernel": kernel.fn.__name__, "registers": int(registers)}
+                found = {"gpu": gpu, "kernel": launched[0].fn.__name__, "registers": int(registers)}
                 rows.append(call | found | {"spilled": int(spilled), "matrix": code.count("v_mfma")})
-    json.dump(rows, sys.stdout)
+    return rows
 
 
-COMMANDS = {
-    "signatures": signatures,
-    "seconds": seconds,
-    "first-call": first_call,
-    "table": table,
-    "docs": docs,
-    "amd": amd,
-}
+def release() -> str:
+    import triton
+
+    return f"Triton {'.'.join(triton.__version__.split('.')[:2])}"
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The text of the page between BEGIN and END: the loops over input capsules of the layer, in the order of rows."""
+    lines = [BEGIN, f"| {release()} | {' | '.join(COLUMNS)} |", "|---|" + "--:|" * len(COLUMNS)]
+    for row in rows:
+        name = "uniform" if row["mode"] == "uniform" else row["kernel"].removesuffix("_kernel")
+        if name in ("uniform", "accumulate", "accumulate_gradient", "gradient"):
+            cells = [f"{row[column]:,}".replace(",", " ") for column in COLUMNS]
+            lines.append(f"| {name}, {row['dtype']}, sm_{row['capability']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, END])
+
+
+def page() -> tuple[str, str, str]:
+    """The page in three parts: the text before the table, the table, the text after the table."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    return text[:begin], text[begin:end], text[end:]
+
+
+def docs() -> None:
+    rows: list[Row] = []
+    for dtype, capabilities in BUILDS.items():
+        call = {"op": "dynamic_routing", "dtype": dtype, "shape": SHAPE, "case": {"coupling": False}}
+        rows += compiled([call], capabilities)
+    before, _, after = page()
+    PAGE.write_text(before + table(rows) + after, encoding="utf-8")
+
 
 if __name__ == "__main__":
     from capsfast import toolchain
@@ -341,4 +242,10 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # The backend sends calls to Triton as if Triton's interpreter ran; nothing is launched.
     toolchain.interpreting = lambda: True
-    COMMANDS.get(sys.argv[1], main)()
+    if sys.argv[1] == "docs":
+        docs()
+    else:
+        calls, commands = json.load(sys.stdin), {"signatures": signatures, "amd": amd}
+        command = commands.get(sys.argv[1])
+        found = command(calls) if command else list(compiled(calls, [int(sm) for sm in sys.argv[1].split(",")]))
+        json.dump(found, sys.stdout)

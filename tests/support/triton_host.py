@@ -1,4 +1,4 @@
-"""Measures what an eager call of the Triton backend costs the host, compared with a small torch.matmul.
+"""Measures what an eager call of the Triton backend costs the host, by plans and by Triton's ordinary launches.
 
 Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and a stub in place of the launcher records
 its arguments. So the time of the driver is missing, and the allocator's time is measured with CPU tensors.
@@ -11,21 +11,32 @@ its arguments. So the time of the driver is missing, and the allocator's time is
 import json
 import os
 import sys
-import time
+import timeit
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-# The layer of the benchmarks except for B and I: the host's time does not depend on them, but torch's own ops run on
-# the CPU here. Two tiles of the batch and few input capsules split the batch, so partial dW are added up.
-SHAPE = (33, 2, 10, 16, 8)
-ROUNDS = 300
+Launches = deque[tuple[str, tuple[Any, ...]]]  # of a kernel's name and its arguments
 
 
-@contextmanager
-def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
-    """Inside, Triton prepares launches to the end, and then a stub records them: (name of the kernel, arguments).
+class Driver:
+    """Answers what Triton asks a driver before a launch."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def stub() -> Launches:
+    """From here on Triton prepares launches to the end, and then a stub records them.
 
     Only the last launches are kept. If all were kept, Python's garbage collector would have work to do.
     """
@@ -33,22 +44,18 @@ def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
     from triton.runtime import driver
 
     from capsfast.triton import plan
-    from tests.support.triton_compile import Driver
 
-    launched: deque[tuple[Any, ...]] = deque(maxlen=100)
+    launched: Launches = deque(maxlen=100)
 
     def load(self: Any) -> None:
         if self._run is None:
             name = self.name
             self._run = lambda *args: launched.append((name, args))
 
-    before, CompiledKernel._init_handles = CompiledKernel._init_handles, load
-    stream_of, plan.stream_of = plan.stream_of, lambda device: 0
+    CompiledKernel._init_handles = load
+    plan.stream_of = lambda device: 0
     driver.set_active(Driver())
-    try:
-        yield launched
-    finally:
-        CompiledKernel._init_handles, plan.stream_of = before, stream_of
+    return launched
 
 
 @contextmanager
@@ -63,60 +70,36 @@ def ordinary() -> Iterator[None]:
         plan.stream_of = before
 
 
-def microseconds(function: Callable[[], Any], calls: int = 10) -> float:
-    """Microseconds of a call in the quickest round, because other work of the machine only adds time."""
-    least = float("inf")
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        least = min(least, time.perf_counter() - start)
-    return least / calls * 1e6
-
-
 def measure(J: int, D: int) -> dict[str, float]:
+    """Microseconds of a call in the quickest round, because other work of the machine only adds time."""
     import torch
 
     import capsfast
 
     torch.set_num_threads(1)
-    B, I, _, _, K = SHAPE
-    plain = [torch.randn(B, I, K), torch.randn(I, J, D, K)]
+    # The host's time does not depend on B and I, but torch's own ops run on the CPU here. Two tiles of the batch and
+    # few input capsules split the batch, so partial dW are added up.
+    plain = [torch.randn(33, 2, 8), torch.randn(2, J, D, 8)]
     needing = [value.clone().requires_grad_() for value in plain]
-    a, b = torch.randn(4, 4), torch.randn(4, 4)
 
     def forward(given: list[Any]) -> Any:
         return capsfast.dynamic_routing(*given, backend="triton")
 
-    class Nothing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            ctx.save_for_backward(*given)
-            return given[0].sum()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return ctx.saved_tensors
-
-    v, nothing = forward(needing), Nothing.apply(*needing)
-    dv, one = torch.randn_like(v), torch.ones_like(nothing)
-    rows: dict[str, Callable[[], Any]] = {
+    v = forward(needing)
+    dv = torch.randn_like(v)
+    rows = {
         "forward": lambda: forward(plain),
         "forward under autograd": lambda: forward(needing),
         "backward": lambda: torch.autograd.grad(v, needing, dv, retain_graph=True),
     }
-    found = {
-        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), 200),
-        "backward of a Function that computes nothing": microseconds(
-            lambda: torch.autograd.grad(nothing, needing, one, retain_graph=True)
-        ),
-    }
-    found |= {name: microseconds(call) for name, call in rows.items()}
+    found = {name: min(timeit.repeat(call, number=10, repeat=300)) * 1e5 for name, call in rows.items()}
     with ordinary():
-        return found | {f"{name}, ordinary": microseconds(call) for name, call in rows.items()}
+        for name, call in rows.items():
+            found[f"{name}, ordinary"] = min(timeit.repeat(call, number=10, repeat=100)) * 1e5
+    return found
 
 
-def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
+def differences(launched: Launches) -> list[str]:
     """Where a plan and Triton's own path give the launcher different arguments. Addresses differ only by alignment."""
     import torch
 
@@ -161,9 +144,9 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # The backend sends calls to Triton as if Triton's interpreter ran.
     toolchain.interpreting = lambda: True
-    with stubbed() as launched:
-        if sys.argv[1:] == ["json"]:
-            json.dump({"microseconds": measure(4, 8), "differences": differences(launched)}, sys.stdout)
-        else:
-            for name, took in measure(*SHAPE[2:4]).items():
-                print(f"{name:48}{took:8.1f} µs")
+    launched = stub()
+    if sys.argv[1:] == ["json"]:
+        json.dump({"microseconds": measure(4, 8), "differences": differences(launched)}, sys.stdout)
+    else:
+        for name, took in measure(10, 16).items():
+            print(f"{name:48}{took:8.1f} µs")
