@@ -45,7 +45,6 @@ Context::Context(const torch::stable::Tensor& tensor)
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
   shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
-  shared_bytes_together_ = attribute_of<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device);
   clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
   cooperative_ = cooperative_wanted() && attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
 }

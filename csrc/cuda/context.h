@@ -32,8 +32,6 @@ class Context {
   int64_t multiprocessors() const { return multiprocessors_; }
   // The most shared memory that a block may ask for, in bytes.
   int64_t shared_bytes() const { return shared_bytes_; }
-  // The shared memory of a multiprocessor, in bytes, for all its blocks. A block takes a KiB more than it asks for.
-  int64_t shared_bytes_together() const { return shared_bytes_together_; }
   // Whether the device has clusters, and whether it has cooperative launches and they are wanted.
   bool clusters() const { return clusters_; }
   bool cooperative() const { return cooperative_; }
@@ -42,7 +40,7 @@ class Context {
   struct Guard;
   std::unique_ptr<Guard> guard_;
   void* stream_ = nullptr;
-  int64_t multiprocessors_ = 1, shared_bytes_ = 0, shared_bytes_together_ = 0;
+  int64_t multiprocessors_ = 1, shared_bytes_ = 0;
   bool clusters_ = false, cooperative_ = false;
 };
 

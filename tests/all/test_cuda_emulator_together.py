@@ -238,10 +238,9 @@ def test_ops_run_on_the_emulated_device() -> None:
     assert emulator.take_launches()["rows::AccumulateArgs"] > 0
 
 
-@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
-def test_ops_ask_the_device_at_the_first_call_alone(op: str) -> None:
+def test_ops_ask_the_device_at_the_first_call_alone() -> None:
     emulator.install()
-    problem = make(Shape(1, 200, 10, 16, 8), PLAIN, op, dtype=torch.float32)
+    problem = make(Shape(1, 200, 10, 16, 8), PLAIN, dtype=torch.float32)
     with emulator.device(multiprocessors=4):
         emulator.take_questions()
         run_op(problem, emulator.NAME)

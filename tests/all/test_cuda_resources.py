@@ -42,21 +42,16 @@ def test_every_kernel_is_there_for_every_architecture(kernels: tuple[Kernel, ...
         here = [kernel for kernel in kernels if kernel.architecture == architecture]
         assert Counter(kernel.label for kernel in here if kernel.traits) == Counter(rows_kernels())
         names = Counter(kernel.name for kernel in here if not kernel.traits)
-        # Three types, eight or sixteen components a lane, forward and backward.
-        assert names["routing_kernel"] == 3 * 2 * 2
         for general in GENERAL:
             assert names[general] == 4 * 2
 
 
 def most_stack(kernel: Kernel) -> int:
-    if not kernel.traits:
-        return 0
     return STACK_OF_ROWS if re.match(r"Rows<(12|20), 1, \w+, plain>", kernel.traits) else STACK_OF_LARGE_ROWS
 
 
 def test_specialised_kernels_keep_in_registers_what_their_loops_need(kernels: tuple[Kernel, ...]) -> None:
-    specialised = [kernel for kernel in kernels if kernel.traits or kernel.name == "routing_kernel"]
-    assert [kernel for kernel in specialised if kernel.stack > most_stack(kernel)] == []
+    assert [kernel for kernel in kernels if kernel.traits and kernel.stack > most_stack(kernel)] == []
 
 
 def test_kernels_stay_within_what_a_multiprocessor_has(kernels: tuple[Kernel, ...]) -> None:

@@ -3,7 +3,6 @@
 So the cost of a new kernel or compiler in instructions is visible without a GPU.
 """
 
-import re
 from pathlib import Path
 
 import pytest
@@ -126,25 +125,6 @@ def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> 
     if name != "gradients":
         # No warp waits for another.
         assert [x for x in hot if x.kind in ("BAR", "UCGABAR_ARV", "UCGABAR_WAIT", "MEMBAR")] == []
-
-
-@pytest.mark.usefixtures("_readable")
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_votes_are_read_in_pieces(backward: bool) -> None:
-    """For the kernels for float32 votes with sixteen components a lane."""
-    (symbol,) = (
-        kernel.symbol
-        for kernel in sass.kernels()
-        if kernel.architecture == sass.ARCHITECTURE
-        and re.search(rf"routing_kernelI\w*6TraitsIfLi16EEELb{backward:d}", kernel.symbol)
-    )
-    found = sass.code(symbol).instructions
-    assert [x for x in found if x.kind in ("LD", "ST", "ATOM", "RED", "LDL", "STL")] == []
-    # A vote is four pieces, in the passes and, in the backward, in the gradient pass, which also reads V and ds there.
-    whole = [x for x in found if x.kind == "LDS" and x.bytes() == 16]
-    assert len(whole) >= (4 + 4 + 8 if backward else 4)
-    # All other reads belong to the sums of a warp or a block, 20 in each kernel.
-    assert len([x for x in found if x.kind == "LDS" and x.bytes() < 16]) <= 24
 
 
 @pytest.mark.usefixtures("_readable")

@@ -32,8 +32,7 @@ def install() -> None:
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     """How often kernels were launched since the last call, by the name of their arguments such as "rows::GradientArgs".
 
-    With ``ways`` launches of blocks that run together count apart: "votes::RoutingArgs cluster4",
-    "rows::AccumulateArgs cooperative".
+    With ``ways`` launches of blocks that run together count apart: "rows::AccumulateArgs cluster4 cooperative".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p

@@ -12,7 +12,6 @@ Context::Context(const torch::stable::Tensor&) {
   const emulator::Machine& machine = emulator::Machine::current();
   multiprocessors_ = machine.multiprocessors;
   shared_bytes_ = machine.shared_bytes;
-  shared_bytes_together_ = machine.shared_bytes_together;
   clusters_ = machine.clusters;
   cooperative_ = cooperative_wanted() && machine.cooperative;
 }

@@ -60,32 +60,17 @@ template <class T>
 void Engine::backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
   const bool logits = out.dlogits.data != nullptr;
-  Call<T> call(p, like, {true, inputs.dcoupling.data != nullptr || logits, logits && !out.per_sample_logits});
+  Call<T> call(p, like, {true, inputs.dcoupling.data != nullptr || logits});
   const BackwardSteps<T> steps = steps_of(call, inputs);
   const int64_t terms = p.iterations - steps.first, size = steps.order.size(p.B);
-  const auto sum_bias = [&] {
-    if (out.dbias.data == nullptr) return;
-    call.sum_vectors(steps.ds.from(steps.first * size, terms * size), terms, p.B, steps.order, out.dbias);
-  };
-  if constexpr (std::is_same_v<T, float>) {
-    // The votes are read only for another pass or for a gradient of a vote or a logit.
-    if (call.by_votes && (steps.passes() > 0 || wants_gradient(p, out))) {
-      call.by_votes->run(votes::RoutingArgs<true>{
-          steps,
-          {},
-          p.gradient_last,
-          operand(out.dweight, {p.B, p.I, p.J, p.D}),
-          operand(out.dlogits, {p.B, p.I, p.J})});
-      return sum_bias();
-    }
-  }
   const GeneralPlan& plan = call.plan;
   const auto row_norms = call.row_norm_scratch(plan.row_norm_apart || plan.gradient_row_norm_apart ? p.iterations : 0);
   call.run(steps, [&](int64_t n) {
     const int64_t t = steps.iteration_of(n);
     return call.row_norm(call.in, steps.scoring(t), row_norms, t);
   });
-  sum_bias();
+  if (out.dbias.data != nullptr)
+    call.sum_vectors(steps.ds.from(steps.first * size, terms * size), terms, p.B, steps.order, out.dbias);
   if (!wants_gradient(p, out)) return;
   if constexpr (std::is_same_v<T, float>) {
     if (call.by_rows) return gradient_by_rows(call, steps, out);

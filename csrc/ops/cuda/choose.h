@@ -1,8 +1,7 @@
 // Which families of kernels may serve a call, and the reasons why others do not:
 //
 //   rows      votes of few output capsules, made on tensor cores: a warp has whole samples
-//   votes     given votes, if a sample fits the shared memory of a cluster (votes/launch.h looks)
-//   general   everything: any J, D and K, any strides, float64, and passes of their own
+//   general   everything: any J, D and K, given votes, any strides, float64, and passes of their own
 #pragma once
 
 #include <algorithm>
@@ -26,22 +25,6 @@ inline const char* why_no_rows(const Problem& p) {
   const auto dense = [](int64_t length, int64_t at, int64_t wanted) { return length == 1 || at == wanted; };
   if (!dense(p.K, stride[3], 1) || !dense(p.D, stride[2], p.K) || !dense(p.J, stride[1], p.K * p.D))
     return "the weight is not contiguous";
-  return nullptr;
-}
-
-// Null if the votes family serves the call, provided that a cluster holds a sample, else the reason why not.
-// summed_logits: the gradient of logits [I, J] is wanted.
-inline const char* why_no_votes(const Problem& p, bool summed_logits) {
-  if (!p.votes_given) return "votes are made";
-  if (p.moments) return "it is a pass of its own, with mass";
-  if (p.votes.storage == Storage::f64) return "sums are formed in float32";
-  if (p.softmax_in()) return "a softmax over the input capsules has its normaliser only after a pass";
-  if (summed_logits) return "the gradient of logits [I, J] is a sum over samples";
-  if (p.empty()) return "there are no votes";
-  if (p.B > 1 << 20) return "B is too large";
-  const int64_t lanes = p.D == 8 ? 1 : p.D / 16;
-  if (p.D != 8 && (p.D % 16 != 0 || (lanes & (lanes - 1)) != 0)) return "D is neither 8 nor a power of two from 16 on";
-  if (p.J * lanes > 32) return "the votes of an input capsule do not fit a warp";
   return nullptr;
 }
 

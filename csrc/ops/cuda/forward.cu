@@ -7,7 +7,7 @@ namespace capsfast::cuda {
 template <class T>
 void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
-  Call<T> call(p, like, {false, out.coupling.data != nullptr, false});
+  Call<T> call(p, like, {false, out.coupling.data != nullptr});
   ForwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;
@@ -19,9 +19,6 @@ void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& 
   steps.s = {static_cast<T*>(out.s), p.iterations * call.vectors()};
   if (p.softmax_in()) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
   steps.parts = call.parts(p.softmax_in());
-  if constexpr (std::is_same_v<T, float>) {
-    if (call.by_votes) return call.by_votes->run(votes::RoutingArgs<false>{steps});
-  }
   const auto row_norms = call.row_norm_scratch(call.plan.row_norm_apart ? 1 : 0);
   call.run(steps, [&](int64_t t) { return call.row_norm(call.in, steps.pass(t).scoring, row_norms, 0); });
 }

@@ -12,7 +12,6 @@
 #include "general/kernels.h"
 #include "rows/launch.h"
 #include "steps.h"
-#include "votes/launch.h"
 
 namespace capsfast::cuda {
 
@@ -61,8 +60,7 @@ inline Inputs inputs_of(const Problem& p) {
 // What decides, besides the problem, which family serves a call.
 struct Wanted {
   bool backward;
-  bool coupling;       // see rows::choose
-  bool summed_logits;  // see why_no_votes
+  bool coupling;  // see rows::choose
 };
 
 template <class T>
@@ -77,8 +75,6 @@ class Call {
         memory_(like) {
     if constexpr (kNarrow) {
       if (why_no_rows(problem) == nullptr) by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
-      if (why_no_votes(problem, wanted.summed_logits) == nullptr) by_votes.emplace(p, in, wanted.backward, context);
-      if (by_votes && !by_votes->serves()) by_votes.reset();
     }
   }
 
@@ -99,10 +95,10 @@ class Call {
   // over the input capsules.
   Parts<T> parts(bool with_columns, bool any = true) {
     Parts<T> to{};
-    to.work = by_rows ? by_rows->work() : by_votes ? by_votes->work() : Work{p.I, p.B, 1, plan.splits};
+    to.work = by_rows ? by_rows->work() : Work{p.I, p.B, 1, plan.splits};
     const int64_t rows = to.work.segments() * to.work.group * p.J;
     if (!any) return to;
-    if (by_rows || by_votes) {
+    if (by_rows) {
       to.sum_rows = scratch<float>(rows * p.D);
     } else {
       to.sum = scratch<double>(rows * (p.D + p.moments));
@@ -204,8 +200,7 @@ class Call {
   const Inputs in;
   const GeneralPlan plan;
   const BiasedSquashing squash;
-  std::optional<rows::Launcher> by_rows;    // if the rows family serves the call
-  std::optional<votes::Launcher> by_votes;  // or the votes family
+  std::optional<rows::Launcher> by_rows;  // if the rows family serves the call
 
  private:
   static constexpr bool kNarrow = std::is_same_v<T, float>;

@@ -175,9 +175,8 @@ struct VectorOrder {
 
 // Samples are cut into groups. All pairs (group, input capsule), one group after the other, are a row that is cut into
 // `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch fills the
-// device, and all of a pass runs at once. (In the votes family a group is a sample, and a unit a block of its cluster.)
-// The part of a group that a unit has is a segment; a unit that crosses a border between groups has two segments or
-// more. Each segment has one partial sum.
+// device, and all of a pass runs at once. The part of a group that a unit has is a segment; a unit that crosses a border
+// between groups has two segments or more. Each segment has one partial sum.
 struct Work {
   int64_t I, group, groups, units;  // group: samples of a group
 
@@ -235,7 +234,7 @@ struct AccumulateArgs {
   bool unweighted;         // every coefficient counts as 1: the first iteration without logits
   bool mass;               // a sum has one element more than D: the sum of the coefficients
   Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_rows;  // the same for the other families
+  Global<float> sum_rows;  // the same for the rows family
   Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules with unknown normaliser
   Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written

@@ -15,7 +15,7 @@ namespace {
 template <class T>
 struct Pass {
   Pass(const Problem& problem, const PassInputs& inputs, const Tensor& like, bool backward)
-      : call(problem, like, {backward, false, false}), p(problem), in(call.in) {
+      : call(problem, like, {backward, false}), p(problem), in(call.in) {
     in.prior = operand(inputs.prior, {p.B, p.J});
     if (inputs.query.data == nullptr) return;
     const Global<T> V = call.template scratch<T>(call.vectors());

@@ -26,7 +26,7 @@ template <class T>
 struct Parts {
   Work work;
   Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
-  Global<float> sum_rows;  // the same for the other families, whose sums are short enough for float
+  Global<float> sum_rows;  // the same for the rows family, whose sums are short enough for float
   Global<T> max;           // [segments, group, J]
   Global<double> total;    // [segments, group, J]
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of a pass in the emulator: what they refuse, and the edges of their tiles.
+"""The general CUDA kernels in the emulator: votes given, passes, the edges of their tiles, and what they refuse.
 
 test_routing.py and test_routing_edges.py test what every backend must do.
 """
@@ -24,12 +24,31 @@ from .support.passes import (
     make,
     normalized,
 )
-from .support.problems import registered, run
+from .support.problems import LOADED as ROUTED_IN
+from .support.problems import LOADED_OUT, PLAIN, Case, registered, run
+from .support.problems import make as make_routing
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     emulator.install()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case", [PLAIN, LOADED_OUT, ROUTED_IN, Case(num_iterations=5, gradient="last", logits="BIJ", mask=True)], ids=str
+)
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(2, 7, 10, 16, 1), Shape(9, 41, 3, 32, 1), Shape(2, 70, 1, 16, 1), Shape(1, 2, 66, 8, 1)],
+    ids=str,
+)
+def test_votes(shape: Shape, case: Case, dtype: torch.dtype) -> None:
+    problem = make_routing(shape, case, "route_votes", dtype)
+    votes = problem.inputs["votes"]
+    off = torch.full((votes.numel() + 1,), torch.nan, dtype=dtype)  # votes may begin at any address
+    problem.inputs["votes"] = off[1:].view_as(votes).copy_(votes)
+    check(problem, EMULATED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
