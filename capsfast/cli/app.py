@@ -4,7 +4,7 @@ import typer
 from rich.console import Console
 
 from ..bench import record
-from .common import plain_errors
+from .endings import plain_errors
 from .inspection import clusters, evaluate, perturb, picture, predict, reconstruct, routing
 from .measuring import bench, report
 from .tables import backends_table, build_table, versions_table

@@ -1,6 +1,6 @@
 """Ends commands that fail: one line on the error stream with the reason."""
 
-import errno
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,17 +8,19 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
+from .._install import in_the_checkout
+
 INTERRUPTED = 130  # the exit status that a shell reports after Ctrl-C
-# Errors of a disk or folder, for which a traceback is of no use.
-PLACES = frozenset(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG")
-)
+NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
+
+
+def say(text: str, error: bool = False) -> None:
+    Console(stderr=error, soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def stop(message: str, code: int = 1) -> typer.Exit:
     """Prints on the error stream why a command ends, and returns the exception to raise."""
-    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
+    say(message, error=True)
     return typer.Exit(code)
 
 
@@ -36,7 +38,25 @@ def one_line(command: str, kept: str | Callable[[], str] = "") -> Iterator[None]
         left = kept() if callable(kept) else kept
         raise stop(f"capsfast {command}: interrupted{f'; {left}' if left else ''}", INTERRUPTED) from None
     except OSError as error:
-        if error.errno not in PLACES:
+        if error.errno is None:
             raise
         where = f": {error.filename}" if error.filename else ""
-        raise stop(f"capsfast {command}: {os.strerror(error.errno or 0)}{where}") from None
+        raise stop(f"capsfast {command}: {os.strerror(error.errno)}{where}") from None
+
+
+@contextmanager
+def plain_errors(command: str) -> Iterator[None]:
+    """Prints errors of the package, missing extras and the errors of :func:`one_line` in one line.
+
+    Other errors keep their traceback.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise stop(f"capsfast: this command needs {' and '.join(missing)}; {in_the_checkout('train')}")
+    try:
+        with one_line(command):
+            yield
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
+        if not str(error).startswith("capsfast"):
+            raise
+        raise stop(str(error)) from None

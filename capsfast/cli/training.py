@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,28 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from .. import plot
 from ..bench import record
-from ..data import BatchOrder, Sets
+from ..data import Sets
 from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import read_checkpoint
-from ..train.progress import shown_results
+from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet
-from .common import say
-from .endings import stop
-from .words import HELP, LINKED, Word, in_a_line, spelled_out
+from .endings import say, stop
+from .words import HELP, LINKED, in_a_line, spelled_out
 
 # Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
 # A folder with one of these files holds a run.
 OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
+NAMES = ("fit", "validate", "test")
 # Options that need another option: its name, and the values with which they have an effect.
 NEEDS = {
     "model.decay_rate": ("model.schedule", ("exponential",)),
@@ -43,20 +45,21 @@ NEEDS = {
 }
 
 
-class SavedConfig(SaveConfigCallback):
-    """Writes the options of a run to ``config.yaml`` in its folder, for ``--config``."""
+class Begin(Callback):
+    """When the first step is certain: writes ``config.yaml``, and a new run removes the files of the run before it."""
 
-    def __init__(self, parser: LightningArgumentParser, config: Any, folder: Path) -> None:
-        super().__init__(parser, config, save_to_log_dir=False)
-        self.folder = folder
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        content = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
-        content["out"] = str(self.folder)
+    def __init__(self, folder: Path, config: str, is_new: bool) -> None:
+        self.folder, self.is_new = folder, is_new
+        self.config = yaml.safe_load(config) | {"out": str(folder)}
         # These options hold for this run only: a repeated run gets another folder and starts from the beginning.
         for name in ("overwrite", "ckpt_path", "weights_only"):
-            content.pop(name, None)
-        write_text(self.folder / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+            self.config.pop(name, None)
+
+    @rank_zero_only
+    def on_train_start(self, *_: Any) -> None:
+        for name in OF_A_RUN if self.is_new else ():
+            (self.folder / name).unlink(missing_ok=True)
+        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
 
 
 class Command(LightningCLI):
@@ -69,18 +72,25 @@ class Command(LightningCLI):
     def __init__(self, words: list[str]) -> None:
         self.words = words
         self.class_names: list[str] | None = None  # class names in the checkpoint
+        self.claimed: Path | None = None
         self.kept = self._of_checkpoint()
-        super().__init__(
-            Learner,
-            ImageData,
-            save_config_callback=SavedConfig,
-            trainer_defaults={"max_epochs": 10, **DEFAULTS},
-            seed_everything_default=False,
-            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in self.subcommands()}},
-            args=[words[0], *self._of_the_run(), *words[1:]],
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+        try:
+            super().__init__(
+                Learner,
+                ImageData,
+                save_config_callback=None,
+                trainer_defaults={"max_epochs": 10, **DEFAULTS},
+                seed_everything_default=False,
+                parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in NAMES},
+                args=[words[0], *self._of_the_run(), *words[1:]],
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+            )
+        finally:
+            # A run that was refused leaves its number to the next run: rmdir removes only an empty folder.
+            if self.claimed is not None:
+                with suppress(OSError):
+                    self.claimed.rmdir()
 
     def _of_checkpoint(self) -> dict[str, Any]:
         """Options by name that the checkpoint on the command line fixes."""
@@ -122,7 +132,7 @@ class Command(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         found = LightningCLI.subcommands()
-        return {name: found[name] for name in ("fit", "validate", "test")}
+        return {name: found[name] for name in NAMES}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--out", type=str, default="out/train", help="Folder for checkpoints, logs and pictures.")
@@ -157,6 +167,10 @@ class Command(LightningCLI):
                 raise ValueError(f"capsfast fit: --{name} needs --{other}={' or '.join(values)}")
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
+        """
+        Raises:
+            ValueError: options that don't fit each other, the checkpoint, or this machine.
+        """
         given = {**self._get(self.config_init, "trainer"), **more}
         names, held = self.model.hparams["class_names"], self.class_names
         if names and held and names != held:
@@ -164,18 +178,23 @@ class Command(LightningCLI):
                 f"capsfast {self.subcommand}: the network was trained on the classes {', '.join(held)}, the images are "
                 f"of {', '.join(names)}"
             )
-        self.out = self._folder()
+        if "--model.reconstruction_weight" in str(self.words) and not self.model.weighs_reconstruction:
+            raise ValueError(
+                "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
+            )
         best = None if given["limit_val_batches"] == 0 else self.model.monitor
         patience = self._get(self.config, "patience")
+        self.out = self._folder()
         callbacks = given.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if self.subcommand == "fit":
-            callbacks.append(SavedConfig(self._parser("fit"), self.config["fit"], self.out))
+        training = self.subcommand == "fit"
+        if training:
+            config = self._parser("fit").dump(self.config["fit"], skip_unset=False)
+            callbacks.append(Begin(self.out, config, not self.goes_on))
         if patience is not None:
             if best is None:
                 raise ValueError("capsfast fit: patience counts tests, and limit_val_batches=0 leaves these out")
             callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience))
-        training = self.subcommand == "fit"
         progress = given.pop("enable_progress_bar") is not False and training
         try:
             return make_trainer(
@@ -199,26 +218,26 @@ class Command(LightningCLI):
         if resumed is not None and not any(word.startswith("--out=") for word in self.words):
             asked = Path(resumed).parent
         self.goes_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
-        if self.subcommand != "fit" or self.goes_on or self._get(self.config, "overwrite"):
+        # Only the first process writes files.
+        if self.subcommand != "fit" or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return asked
-        folders = chain([asked], (asked.with_name(f"{asked.name}-{n}") for n in count(2)))
-        return next(each for each in folders if not any((each / name).exists() for name in OF_A_RUN))
+        check_writable(asked)
+        if self.goes_on or self._get(self.config, "overwrite"):
+            return asked
+        for folder in chain([asked], (asked.with_name(f"{asked.name}-{n}") for n in count(2))):
+            if any((folder / name).exists() for name in OF_A_RUN):
+                continue
+            # Another run may start at the same moment: only one of them makes the folder of the log.
+            with suppress(FileExistsError):
+                (folder / "logs").mkdir(parents=True)
+                self.claimed = folder / "logs"
+                break
+        if folder != asked:
+            say(f"{asked} holds a run; this one goes to {folder} (--overwrite takes its place)")
+        return folder
 
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         """Trains; LightningCLI calls it when trainer, model and data are made."""
-        check_writable(self.out)
-        if "--model.reconstruction_weight" in str(self.words) and not model.weighs_reconstruction:
-            raise ValueError(
-                "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
-            )
-        _check_tests(self.trainer, datamodule)
-        asked = self._get(self.config, "out")
-        begins = self.trainer.is_global_zero and not self.goes_on
-        if begins and self._get(self.config, "overwrite"):
-            for name in OF_A_RUN:
-                (self.out / name).unlink(missing_ok=True)
-        elif begins and self.out != Path(asked):
-            say(f"{asked} holds a run; this one goes to {self.out} (--overwrite takes its place)")
         start = time.perf_counter()
         try:
             fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
@@ -231,15 +250,20 @@ class Command(LightningCLI):
             # Errors in writing the logs come without a filename.
             error.filename = error.filename or str(self.out)
             raise
+        except ValueError as error:
+            name, mark, rule = " ".join(str(error).split()).partition("`val_check_interval`")
+            if name or not mark:
+                raise
+            # Lightning counts the steps of an epoch.
+            raise ValueError(f"capsfast fit: --trainer.val_check_interval{rule}") from None
         if self.trainer.is_global_zero:
             _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on)
 
     def validate(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         with quiet():
             self.trainer.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
-        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         if self.trainer.is_global_zero:
-            say(", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found)))
+            say(", ".join(shown(self.trainer.progress_bar_metrics, tests=True)))
 
     test = validate
 
@@ -261,21 +285,6 @@ def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
         return read(images.sets)
 
     return opened
-
-
-def _check_tests(trainer: Trainer, images: ImageData) -> None:
-    """
-    Raises:
-        ValueError: the interval between tests is longer than an epoch.
-    """
-    order = BatchOrder(
-        len(images.sets.train), images.options["batch_size"], shuffle=True, world_size=trainer.world_size
-    )
-    limit = trainer.limit_train_batches
-    steps = min(len(order), limit if isinstance(limit, int) else len(order))
-    every = trainer.val_check_interval
-    if isinstance(every, int) and every > steps:
-        raise ValueError(f"capsfast train: --test-every must be at most {steps}, an epoch, got {every}")
 
 
 def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, resumed: bool) -> None:
@@ -300,8 +309,8 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
     # One line per entry, for short and readable diffs.
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
     write_text(out / "record.json", f"{{\n{lines}\n}}\n")
-    shown = ", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found))
-    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if shown else ''}{shown}")
+    results = ", ".join(shown(trainer.progress_bar_metrics, tests=True))
+    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if results else ''}{results}")
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 
 
@@ -311,15 +320,13 @@ def run(command: str, words: Sequence[str]) -> None:
     Raises:
         ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.common.plain_errors` prints them.
     """
-    if command == "train" and {"--help", "-h"} & {*words}:
+    asks = bool({"--help", "-h"} & {*words})
+    if command == "train" and asks:
         say(HELP)
         return
-    typed: list[Word] = []
-    if not {"--help", "-h"} & {*words}:
-        spelled = spelled_out(command, words)
-        typed = spelled if command == "train" else []
-        words = [str(word) for word in spelled]
-    command = "fit" if command == "train" else command
+    spelled = [] if asks else spelled_out(command, words)
+    words = words if asks else [str(word) for word in spelled]
+    typed, command = (spelled, "fit") if command == "train" else ([], command)
     # So that jsonargparse finds class paths in the working directory; python -m has it in sys.path already.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

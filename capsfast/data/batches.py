@@ -24,7 +24,8 @@ class BatchOrder(Sampler[Draw]):
 
     Training (``shuffle``): all processes together get the batches that one process with ``batch_size * world_size``
     would get. A smaller last batch is split evenly; the remaining images, fewer than ``world_size``, are left out of
-    this epoch. Without ``shuffle`` every image is used once, in order.
+    this epoch. So is a last batch of one image for each process, which batch normalisation could not take. Without
+    ``shuffle`` every image is used once, in order.
 
     Args:
         size: number of images in the data set.
@@ -69,10 +70,10 @@ class BatchOrder(Sampler[Draw]):
     def _batches(self, rows: Tensor) -> list[Tensor]:
         if not self.shuffle:
             return list(rows[self.rank :: self.world_size].split(self.batch_size))
-        shares = []
+        shares: list[Tensor] = []
         for together in rows.split(self.batch_size * self.world_size):
             each = len(together) // self.world_size
-            if each:
+            if each > 1 or (each == 1 and not (shares and len(shares[-1]) > 1)):
                 shares.append(together[self.rank * each : (self.rank + 1) * each])
         return shares
 

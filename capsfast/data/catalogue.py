@@ -3,10 +3,12 @@
 import inspect
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch.utils.data import Dataset
 
 from .. import checks
@@ -67,9 +69,8 @@ def places(name: str, data_dir: Path | str | None = None) -> list[Path]:
 
 
 def _path(folder: Path, file: str) -> Path | None:
-    """The path of a file. Files of our own readers may end in .gz; MNIST's may be named .idx."""
-    stems = dict.fromkeys([file, file.replace("-idx", ".idx")])
-    names = [stem + end for end in ("", *([".gz"] if file in IDX + NORB else [])) for stem in stems]
+    """The path of a file, which may end in .gz; MNIST's may be named .idx."""
+    names = [f"{stem}{end}" for end in ("", ".gz") for stem in (file, file.replace("-idx", ".idx"))]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
@@ -79,31 +80,42 @@ def find(name: str, folders: list[Path]) -> list[Path]:
     Raises:
         FileNotFoundError: files are missing.
     """
-    files, below = (NAMED[name].files, NAMED[name].below) if name in NAMED else (IDX, ".")
-    missing, where = files, ", ".join(map(str, folders))
-    for folder in (folder / each for folder in folders for each in dict.fromkeys([".", below])):
-        paths = {file: path for file in files if (path := _path(folder, file))}
+    wanted = NAMED.get(name, Named(IDX, "put them there"))
+    missing, where = wanted.files, ", ".join(map(str, folders))
+    for folder in (folder / each for folder in folders for each in dict.fromkeys([".", wanted.below])):
+        paths = {file: path for file in wanted.files if (path := _path(folder, file))}
+        if len(paths) == len(wanted.files):
+            return [*paths.values()]
         if paths:
-            missing, where = [file for file in files if file not in paths], str(folder)
-            if not missing:
-                return [*paths.values()]
+            missing, where = [file for file in wanted.files if file not in paths], str(folder)
             break
-    remedy = "put them there"
+    remedy = wanted.remedy
     if name in NAMED:
-        fetched = "download=True (--download) fetches them; else " if NAMED[name].torchvision else ""
-        remedy = f"{fetched}{NAMED[name].remedy}. Other places: data_dir, the variable CAPSFAST_DATA"
+        fetched = "download=True (--download) fetches them; else " if wanted.torchvision else ""
+        remedy = f"{fetched}{remedy}. Other places: data_dir, the variable CAPSFAST_DATA"
     raise FileNotFoundError(f"{OP}: {name} needs the files {', '.join(missing)} in {where}; {remedy}")
 
 
-def _download(name: str, root: Path) -> None:
+def _files(name: str, data_dir: Path | str | None, download: bool) -> list[Path]:
+    """The files of a data set. With ``download`` torchvision fetches missing files, for one process after the other."""
+    folders = places(name, data_dir)
+    if not (download and NAMED[name].torchvision):
+        return find(name, folders)
+    with suppress(FileNotFoundError):
+        return find(name, folders)
+    root = cache(name) if data_dir is None else folders[-1]
     make = getattr(torchvision("datasets"), NAMED[name].torchvision)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for part in ("train", "test"):
-            make(str(root), **({"split": part} if name == "svhn" else {"train": part == "train"}), download=True)
+        with FileLock(root / ".lock"):
+            with suppress(FileNotFoundError):
+                return find(name, folders)
+            for part in ("train", "test"):
+                make(str(root), **({"split": part} if name == "svhn" else {"train": part == "train"}), download=True)
     except (RuntimeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first}); {NAMED[name].remedy}") from None
+    return find(name, folders)
 
 
 def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
@@ -113,10 +125,6 @@ def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
         parts = [read_smallnorb(*paths[:2]), read_smallnorb(*paths[2:])]
     else:
         parts = [(read_idx(images, 3)[:, None], read_idx(labels, 1)) for images, labels in (paths[:2], paths[2:])]
-    for (images, labels), path in zip(parts, paths[1::2], strict=False):
-        if len(images) != len(labels):
-            got = f"{len(labels)}; files of different data sets are mixed"
-            raise ValueError(f"{OP}: {path} must have a label for each of {len(images)} images, got {got}")
     return Split(*(Images(*part, name=str(paths[0].parent), image_size=image_size) for part in parts))
 
 
@@ -197,15 +205,7 @@ def load(
     if data == "digits":
         return _digits(image_size)
     if data in NAMED:
-        folders = places(data, data_dir)
-        try:
-            paths = find(data, folders)
-        except FileNotFoundError:
-            if not (download and NAMED[data].torchvision):
-                raise
-            _download(data, cache(data) if data_dir is None else folders[-1])
-            paths = find(data, folders)
-        return _read(data, paths, image_size)
+        return _read(data, _files(data, data_dir, download), image_size)
     if path.is_dir():
         is_idx = any(_path(path, file) for file in IDX)
         return _read(data, find(data, [path]), image_size) if is_idx else read_pictures(path, image_size)

@@ -27,21 +27,24 @@ NAMES = (
 
 
 @contextmanager
-def picture(path: str) -> Iterator[Any]:
-    """Opens a picture with PIL; errors while reading it in the block become a ValueError that names the file."""
+def picture(path: str, size: tuple[int, int] | None = None) -> Iterator[Any]:
+    """Opens a picture with PIL; errors while reading it in the block become a ValueError that names the file.
+
+    size: the required width and height.
+    """
     from PIL import Image
 
     try:
         with Image.open(path) as found:
             yield found
+            got = found.size
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if str(error).startswith(OP):
+            raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{OP}: {path} can't be read as a picture ({first}); replace or remove it") from None
-
-
-def check_size(path: str, size: tuple[int, int], wanted: tuple[int, int] | None) -> None:
-    if wanted is not None and size != wanted:
-        (w, h), (width, height) = size, wanted
+    if size not in (None, got):
+        (w, h), (width, height) = got, size or got
         raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
 
 
@@ -52,14 +55,13 @@ class Reader:
         self.channels, self.size = channels, size
 
     def __call__(self, path: str) -> Tensor:
-        with picture(path) as found:
+        with picture(path, self.size) as found:
             if found.mode == "F" or (found.mode == "I" and found.getextrema()[1] < 256):
                 rule = "must have 8 or 16 bits, or colours"
                 raise ValueError(f"{OP}: {path} {rule}, got PIL's mode {found.mode}; convert it, or give an .npz file")
             # PIL's own conversion would cut 16 bits at 255.
             deep = found.mode.startswith("I")
             values = np.array(found if deep else found.convert("L" if self.channels == 1 else "RGB"))
-        check_size(path, values.shape[1::-1], self.size)
         image = torch.from_numpy(values.astype(np.float32) / 65535 if deep else values)
         return image.expand(self.channels, -1, -1) if image.dim() == 2 else image.movedim(2, 0)
 
@@ -79,10 +81,9 @@ def read_pictures(folder: Path, image_size: int | None) -> Split:
     paths = [path for each in sets for path, _ in each.samples]
     size, modes = None, set()
     for path in paths[:: -(-len(paths) // LOOKED_AT)]:
-        with picture(path) as found:
+        with picture(path, size) as found:
             modes.add(found.mode)
-        size = size or (found.size if image_size is None else None)
-        check_size(path, found.size, size)
+            size = found.size if image_size is None and size is None else size
     for each in sets:
         each.loader = Reader(1 if modes <= GREY else 3, size)
     images = [Images(each, name=each.root, image_size=image_size) for each in sets]
@@ -95,8 +96,7 @@ def _image_folder(folder: Path) -> Any:
     except FileNotFoundError:
         raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got none") from None
     there = set(found.targets)
-    empty = [name for name, label in found.class_to_idx.items() if label not in there]
-    if empty:
+    if empty := [name for name, label in found.class_to_idx.items() if label not in there]:
         raise ValueError(f"{OP}: {folder} has no pictures in {', '.join(empty)}; add some, or remove the folder")
     return found
 
@@ -109,39 +109,30 @@ def read_npz(path: Path, image_size: int | None) -> Split:
     """
     op = f"{OP}: {path}"
     try:
-        with zipfile.ZipFile(path) as archive:
-            there = [name.removesuffix(".npy") for name in archive.namelist()]
-            names = next((each for each in NAMES if set(each) <= set(there)), None)
-            if names is None:
-                wanted = ", or ".join(" ".join(each) for each in NAMES)
-                raise TypeError(f"it must hold arrays named {wanted}, got {' '.join(there) or 'none'}")
-            arrays = {name: _array(archive, name) for name in names}
-    except TypeError as error:
-        raise ValueError(f"{op}: {error}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, ValueError) as error:
+        with np.load(path) as archive:
+            there = list(archive.files)
+            names = next((each for each in NAMES if set(each) <= set(there)), ())
+            arrays = {name: archive[name] for name in names}
+    # The error for a damaged file depends on its bytes; TypeError: a single array.
+    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{op} can't be read as an .npz file ({error}); write it again with numpy.savez") from None
+    if not names:
+        wanted = ", or ".join(" ".join(each) for each in NAMES)
+        raise ValueError(f"{op}: it must hold arrays named {wanted}, got {' '.join(there) or 'none'}")
+    tensors = {}
+    for name, found in arrays.items():
+        # numpy gives bytes for what is not an array.
+        kind = getattr(found, "dtype", type(found).__name__)
+        if getattr(kind, "kind", "") not in ("i", "u", "f"):
+            raise ValueError(f"{op}: {name} must hold integers or floats, got {kind}; save it as such")
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))
     images = []
     for name, labels in zip(names[::2], names[1::2], strict=True):
-        values = arrays[name]
-        if values.dim() == 3:
-            values = values[:, None]
-        elif values.dim() == 4 and values.shape[3] <= 4:
+        values = tensors[name][:, None] if tensors[name].dim() == 3 else tensors[name]
+        if values.dim() == 4 and values.shape[3] <= 4 and tensors[name].dim() == 4:
             values = values.movedim(3, 1)
         if values.dim() != 4 or values.shape[1] > 4:
-            got = checks.shape_of(arrays[name])
+            got = checks.shape_of(tensors[name])
             raise ValueError(f"{op}: {name} must be [N, H, W], [N, H, W, C] or [N, C, H, W], got {got}")
-        images.append(Images(values, arrays[labels], name=str(path), image_size=image_size))
+        images.append(Images(values, tensors[labels], name=str(path), image_size=image_size))
     return split(images[0]) if len(images) == 1 else Split(*images)
-
-
-def _array(archive: zipfile.ZipFile, name: str) -> Tensor:
-    """
-    Raises:
-        TypeError: the array does not hold numbers.
-        ValueError: pickled objects, or a length that does not fit the array's sizes.
-    """
-    with archive.open(f"{name}.npy") as member:
-        found = np.lib.format.read_array(member, allow_pickle=False)
-    if found.dtype.kind not in "iuf":
-        raise TypeError(f"{name} must hold integers or floats, got {found.dtype}; save it as such")
-    return torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))

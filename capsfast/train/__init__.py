@@ -9,24 +9,25 @@ if find_spec("lightning") is None:
 
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint
-from .clusters import cluster_accuracy
-from .evaluate import Attack, Evaluation, evaluate
-from .images import ImageData
-from .inspect import (
+from .evaluate import (
+    Attack,
+    Evaluation,
     Predictions,
     RoutingStatistics,
+    evaluate,
     one_of_each_class,
     perturbations,
     predictions,
     reconstructions,
     routing_statistics,
 )
+from .images import ImageData
 from .learner import Learner
 from .networks import NETWORKS, build
-from .predict import activations, open_pretrained, predicted_images, read_picture
+from .predict import open_pretrained, read_picture
 from .run import fit, make_trainer
 from .segmentation import SegmentationLearner, pixel_classes, segmented
-from .stacked import StackedLearner, clustered, object_presences
+from .stacked import StackedLearner, cluster_accuracy, clustered, object_presences
 from .stopping import Interrupted
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
     "RoutingStatistics",
     "SegmentationLearner",
     "StackedLearner",
-    "activations",
     "build",
     "cluster_accuracy",
     "clustered",
@@ -55,7 +55,6 @@ __all__ = [
     "perturbations",
     "pgd",
     "pixel_classes",
-    "predicted_images",
     "predictions",
     "read_picture",
     "reconstructions",

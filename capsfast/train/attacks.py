@@ -5,16 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..nn import _arguments
 
 Loss = Callable[[Tensor], Tensor]  # images [B, C, H, W] to one number
-
-
-def _gradient(loss: Loss, images: Tensor) -> Tensor:
-    images = images.detach().requires_grad_()
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(loss(images), images)
-    return gradient
 
 
 def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
@@ -31,8 +24,8 @@ def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a negative eps.
     """
-    _check_eps("fgsm", eps)
-    return (images + eps * _gradient(loss, images).sign()).clamp(0, 1).detach()
+    _arguments.positive("capsfast.train.fgsm", "eps", eps, zero=True)
+    return _steps(loss, images, images, eps, 1, eps)
 
 
 def pgd(
@@ -58,20 +51,20 @@ def pgd(
     Raises:
         ValueError: a negative eps, or no steps.
     """
-    _check_eps("pgd", eps)
-    if steps < 1:
-        raise ValueError(f"capsfast.train.pgd: steps must be at least 1, got {checks.shown(steps)}")
-    step_size = 2.5 * eps / steps if step_size is None else step_size
-    moved = images
+    _arguments.positive("capsfast.train.pgd", "eps", eps, zero=True)
+    _arguments.integer("capsfast.train.pgd", "steps", steps)
+    start = images
     if generator is not None:
-        start = torch.rand(images.shape, generator=generator).to(images) * 2 - 1
-        moved = (images + eps * start).clamp(0, 1)
+        noise = torch.rand(images.shape, generator=generator).to(images) * 2 - 1
+        start = (images + eps * noise).clamp(0, 1)
+    return _steps(loss, images, start, eps, steps, 2.5 * eps / steps if step_size is None else step_size)
+
+
+def _steps(loss: Loss, images: Tensor, moved: Tensor, eps: float, steps: int, size: float) -> Tensor:
     for _ in range(steps):
-        moved = moved + step_size * _gradient(loss, moved).sign()
+        moved = moved.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(loss(moved), moved)
+        moved = moved.detach() + size * gradient.sign()
         moved = torch.maximum(torch.minimum(moved, images + eps), images - eps).clamp(0, 1)
     return moved.detach()
-
-
-def _check_eps(name: str, eps: float) -> None:
-    if not eps >= 0:
-        raise ValueError(f"capsfast.train.{name}: eps must not be negative, got {checks.shown(eps)}")

@@ -1,5 +1,6 @@
 """Checkpoints: writes complete files, and reads them back into the network and its data."""
 
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -8,21 +9,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
-
-# Removed options of a Learner, with the values that had no effect.
-REMOVED = {
-    "adversarial": None,
-    "adversarial_eps": 0.1,
-    "adversarial_steps": 10,
-    "adversarial_share": 1.0,
-    "caps_dropout": 0.0,
-    "decoder_dropout": 0.0,
-    "entropy_weight": 0.0,
-}
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -48,6 +40,23 @@ class WholeCheckpoints(TorchCheckpointIO):
         self.on_written(Path(path))
 
 
+class Best(ModelCheckpoint):
+    """Keeps ``best.ckpt`` of a folder, and knows its result also in a resumed run and after the folder was moved."""
+
+    def reached(self, score: Tensor) -> Path:
+        """Takes a result for the best. Returns the path of ``best.ckpt``."""
+        path = Path(self.dirpath or ".") / "best.ckpt"
+        self.best_model_path = self.kth_best_model_path = str(path)
+        self.best_model_score = self.kth_value = self.current_score = score
+        self.best_k_models = {str(path): score}
+        return path
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Lightning's forgets the best result in any other folder. In one without best.ckpt the first test is the best.
+        if state_dict["best_model_score"] is not None and (Path(self.dirpath or ".") / "best.ckpt").exists():
+            self.reached(state_dict["best_model_score"])
+
+
 def read_checkpoint(path: Path | str) -> dict[str, Any]:
     """The content of a checkpoint of this package, tensors on the CPU.
 
@@ -55,7 +64,7 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or not a checkpoint of this package.
+        ValueError: not a checkpoint, not a checkpoint of this package, or options that this version does not have.
     """
     op, path = f"capsfast.train.read_checkpoint: {path}", Path(path)
     if path.is_dir():
@@ -64,20 +73,19 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
         raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder after every epoch")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
     # If the file is not a checkpoint, the type of torch's error depends on the bytes.
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
-        if isinstance(error, PermissionError):
-            raise
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError):
         # Without torch's text, which recommends running the code in the file.
         remedy = "it is damaged or something else; take another one, such as best.ckpt beside it"
         raise ValueError(f"{op} can't be read as a checkpoint: {remedy}") from None
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
-    options = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
-    used = [name for name, without in REMOVED.items() if options.pop(name, without) != without]
-    if used:
-        raise ValueError(f"{op} was trained with {', '.join(used)}, which this version of capsfast does not have")
+    taken = inspect.signature(Learner.__init__).parameters
+    if unknown := content[Learner.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
+        raise ValueError(f"{op} has options that this version of capsfast does not have: {', '.join(sorted(unknown))}")
     return content
 
 
@@ -101,9 +109,8 @@ def open_checkpoint(
         FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; also if the data
             does not fit the network.
     """
-    content = read_checkpoint(path)
-    learner = open_learner(content)
-    options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
+    op, content = f"capsfast.train.open_checkpoint: {path}", read_checkpoint(path)
+    learner, options = open_learner(content), dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
         # No augmentation, and sizes as in training.
         kept = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
@@ -115,11 +122,8 @@ def open_checkpoint(
     sets, wanted = images.sets, learner.sizes
     got = {"in_channels": sets.channels, "image_size": sets.image_size, "num_classes": sets.num_classes}
     if got != wanted:
-        raise ValueError(f"capsfast.train.open_checkpoint: {path} needs {wanted}, {options['data']} has {got}")
+        raise ValueError(f"{op} needs {wanted}, {options['data']} has {got}")
     names, held = sets.train.source.classes, learner.hparams["class_names"]
     if names and held and list(names) != held:
-        raise ValueError(
-            f"capsfast.train.open_checkpoint: {path} knows the classes {', '.join(held)}, {options['data']} has "
-            f"{', '.join(names)}"
-        )
+        raise ValueError(f"{op} knows the classes {', '.join(held)}, {options['data']} has {', '.join(names)}")
     return learner, images

@@ -1,6 +1,7 @@
-"""Accuracy and confusion matrix, also on attacked images."""
+"""What a trained network does: accuracy, also on attacked images, predictions, reconstructions, coupling."""
 
 from collections.abc import Callable, Iterator
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,14 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from ..data import Batch
 from ..data.sets import DrawnSet
+from ..nn import Capsules, couplings
 from .learner import Learner, right_predictions
+from .objective import multi_hot
 
 # Takes a loss as a function of images, and images; returns the attacked images.
 Attack = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+# The range of Sabour, Frosst, Hinton (2017), figure 4.
+DELTAS = tuple(0.05 * n for n in range(-5, 6))
 
 
 class Evaluation(NamedTuple):
@@ -58,8 +63,7 @@ def evaluate(
     Raises:
         ValueError: the network has no classes.
     """
-    if not learner.has_classes:
-        raise ValueError(f"capsfast.train.evaluate: a network with classes is needed, got {learner.hparams['model']}")
+    learner.check("evaluate")
     learner.eval()
     right = seen = 0
     confusion = MulticlassConfusionMatrix(learner.sizes["num_classes"])
@@ -75,3 +79,129 @@ def evaluate(
             confusion.update(lengths.argmax(1).cpu(), labels.cpu())
         on_step(len(labels))
     return Evaluation(seen, right, confusion.compute() if parts is None else None)
+
+
+def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
+    """The first image of every class that occurs, as rows ``[n]``."""
+    labels = dataset.labels
+    return torch.stack([(labels == each).nonzero()[0, 0] for each in range(num_classes) if (labels == each).any()])
+
+
+class Predictions(NamedTuple):
+    """``images [n, C, H, W]``, ``labels`` as in :class:`capsfast.data.Batch`, ``activations [n, J]`` and ``right [n]``:
+    whether the labels have the largest activations."""
+
+    images: Tensor
+    labels: Tensor
+    activations: Tensor
+    right: Tensor
+
+
+@torch.no_grad()
+def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool = False) -> Predictions:
+    """Activations of the class capsules for the first ``count`` images, or with ``wrong`` misclassified images.
+
+    Raises:
+        ValueError: the network has no classes, or no image is misclassified.
+    """
+    learner.check("predictions")
+    learner.eval()
+    kept: list[Predictions] = []
+    for batch in batches(dataset, 256, None if wrong else count):
+        activations = learner.classify(batch.images.to(learner.device)).activations.cpu()
+        right = right_predictions(activations, batch.labels)
+        rows = ~right if wrong else torch.ones_like(right)
+        kept.append(Predictions(*(each[rows] for each in (batch.images, batch.labels, activations, right))))
+        if sum(len(each.right) for each in kept) >= count:
+            break
+    found = Predictions(*(torch.cat(each)[:count] for each in zip(*kept, strict=True)))
+    if not len(found.right):
+        raise ValueError("capsfast.train.predictions: no image is misclassified")
+    return found
+
+
+@torch.no_grad()
+def reconstructions(learner: Learner, batch: Batch) -> Tensor:
+    """Reconstructions from the capsule of each label; an auto-encoder reconstructs from all its capsules.
+
+    Returns:
+        ``[B, C, H, W]``, or ``[B, 2, C, H, W]`` for overlapping images and a network with classes.
+
+    Raises:
+        ValueError: the network has no decoder.
+    """
+    images, labels, _ = batch.to(learner.device)
+    found: Tensor
+    if not learner.has_classes:
+        found = learner.output(images).reconstruction
+        return found
+    learner.check("reconstructions", decoder=True)
+    capsules = learner.classify(images).poses
+    if labels.dim() == 1:
+        found = learner.model.reconstruct(capsules, labels)
+        return found
+    return torch.stack([learner.model.reconstruct(capsules, each) for each in labels.unbind(1)], 1)
+
+
+@torch.no_grad()
+def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[float, ...] = DELTAS) -> Tensor:
+    """Reconstructions with one dimension of the class capsule changed (Sabour, Frosst, Hinton 2017, figure 4).
+
+    Args:
+        learner: a network with a decoder.
+        image: ``[C, H, W]`` in [0, 1].
+        label: the capsule that is varied.
+        deltas: n values to add.
+
+    Returns:
+        ``[D, n, C, H, W]``, a row for each dimension of the capsule.
+
+    Raises:
+        ValueError: the network has no decoder.
+    """
+    learner.check("perturbations", decoder=True)
+    capsules = learner.classify(image[None].to(learner.device)).poses  # [1, J, D]
+    D, n = capsules.shape[2], len(deltas)
+    changed = capsules.repeat(D * n, 1, 1)
+    step = torch.eye(D, device=learner.device)[:, None, :] * torch.tensor(deltas, device=learner.device)[:, None]
+    changed[:, label] += step.flatten(0, 1)  # [D, n, D]
+    found: Tensor = learner.model.reconstruct(changed, torch.full([D * n], label, device=learner.device))
+    images: Tensor = found.unflatten(0, (D, n))
+    return images
+
+
+class RoutingStatistics(NamedTuple):
+    """lengths: ``[J, J]``, mean length of each capsule (column) on images of each class (row). entropy: ``[r, J]``,
+    mean entropy of an input capsule's coupling in each iteration on images of each class; 1 is equal coupling.
+    NaN for classes without images."""
+
+    lengths: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def routing_statistics(
+    learner: Learner, dataset: DrawnSet, *, limit: int | None = None, batch_size: int = 128
+) -> RoutingStatistics:
+    """Capsule lengths and coupling entropy by class, over the first ``limit`` images.
+
+    Raises:
+        ValueError: the network has no classes or no ``encode()``.
+    """
+    if not learner.has_classes or not hasattr(learner.model, "encode"):
+        op = "capsfast.train.routing_statistics"
+        raise ValueError(f"{op}: a network with encode() and classes is needed, got {learner.hparams['model']}")
+    learner.eval()
+    routing = learner.model.routing
+    J = learner.sizes["num_classes"]
+    lengths, count, entropy = torch.zeros(J, J), torch.zeros(J), torch.zeros(0, J)
+    for batch in batches(dataset, batch_size, limit):
+        classes = multi_hot(batch.labels, J)  # [B, J]
+        encoded = learner.encode(batch.images.to(learner.device))
+        u, activation = encoded if isinstance(encoded, Capsules) else (encoded, None)
+        found = couplings(routing, u, activation, shares=True)
+        of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
+        entropy = of_samples @ classes + (entropy if len(entropy) else 0)
+        lengths += classes.T @ routing.capsules(u, activation).activations.cpu()
+        count += classes.sum(0)
+    return RoutingStatistics(lengths / count[:, None], entropy / count)

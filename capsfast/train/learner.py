@@ -1,6 +1,7 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
 from collections.abc import Callable
+from math import cos, pi
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -19,10 +20,11 @@ from .images import ImageData
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
 from .objective import ClassLoss, multi_hot
-from .schedule import Schedule
 
 SCHEDULES = ("exponential", "cosine")
 DECAY_STEPS = 2000
+# Metrics in the log that progress does not show.
+DETAILS = ("margin_present", "margin_absent", "reconstruction_absent", "length")
 
 
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
@@ -30,6 +32,18 @@ def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     wanted = labels.view(len(labels), -1)
     found = lengths.topk(wanted.shape[1], dim=1).indices
     return (found.sort(1).values == wanted.sort(1).values).all(1)
+
+
+def decay(step: int, warmup_steps: int, steps: int, rate: float | None = None) -> float:
+    """The factor on the learning rate: a linear warm-up, times ``rate ** (step / steps)``.
+
+    Without a rate, the warm-up is multiplied by half a cosine that falls from 1 to 0 over ``steps`` and then stays 0
+    (Loshchilov, Hutter 2017, eq. 5, without restarts).
+    """
+    warm = min(1.0, (step + 1) / (warmup_steps + 1))
+    if rate is not None:
+        return warm * float(rate ** (step / steps))
+    return warm * 0.5 * (1 + cos(pi * min(1.0, step / steps)))
 
 
 class _OfItsModel(pl.LightningModule):
@@ -120,14 +134,12 @@ class Learner(_OfItsModel):
         options = plain_options(options or {})
         loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
         self.save_hyperparameters(logger=False)
-        positive = {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}
-        for name, value in positive.items():
+        for name, value in {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}.items():
             if value is not None:
                 _arguments.positive(op, name, value)
         weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
         for name, value in {"warmup_steps": warmup_steps, **weights}.items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{op}: {name} must not be negative, got {checks.shown(value)}")
+            _arguments.positive(op, name, value, zero=True)
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
@@ -138,12 +150,8 @@ class Learner(_OfItsModel):
         if isinstance(self.model, Network):
             self.model.class_names = class_names  # save_pretrained keeps them
         self.lr = lr
-        self.weight_decay = weight_decay
-        self.clip = clip
-        if schedule == "cosine":
-            self.decay = Schedule(warmup_steps, decay_steps or 0)
-        else:
-            self.decay = Schedule(warmup_steps, decay_steps or DECAY_STEPS, decay_rate)
+        # None: a cosine over all steps of the training, whose number is not known yet.
+        self.decay_steps = decay_steps or (None if schedule == "cosine" else DECAY_STEPS)
         self.class_loss = ClassLoss(loss or OWN_LOSS.get(model, "margin"), spread_steps)
         self.reconstruction_loss = ReconstructionLoss()
         self.reconstruction_weight = reconstruction_weight
@@ -168,11 +176,13 @@ class Learner(_OfItsModel):
         """Whether the loss is a weighted sum with a reconstruction error, so that reconstruction_weight matters."""
         return self.has_decoder and self.has_classes | (self.hparams["model"] == "segcaps")
 
-    def check_decoder(self, name: str) -> None:
-        """Raises ValueError, naming a function, unless the network has class capsules with a decoder."""
-        if not (self.has_classes and self.has_decoder):
-            why = "was trained without reconstruction" if self.has_classes else "has no classes"
-            raise ValueError(f"capsfast.train.{name}: class capsules with a decoder are needed; this network {why}")
+    def check(self, name: str, *, decoder: bool = False) -> None:
+        """Raises ValueError, naming a function, unless the network has classes, and with ``decoder`` a decoder too."""
+        if self.has_classes and (self.has_decoder or not decoder):
+            return
+        why = "was trained without reconstruction" if self.has_classes else "has no classes"
+        what = "class capsules with a decoder are" if decoder else "a network with classes is"
+        raise ValueError(f"capsfast.train.{name}: {what} needed; this network, {self.hparams['model']}, {why}")
 
     def normalized(self, images: Tensor) -> Tensor:
         """``images [B, C, H, W]`` in [0, 1] as ``model`` takes them."""
@@ -202,8 +212,7 @@ class Learner(_OfItsModel):
             error = self.reconstruction_loss(output.reconstruction, images)
             return {"loss": error, "reconstruction": error}, output
         output = self.output(images, labels if parts is None else labels[:, 0])
-        logs = self._log_probabilities(output.capsules)
-        of_classes = self.class_loss(output.lengths, labels, self.global_step, logs).mean()
+        of_classes = self._class_loss(output.capsules, output.lengths, labels, self.global_step).mean()
         found = {"loss": of_classes, self.class_loss.log_name: of_classes}
         found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
         errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
@@ -238,14 +247,15 @@ class Learner(_OfItsModel):
 
         def loss(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            logs = self._log_probabilities(poses)
-            found: Tensor = self.class_loss(activations, labels, self.class_loss.spread_steps, logs).sum()
+            found: Tensor = self._class_loss(poses, activations, labels, self.class_loss.spread_steps).sum()
             return found
 
         return loss
 
-    def _log_probabilities(self, poses: Tensor) -> Tensor | None:
-        return poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
+    def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
+        logs = poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
+        found: Tensor = self.class_loss(activations, labels, step, logs)
+        return found
 
     def setup(self, stage: str) -> None:
         """``normalize="set"`` takes mean and deviation from the training images when training begins."""
@@ -258,23 +268,27 @@ class Learner(_OfItsModel):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # A cosine over the whole training keeps the length that was planned at first.
         planned = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].get("decay_steps")
-        if planned and not self.decay.steps:
-            self.decay.steps = self.hparams["decay_steps"] = planned
+        if planned and not self.decay_steps:
+            self.decay_steps = self.hparams["decay_steps"] = planned
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(seed_for(self.seed, "step", self.global_step, self.global_rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         found, _ = self.measured(batch)
-        self.log_dict(found, prog_bar=True)
-        self.log("lr", self.lr * self.decay(self.global_step))
+        self._log(found)
+        self.log("lr", self.lr * self._decay(self.global_step))
         return found["loss"]
+
+    def _log(self, found: dict[str, Any], **options: Any) -> None:
+        for name, value in found.items():
+            self.log(name, value, prog_bar=name.removeprefix("test_") not in DETAILS, **options)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         found, output = self.measured(batch)
         results = {f"test_{name}": value for name, value in self.results(batch, found, output).items()}
         # Lightning averages over all images of all processes.
-        self.log_dict(results, prog_bar=True, sync_dist=True, batch_size=len(batch.labels))
+        self._log(results, sync_dist=True, batch_size=len(batch.labels))
 
     test_step = validation_step
 
@@ -299,18 +313,21 @@ class Learner(_OfItsModel):
         self.tested_at = self.global_step
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        # Here and not in the trainer, so that the checkpoint holds the option.
-        if self.clip is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+        # Here and not in the trainer, so that the checkpoint holds the option. None: no clipping.
+        self.clip_gradients(optimizer, gradient_clip_val=self.hparams["clip"], gradient_clip_algorithm="norm")
 
     def configure_optimizers(self) -> Any:
-        if not self.decay.steps:
+        if not self.decay_steps:
             planned = self.trainer.estimated_stepping_batches
             if not 0 < planned < float("inf"):
                 raise ValueError("capsfast.train.Learner: a cosine over training without end needs decay_steps")
             # Stored, so that a resumed run with a different end keeps this schedule.
-            self.decay.steps = self.hparams["decay_steps"] = int(planned)
+            self.decay_steps = self.hparams["decay_steps"] = int(planned)
         # AdamW without weight decay is Adam.
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.decay)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.hparams["weight_decay"])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _decay(self, step: int) -> float:
+        rate = self.hparams["decay_rate"] if self.hparams["schedule"] == "exponential" else None
+        return decay(step, self.hparams["warmup_steps"], self.decay_steps or DECAY_STEPS, rate)

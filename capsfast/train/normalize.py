@@ -35,17 +35,15 @@ class Normalize(Layer):
         self.each = given == "image"
         if self.each:
             return
-        shape = (in_channels, 1, 1)
-        self.register_buffer("mean", torch.full(shape, torch.nan))
-        self.register_buffer("deviation", torch.ones(shape))
-        if given == "set":
-            return
-        if isinstance(given, str) or [len(part) for part in given] != [in_channels, in_channels]:
+        lists = [[torch.nan] * in_channels, [1.0] * in_channels] if given == "set" else given
+        if isinstance(lists, str) or [len(part) for part in lists] != [in_channels, in_channels]:
             raise ValueError(
                 f'capsfast.train.Learner: normalize must be "image", "set", or mean and deviation of each of '
                 f"{in_channels} channels, got {checks.shown(given)}"
             )
-        self.set(*given)
+        for name in ("mean", "deviation"):
+            self.register_buffer(name, torch.empty(in_channels, 1, 1))
+        self.set(*lists)
 
     @property
     def known(self) -> bool:

@@ -44,42 +44,37 @@ class ClassLoss(Layer):
 
     def __init__(self, name: str, spread_steps: int = 10_000) -> None:
         super().__init__()
-        op = "capsfast.train.Learner"
         self.own: Any = None
         if "." in name:
-            self.own = by_path(f"{op}: loss", name)
-            self.own = self.own() if inspect.isclass(self.own) else self.own
+            found = by_path("capsfast.train.Learner: loss", name)
+            self.own = found() if inspect.isclass(found) else found
         else:
-            checks.choice(op, "loss", name, LOSSES)
+            checks.choice("capsfast.train.Learner", "loss", name, LOSSES)
         self.name = name
+        self.log_name = name.rpartition(".")[2].replace("-", "_")
         self.spread_steps = spread_steps
         self.margin = MarginLoss(reduction="none")
         self.spread = SpreadLoss(steps=spread_steps, reduction="none")
 
-    @property
-    def log_name(self) -> str:
-        return self.name.rpartition(".")[2].replace("-", "_")
-
     def forward(self, activations: Tensor, labels: Tensor, step: int, logs: Tensor | None = None) -> Tensor:
         """``labels [B]`` or ``[B, n]``; step: optimizer steps so far; logs: log probabilities ``[B, J]``."""
+        op = "capsfast.train.Learner: loss"
+        found: Tensor
         if self.own is not None:
-            own: Tensor = self.own(activations, labels)
-            if own.shape != activations.shape[:1]:
-                raise ValueError(
-                    f"capsfast.train.Learner: loss {self.name} must give a number for each sample, [B], got "
-                    f"{checks.shape_of(own)}"
-                )
-            return own
+            found = self.own(activations, labels)
+            if found.shape != activations.shape[:1]:
+                got = checks.shape_of(found)
+                raise ValueError(f"{op} {self.name} must give a number for each sample, [B], got {got}")
+            return found
         if self.name == "spread":
             if labels.dim() != 1:
-                raise ValueError("capsfast.train.Learner: loss spread needs one class an image; take margin or mse")
-            found: Tensor = self.spread(activations, labels, step)
+                raise ValueError(f"{op} spread needs one class an image; take margin or mse")
+            found = self.spread(activations, labels, step)
             return found
+        a, present = activations.float(), multi_hot(labels, activations.shape[1])
         if self.name == "margin":
-            found = self.margin(activations, self.targets(activations, labels))
+            found = self.margin(activations, present)
             return found
-        present = multi_hot(labels, activations.shape[1])
-        a = activations.float()
         if self.name == "mse":
             return (a - present).square().sum(1)
         if logs is None:
@@ -91,8 +86,5 @@ class ClassLoss(Layer):
         """The contributions of present and absent classes to the margin loss; empty for any other loss."""
         if self.name != "margin":
             return {}
-        present, absent = self.margin.parts(activations, self.targets(activations, labels))
+        present, absent = self.margin.parts(activations, multi_hot(labels, activations.shape[1]))
         return {"margin_present": present, "margin_absent": absent}
-
-    def targets(self, activations: Tensor, labels: Tensor) -> Tensor:
-        return labels if labels.dim() == 1 else multi_hot(labels, activations.shape[1])

@@ -1,4 +1,4 @@
-"""Predictions of a trained network for pictures in files."""
+"""Pretrained networks, and pictures in files as they take them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from .learner import Learner
 from .networks import network_class
 
 SIZES = ("in_channels", "image_size", "num_classes")
-
-__all__ = ["activations", "open_pretrained", "predicted_images", "read_picture"]
 
 
 def open_pretrained(model: str, name: str) -> Learner:
@@ -57,27 +55,3 @@ def read_picture(path: Path | str, learner: Learner) -> Tensor:
     image = image.float() / 255 if image.dtype == torch.uint8 else image
     resized: Tensor = torchvision("transforms.v2.functional").resize(image, [size, size], antialias=True)
     return resized.clamp(0, 1)[None]
-
-
-@torch.no_grad()
-def activations(learner: Learner, images: Tensor) -> Tensor:
-    """The activations of the classes, ``[B, J]``, on the CPU.
-
-    Raises:
-        ValueError: the network has no classes.
-    """
-    if not learner.has_classes:
-        raise ValueError(
-            f"capsfast.train.activations: a network with classes is needed, got {learner.hparams['model']}"
-        )
-    return learner.eval().classify(images.to(learner.device)).activations.cpu()
-
-
-@torch.no_grad()
-def predicted_images(learner: Learner, images: Tensor) -> Tensor | None:
-    """Reconstructions from the capsule of the predicted class, ``[B, C, H, W]``; None without a decoder."""
-    if not learner.has_decoder:
-        return None
-    poses, found = learner.eval().classify(images.to(learner.device))
-    again: Tensor = learner.model.reconstruct(poses, found.argmax(1))
-    return again.cpu()

@@ -1,7 +1,6 @@
 """The Lightning trainer of ``capsfast train``."""
 
 import logging
-import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -10,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
 
-from ..files import replacing
-from .checkpoint import WholeCheckpoints, read_checkpoint
+from .checkpoint import Best, WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
-from .progress import LOG_EVERY, Guessing, Lines, Throughput, bar_or_lines
+from .progress import LOG_EVERY, Guessing, Lines, Throughput
 from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
 # Trainer options whose defaults differ from Lightning's.
@@ -30,6 +30,19 @@ DEFAULTS: dict[str, Any] = {
     # BatchOrder distributes the batches.
     "use_distributed_sampler": False,
 }
+# Warnings of Lightning that do not apply here.
+IDLE = (
+    # Making a batch from memory takes less time than its transfer from a worker.
+    ".*does not have many workers.*",
+    # A resumed run may write beside the files of the earlier run, elsewhere, or at other intervals.
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from",
+    ".*callbacks used to create the checkpoint need to be provided",
+    ".*smaller than the logging interval.*",
+    ".*LeafSpec.* is deprecated",
+    # Command passes the words to LightningCLI as args on purpose.
+    "LightningCLI's args parameter is intended",
+)
 
 
 @contextmanager
@@ -40,19 +53,17 @@ def quiet() -> Iterator[None]:
     log.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # Making a batch from memory takes less time than its transfer from a worker.
-            warnings.filterwarnings("ignore", ".*does not have many workers.*")
-            # A resumed run may write beside the files of the earlier run, elsewhere, or at other intervals.
-            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-            warnings.filterwarnings("ignore", "The dirpath has changed from")
-            warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided")
-            warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
-            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
-            # Command passes the words to LightningCLI as args on purpose.
-            warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
+            for message in IDLE:
+                warnings.filterwarnings("ignore", message)
             yield
     finally:
         log.setLevel(level)
+
+
+def bar_or_lines() -> RichProgressBar | Lines:
+    """A bar if standard output is a terminal or a notebook, otherwise lines."""
+    console = Console()
+    return RichProgressBar() if console.is_interactive or console.is_jupyter else Lines()
 
 
 def make_trainer(
@@ -84,9 +95,7 @@ def make_trainer(
         ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **common),
     ]
     if best is not None:
-        callbacks.append(
-            ModelCheckpoint(filename="best", monitor=best[0], mode=best[1], save_on_train_epoch_end=False, **common)
-        )
+        callbacks.append(Best(filename="best", monitor=best[0], mode=best[1], save_on_train_epoch_end=False, **common))
     if checkpoint_every is not None:
         callbacks.append(ModelCheckpoint(filename="step", every_n_train_steps=checkpoint_every, **common))
     writer = WholeCheckpoints()
@@ -136,26 +145,25 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
     except (Stopped, SystemExit) as error:
         if isinstance(error, SystemExit) and not trainer.interrupted:
             raise
-        raise _interrupted(trainer, error, resumed) from None
+        # A trainer that make_trainer did not make has no Stop.
+        heard = [each.signal for each in trainer.callbacks if isinstance(each, Stop)]  # type: ignore[attr-defined]
+        number = signal.SIGTERM if isinstance(error, SIGTERMException) else next(filter(None, heard), signal.SIGINT)
+        newest = getattr(trainer.strategy.checkpoint_io, "newest", None) or resumed
+        raise Interrupted(number, trainer.global_step, *(newest or ())) from None
 
 
 def _keep_if_best(trainer: pl.Trainer) -> None:
     """Lightning selects ``best.ckpt`` only within fit. After the last test ``last.ckpt`` may be better."""
     for each in trainer.checkpoint_callbacks:
-        if not isinstance(each, ModelCheckpoint) or each.monitor is None or each.dirpath is None:
+        if not isinstance(each, Best) or (score := trainer.callback_metrics.get(str(each.monitor))) is None:
             continue
         # All processes decide this together; the first process writes.
-        better = each.check_monitor_top_k(trainer, trainer.callback_metrics.get(each.monitor))
-        last = Path(each.dirpath) / "last.ckpt"
-        if better and trainer.is_global_zero and last.exists():
-            with replacing(last.with_name(f"{each.filename}.ckpt")) as draft:
-                shutil.copy(last, draft)
-
-
-def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:
-    # A trainer that make_trainer did not make has no Stop.
-    heard = [each.signal for each in trainer.callbacks if isinstance(each, Stop)]  # type: ignore[attr-defined]
-    number = signal.SIGTERM if isinstance(error, SIGTERMException) else next(filter(None, heard), signal.SIGINT)
-    writer = trainer.strategy.checkpoint_io
-    newest = (writer.newest if isinstance(writer, WholeCheckpoints) else None) or resumed
-    return Interrupted(number, trainer.global_step, *(newest or ()))
+        if not each.check_monitor_top_k(trainer, score) or not trainer.is_global_zero:
+            continue
+        best = each.reached(score)
+        if (last := best.with_name("last.ckpt")).exists():
+            content = torch.load(last, map_location="cpu", weights_only=True)
+            # last.ckpt also learns the result, for a resumed run.
+            content["callbacks"][each.state_key] = each.state_dict()
+            for path in (best, last):
+                trainer.strategy.checkpoint_io.save_checkpoint(content, path)

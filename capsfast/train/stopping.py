@@ -26,10 +26,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, signal: int, step: int, checkpoint: Path | None = None, checkpoint_step: int = 0) -> None:
         super().__init__(f"capsfast.train: interrupted at step {step}")
-        self.signal = signal
-        self.step = step
-        self.checkpoint = checkpoint
-        self.checkpoint_step = checkpoint_step
+        self.signal, self.step = signal, step
+        self.checkpoint, self.checkpoint_step = checkpoint, checkpoint_step
 
 
 class Stopped(Exception):  # noqa: N818
@@ -39,17 +37,19 @@ class Stopped(Exception):  # noqa: N818
     """
 
 
+def in_main_thread() -> bool:
+    """Whether Python allows signal handlers here."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Restores the signal handlers afterwards: Lightning leaves its own handlers, and ignores Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if in_main_thread() else ():
             # None: the handler was not set by Python, which can't restore it.
             if handler is not None:
                 signal.signal(number, handler)
@@ -73,12 +73,10 @@ class Stop(Callback):
 
     def on_train_start(self, *_: Any) -> None:
         self.signal, self._saved = None, False
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python allows signal handlers only in the main thread
-        for number in SIGNALS:
+        for number in SIGNALS if in_main_thread() else ():
             # A process in the background of a script is started with SIGINT ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hear)  # Lightning's teardown restores the previous handler
+                signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -88,21 +86,17 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        heard = self.signal is not None
-        if trainer.world_size > 1:
-            # All processes must write the checkpoint together, after the same step.
-            heard = trainer.strategy.reduce_boolean_decision(heard, all=False)
-        if heard:
+        # All processes must write the checkpoint together, after the same step.
+        if trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
             self._save(trainer)
 
-    # Lightning logs the step's metrics after on_train_batch_end and before the next two hooks.
     def on_train_batch_start(self, *_: Any) -> None:
+        # Not in on_train_batch_end: Lightning logs the step's metrics after it.
         if self._saved:
             raise Stopped
 
     def on_validation_start(self, *_: Any) -> None:
-        if self._saved:
-            raise Stopped
+        self.on_train_batch_start()
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Several processes may have different numbers of batches here, so they can't agree on a batch to stop at.

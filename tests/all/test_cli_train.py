@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_progress_bar_shows_the_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TTY_INTERACTIVE", "1")
     result = run("train", *CAPSNET, "--epochs", "1", "--limit-train-batches", "5", "--out", tmp_path)
     assert result.exit_code == 0
-    for shown in ("margin", "reconstruction", "images/s", "test accuracy"):
+    for shown in ("margin: ", "reconstruction: ", "images_per_s: ", "test_accuracy: "):
         assert shown in " ".join(result.output.split())
     assert "elapsed" not in result.output
 
@@ -124,8 +125,8 @@ def test_autoencoder(tmp_path: Path) -> None:
     checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1")
     curve = json.loads((tmp_path / "record.json").read_text())["curve"]
     assert curve["reconstruction"][-1][1] < curve["reconstruction"][0][1] and "test_accuracy" not in curve
-    assert "got autoencoder" in failed("evaluate", checkpoint)
-    assert "this network has no classes" in failed("perturb", checkpoint)
+    assert "this network, autoencoder, has no classes" in failed("evaluate", checkpoint)
+    assert "this network, autoencoder, has no classes" in failed("perturb", checkpoint)
     assert "encode() and classes" in failed("routing", checkpoint)
     result = run("reconstruct", checkpoint, "--out", tmp_path)
     assert result.exit_code == 0 and is_png(tmp_path / "reconstructions.png")
@@ -154,7 +155,10 @@ def test_autoencoder(tmp_path: Path) -> None:
         (["--reconstruction-weight", "1", "--model", "stacked"], "--reconstruction-weight has no use here"),
         (["--reconstruction", "--model", "cnn"], "cnn's own options are channels"),
         (["--data-dir", "here"], "data_dir is where the files of mnist"),
-        (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
+        (
+            ["--test-every", "46", "--batch-size", "32"],
+            "--test-every (46) must be less than or equal to the number of",
+        ),
         (["--epochs", "abc"], "capsfast train: --epochs must be int, got 'abc'"),
         (["--precision", "7"], "'bf16-mixed'"),
         (["--accelerator", "abacus"], "--accelerator=auto takes what is there"),
@@ -189,7 +193,7 @@ def test_missing_and_broken_data_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "train-images-idx3-ubyte"
     file.write_bytes(file.read_bytes()[:-1])
     message = failed("train", "--data", "mnist", "--data-dir", tmp_path)
-    assert str(file) in message and "is cut short" in message
+    assert str(file) in message and "need 2160 bytes, at least 1, got fewer" in message
 
 
 @pytest.fixture
@@ -239,6 +243,31 @@ def test_a_run_takes_the_place_of_no_other(tmp_path: Path) -> None:
     assert first.read_bytes() != before and not (tmp_path / "run" / "step.ckpt").exists()
 
 
+def test_runs_that_begin_together_take_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run claims the folder between the look into it and the claim."""
+    make = Path.mkdir
+
+    def mkdir(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder == tmp_path / "run" / "logs":
+            make(folder, *arguments, **options)
+        make(folder, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    words = ["train", *CAPSNET, "--max-steps", "1", "--limit-val-batches", "0", "--out", tmp_path / "run"]
+    assert f"this one goes to {tmp_path / 'run-2'}" in run(*words).output
+    assert not (tmp_path / "run" / "last.ckpt").exists() and (tmp_path / "run-2" / "last.ckpt").exists()
+    # A run that is refused leaves its number to the next run.
+    monkeypatch.undo()
+    failed(*words[:-1], tmp_path / "b", "--precision", "7")
+    assert run(*words[:-1], tmp_path / "b").exit_code == 0 and (tmp_path / "b" / "last.ckpt").exists()
+
+
+def test_a_last_batch_of_one_image(tmp_path: Path) -> None:
+    """1437 = 4 x 359 + 1, and variational routing has batch normalisation."""
+    trained(tmp_path, *CAPSNET, "--routing", "variational", "--batch-size", "359", "--limit-val-batches", "1")
+    assert json.loads((tmp_path / "record.json").read_text())["steps"] == 4
+
+
 def test_what_is_refused_overwrites_nothing(tmp_path: Path) -> None:
     small = [*CAPSNET, "--limit-train-batches", "1", "--limit-val-batches", "1", "--epochs", "1"]
     trained(tmp_path, *small)
@@ -285,6 +314,17 @@ def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "epoch 1/1: test accuracy" in result.output, result.output
     result = run("train", *CAPSNET, "--max-steps", "0", "--out", tmp_path / "none")
     assert result.exit_code == 0 and "0 steps in " in result.output, result.output
+
+
+def test_a_resumed_run_knows_the_best_result_so_far(tmp_path: Path) -> None:
+    """Also after its folder was moved. The cosine has ended, so the resumed run learns nothing more."""
+    trained(tmp_path / "a", *CAPSNET, "--schedule", "cosine", "--limit-train-batches", "25", "--test-every", "20")
+    (tmp_path / "a").rename(tmp_path / "b")
+    best = tmp_path / "b" / "best.ckpt"
+    before = best.read_bytes()
+    assert read_checkpoint(best)["global_step"] == 25
+    assert run("train", "--resume", tmp_path / "b" / "last.ckpt", "--epochs", "2").exit_code == 0
+    assert best.read_bytes() == before and read_checkpoint(tmp_path / "b" / "last.ckpt")["global_step"] == 50
 
 
 OWN = """

@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Pa
     there = names(checkpoint.parent)
     with files_of_at_most(20_000):
         result = run("train", "--resume", checkpoint, "--epochs", "3", *CPU, "--out", checkpoint.parent)
-    assert line_of(result, 1) == f"capsfast train: File too large: {checkpoint.with_name('best.ckpt')}"
+    assert line_of(result, 1).startswith(f"capsfast train: File too large: {checkpoint.parent}")
     assert read_checkpoint(checkpoint)["global_step"] == 8
     assert names(checkpoint.parent) == there
     result = run("train", "--resume", checkpoint, "--epochs", "2", *CPU, "--out", checkpoint.parent)

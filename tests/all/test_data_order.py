@@ -17,20 +17,28 @@ def some_images(count: int = 40, size: int = 7, classes: int = 4) -> Images:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_processes_together_see_the_batches_of_one(world_size: int) -> None:
-    together = BatchOrder(50, 6, shuffle=True, seed=4)
+    together = BatchOrder(52, 6, shuffle=True, seed=4)
     parts = [
-        BatchOrder(50, 6 // world_size, shuffle=True, seed=4, rank=n, world_size=world_size) for n in range(world_size)
+        BatchOrder(52, 6 // world_size, shuffle=True, seed=4, rank=n, world_size=world_size) for n in range(world_size)
     ]
     for epoch in (0, 1):
         for order in (together, *parts):
             order.set_epoch(epoch)
         batches = [draw.rows for draw in together]
-        # 50 = 8 · 6 + 2: the last two are split evenly; a remainder is dropped.
+        # 52 = 8 · 6 + 4: the last four are split evenly, but one for each process is too few.
         assert len(batches) == 9 and {len(part) for part in parts} == {9 if world_size < 3 else 8}
         shares = [torch.cat([draw.rows for draw in step]) for step in zip(*parts, strict=True)]
         for whole, share in zip(batches, shares, strict=False):
             assert torch.equal(whole, share)
-    assert sorted(torch.cat(batches).tolist()) == list(range(50))
+    assert sorted(torch.cat(batches).tolist()) == list(range(52))
+
+
+@pytest.mark.parametrize(("size", "batch_size", "steps"), [(7, 3, 2), (8, 3, 3), (4, 1, 4), (1, 3, 1)])
+def test_a_last_batch_of_one_image_is_left_out(size: int, batch_size: int, steps: int) -> None:
+    """Batch normalisation can't be trained on it. A batch size of 1 is what was asked for."""
+    order = BatchOrder(size, batch_size, shuffle=True)
+    assert len(order) == len(list(order)) == steps
+    assert len(BatchOrder(7, 3, shuffle=False)) == 3
 
 
 def test_order_changes_with_epoch_and_seed_only() -> None:

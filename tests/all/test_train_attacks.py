@@ -52,7 +52,7 @@ def test_pgd_stays_near_and_starts_at_random() -> None:
 
 def test_attacks_reject() -> None:
     for attack in (fgsm, pgd):
-        with pytest.raises(ValueError, match="eps must not be negative"):
+        with pytest.raises(ValueError, match="eps must be 0 or positive"):
             attack(torch.sum, torch.rand(1, 1, 2, 2), -0.1)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         pgd(torch.sum, torch.rand(1, 1, 2, 2), 0.1, steps=0)

@@ -42,7 +42,7 @@ def test_predictions(folder: Path, kind: str) -> None:
 
 def test_predictions_need_classes_and_mistakes(folder: Path) -> None:
     images = ImageData(str(folder))
-    with pytest.raises(ValueError, match="classes is needed, got autoencoder"):
+    with pytest.raises(ValueError, match="classes is needed; this network, autoencoder, has no classes"):
         train.predictions(learner_for(images, "autoencoder"), images.sets.test, 3)
     learner = learner_for(images)
     test = images.sets.test

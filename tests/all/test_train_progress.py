@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch.callbacks import RichProgressBar
+
 from capsfast.train import progress, run
-from capsfast.train.progress import Bar, Lines, bar_or_lines
+from capsfast.train.progress import Lines, shown
 
 from ..support.idx_files import write_set
 from ..support.training import trained
@@ -76,43 +78,22 @@ def test_a_line_waits_for_steps_and_for_seconds(
     assert found[-1][2].endswith("0:05:00 elapsed, 0:00:20 left")
 
 
-def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
-    lines.disable()
-    lines.print("step 1")
-    assert capsys.readouterr().out == ""
-    lines.enable()
-    lines.print("step 1")
-    assert capsys.readouterr().out == "step 1\n"
-
-
 @pytest.mark.parametrize(
-    ("environment", "expected"), [({"FORCE_COLOR": "1", "TERM": "xterm"}, Bar), ({}, Lines)], ids=["terminal", "file"]
+    ("environment", "expected"), [({"FORCE_COLOR": "1", "TERM": "xterm"}, RichProgressBar), ({}, Lines)]
 )
-def test_the_bar_needs_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: type[Any]
-) -> None:
+def test_the_bar_needs_a_terminal(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Any) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert type(bar_or_lines()) is expected
+    assert type(run.bar_or_lines()) is expected
 
 
-@pytest.mark.parametrize(
-    ("metrics", "shown"),
-    [
-        (["loss", "margin", "images_per_s", "test_accuracy"], ["margin", "images/s", "test accuracy"]),
-        (["loss", "image", "reconstruction"], ["loss", "reconstruction"]),
-        (["loss", "margin", "test_iou", "test_pixels"], ["margin", "test IoU", "test pixels"]),
-    ],
-    ids=["classes", "without labels", "pixels"],
-)
-def test_the_bar_shows_the_loss_and_the_test(
-    monkeypatch: pytest.MonkeyPatch, metrics: list[str], shown: list[str]
-) -> None:
-    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: dict.fromkeys(metrics, 1.0))
-    assert list(Bar().get_metrics(None, None)) == shown  # type: ignore[arg-type]
+def test_progress_shows_no_details() -> None:
+    """Names in the log; a bar and lines show what has progress."""
+    metrics = {"loss": 1.0, "image": 2.0, "images_per_s": 3.0, "test_accuracy": 0.5, "test_iou": 0.25}
+    assert shown(metrics, tests=False) == ["loss 1", "image 2"]
+    assert shown(metrics, tests=True) == ["test accuracy 0.5", "test iou 0.25"]
 
 
 def test_no_progress_is_no_progress(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
