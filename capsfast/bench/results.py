@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from .cases import CANONICAL, Case
-from .contenders import OURS
+from .contenders import CPP, OURS
 from .measure import Row
 
 RATE = "multiply_add_flops_per_second"
@@ -69,14 +69,14 @@ class Results:
         return theirs / mine if theirs is not None and mine is not None else None
 
     def share(self, case: Case, limits: dict[str, float]) -> float | None:
-        """The rate of executed FLOPs over the rate of float32 multiply-adds on registers, for the first row with FLOPs.
+        """The FLOPs of the case in the time of the backend cpp, over the rate of multiply-adds on registers.
 
-        None if the record lacks the rate or the FLOPs, and for float64, which has another rate.
+        None if the record lacks one of them, and for float64, which has another rate.
         """
-        rows = [row for row in self.rows.values() if row.case == case and row.flops and row.status == "ok"]
-        if not rows or RATE not in limits or case.dtype == "float64":
+        seconds = self.seconds(case, CPP)
+        if seconds is None or RATE not in limits or not case.flops or case.dtype == "float64":
             return None
-        return (rows[0].flops or 0.0) / rows[0].seconds["median"] / limits[RATE]
+        return case.flops / seconds / limits[RATE]
 
     def along(self, size: str, op: str, direction: str) -> list[Case]:
         """The measured cases of an op that differ from the canonical layer in ``size`` only, sorted by this size."""
