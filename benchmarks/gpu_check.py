@@ -166,14 +166,15 @@ class Check:
             while process.poll() is None and not stopped:
                 stopped = INTERRUPTED if self.interrupted else LATE if time.monotonic() - begin > limit else ""
                 time.sleep(0.05)
+            before = lines[-1:]
             for number in (signal.SIGINT, signal.SIGKILL) if stopped else ():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_SECONDS)
             reader.join(GRACE_SECONDS)
-        last = lines[-1] if lines else f"no output, exit status {process.returncode}"
-        wrong = f"stopped after {limit:.0f} s in: {last}" if stopped else last if process.returncode else ""
+        said = (before if stopped else lines) or [f"no output, exit status {process.returncode}"]
+        wrong = f"stopped after {limit:.0f} s in: {said[-1]}" if stopped else said[-1] if process.returncode else ""
         left_out = [fact["left_out"] for fact in self.of("left_out") if fact["step"] == step.name]
         status = stopped or (FAILED if wrong else LEFT_OUT if left_out else OK)
         self._ended(step, status, begin, wrong or "".join(left_out))
@@ -242,7 +243,7 @@ class Steps:
 
     def own(self, name: str, seconds: float, *words: str, quiet: bool = False, why_not: str = "", **more: str) -> Step:
         """A step of gpu_steps.py; its first word is the name up to a blank."""
-        command = [sys.executable, str(HERE / "gpu_steps.py"), name.split()[0], "--device", self.device, *words]
+        command = [sys.executable, "-m", "benchmarks.gpu_steps", name.split()[0], "--device", self.device, *words]
         return Step(name, command, seconds, {**self.environment, **more}, why_not, quiet=quiet)
 
     def build(self, capability: str) -> Step:
