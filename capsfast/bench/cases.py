@@ -115,6 +115,22 @@ class Case:
     def gradient_bytes(self) -> int:
         return self.input_bytes if self.backward else 0
 
+    @property
+    def least_bytes(self) -> int:
+        """The bytes that a call must move: a direction reads its inputs once and writes its results once."""
+        outputs = sum(math.prod(shape) for shape in self.outputs.values()) * self.torch_dtype.itemsize
+        return 3 * self.input_bytes + 2 * outputs if self.backward else self.input_bytes + outputs
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of an op that makes the votes again in every pass, without softmax and squash; 0 for a routing."""
+        if self.routing:
+            return 0
+        of_a_vote = max(self.K, 1) + (self.r - 1) * (self.K + 2)
+        if self.backward:
+            of_a_vote += 3 * self.K + 1 + (self.r - 1) * (self.K + 7)
+        return 2 * of_a_vote * self.B * self.I * self.J * self.D
+
 
 CANONICAL = Case()
 

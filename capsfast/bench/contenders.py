@@ -24,6 +24,7 @@ LIMITS = {"cpu": 8 * GIB, "cuda": 64 * GIB}
 EAGER = "eager einsum"
 COMPILED = "torch.compile einsum"
 OURS = "capsfast "
+CPP = OURS + "cpp"
 
 
 @dataclass(frozen=True)

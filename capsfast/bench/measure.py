@@ -11,12 +11,10 @@ import torch
 from .. import native
 from . import memory
 from .cases import Case
-from .contenders import OURS, Contender
+from .contenders import Contender
 from .gate import Gate
 from .inputs import Step, input_sets, step
-from .timing import interleave
-
-CPP = OURS + "cpp"
+from .timing import graph_seconds, host_seconds, interleave
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Row:
         seconds: the fields of :class:`capsfast.bench.timing.Timing`.
         errors: relative L2 errors by name of the output or gradient.
         memory_bytes: growth of peak memory beyond inputs and gradients, None if it was not measured.
-        flops: FLOPs that a call of the backend cpp executes, None for other contenders.
+        host, graph: on a GPU, seconds of the host for a call, and seconds of a call in a CUDA graph.
     """
 
     case: Case
@@ -39,7 +37,8 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
-    flops: float | None = None
+    host: float | None = None
+    graph: float | None = None
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Row":
@@ -80,16 +79,15 @@ def multiply_adds(samples: int = 9) -> dict[str, float]:
     }
 
 
-def executed_flops(case: Case, name: str) -> float | None:
-    """FLOPs of a call by the backend cpp with this process's threads, including votes that it computes again."""
-    if name != CPP or native.extension is None or case.routing:
-        return None
-    plan = native.extension.launch_plan(
-        *(case.B, case.I, case.J, case.D, max(case.K, 1), case.r),
-        votes_given=case.op == "route_votes",
-        itemsize=case.torch_dtype.itemsize,
-    )
-    return float(plan["forward_flops"]) + (float(plan["backward_flops"]) if case.backward else 0.0)
+def beside(step: Step, row: Row, device: torch.device, with_graph: bool) -> Row:
+    """The row with the time of the host and the time in a CUDA graph, or the reason why there is no graph."""
+    row = dataclasses.replace(row, host=host_seconds(step, device))
+    if not with_graph:
+        return row
+    try:
+        return dataclasses.replace(row, graph=graph_seconds(step))
+    except Exception as error:  # a contender need not work in a graph
+        return dataclasses.replace(row, reason=f"no CUDA graph: {first_line(error)}")
 
 
 def measure(
@@ -100,6 +98,7 @@ def measure(
     seconds: float = 2.0,
     least_rounds: int = 5,
     with_memory: bool = True,
+    with_graph: bool = True,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """A row for every contender, in order; ``on_step`` is called with the current activity."""
@@ -128,12 +127,14 @@ def measure(
             rows[each.name] = Row(case, each.name, status, verdict.reason, {}, verdict.errors)
     on_step("timing")
     for name, timing in interleave(steps, device, seconds, least_rounds).items() if steps else ():
-        flops = executed_flops(case, name) if device.type == "cpu" else None
-        rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing), flops=flops)
+        rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
+        if device.type == "cuda":
+            rows[name] = beside(steps[name], rows[name], device, with_graph)
     for each in able if with_memory else ():
         if each.name in steps:
             on_step(f"memory of {each.name}")
             growth, reason = memory.peak_growth(case, each, device)
+            reason = reason or rows[each.name].reason
             rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
     # So that torch compiles the next shape from scratch, and does not count it as a recompilation.
     torch.compiler.reset()

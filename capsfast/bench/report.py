@@ -44,26 +44,27 @@ def describe(surroundings: dict[str, Any]) -> str:
     return f"{text}. Measured limits: {', '.join(rates)}." if rates else f"{text}."
 
 
+def _cells(results: Results, case: Case, limits: dict[str, float]) -> dict[str, str]:
+    """A line of a table, by the titles of the columns."""
+    names = results.contenders
+    cells = {f"{name}, ms": results.shown(case, name) for name in names}
+    cells |= {f"speed-up over {name}": times(results.speedup(case, name)) for name in (COMPILED, EAGER)}
+    cells |= {f"{name} in a CUDA graph, ms": milliseconds(results.of(case, name, "graph")) for name in names}
+    cells |= {f"host of {name}, ms": milliseconds(results.of(case, name, "host")) for name in names}
+    cells |= {f"{name}, MiB": mebibytes(results.memory(case, name)) for name in names}
+    cells["of the multiply-adds"] = percent(results.share(case, limits))
+    if "tf32_flops_per_second" in limits:  # measured on a GPU
+        cells |= {"GFLOP": f"{case.flops / 1e9:.2f}", "least MB": f"{case.least_bytes / 1e6:.1f}"}
+    return cells
+
+
 def _table(results: Results, cases: Sequence[Case], limits: dict[str, float]) -> str:
-    baselines = [name for name in (COMPILED, EAGER) if any(results.speedup(case, name) is not None for case in cases)]
-    remembered = [name for name in results.contenders if any(results.memory(case, name) is not None for case in cases)]
-    shares = {case: results.share(case, limits) for case in cases}
-    with_shares = any(share is not None for share in shares.values())
-    header = ["", *(f"{name}, ms" for name in results.contenders)]
-    header += [f"speed-up over {name}" for name in baselines] + [f"{name}, MiB" for name in remembered]
-    header += ["of the multiply-adds"] if with_shares else []
-    lines = []
-    for case in cases:
-        line = [differing(case)]
-        for name in results.contenders:
-            row = results.rows.get((case, name))
-            line.append(
-                "" if row is None else milliseconds(row.seconds["median"]) if row.status == "ok" else row.status
-            )
-        line += [times(results.speedup(case, name)) for name in baselines]
-        line += [mebibytes(results.memory(case, name)) for name in remembered]
-        lines.append(line + ([percent(shares[case])] if with_shares else []))
-    return markdown_table(header, lines)
+    """A line for each case, without columns that have no number. The times are always there."""
+    lines = [_cells(results, case, limits) for case in cases]
+    always = {f"{name}, ms" for name in results.contenders}
+    titles = [title for title in lines[0] if title in always or any(line[title] != "-" for line in lines)]
+    rows = [[differing(case), *(line[title] for title in titles)] for case, line in zip(cases, lines, strict=True)]
+    return markdown_table(["", *titles], rows)
 
 
 def _section(path: Path, images: Path | None) -> str:
@@ -98,10 +99,11 @@ Unless a row says otherwise, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CAN
 K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one call. The contenders of a case took turns
 in one process, each after its result was compared with float64. Memory is the growth of the peak beyond inputs and
 gradients. Speed-ups are for the fastest capsfast backend. Ratios differ by machine: every record has a section.
-"Of the multiply-adds" is the rate of FLOPs that the backend `cpp` executes, including votes that it computes again,
-divided by the rate of multiply-adds on registers. The broadcast matmul of older records expands the weight to the
-batch. For a routing of `capsfast.nn.ROUTINGS` the einsum form is the same routing over votes that einsum makes once;
-gradients are with respect to capsules, weight, activations and the routing's own parameters."""
+"Of the multiply-adds" is the rate of FLOPs of the backend `cpp`, if every pass makes the votes again, divided by the
+rate of multiply-adds on registers. The broadcast matmul of older records expands the weight to the batch. On a GPU the
+FLOPs are counted likewise, and "least MB" counts inputs and results, each read or written once. For a routing of
+`capsfast.nn.ROUTINGS` the einsum form is the same routing over votes that einsum makes once; gradients are with respect
+to capsules, weight, activations and the routing's own parameters."""
 
 
 def page(records: Sequence[Path], images: Path | None = None) -> str:

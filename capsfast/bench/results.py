@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .cases import CANONICAL, Case
-from .contenders import OURS
+from .contenders import CPP, OURS
 from .measure import Row
 
 RATE = "multiply_add_flops_per_second"
 
 
-def milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     ms = seconds * 1e3
     return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
 
@@ -47,13 +50,20 @@ class Results:
         self.cases = list(dict.fromkeys(case for case, _ in self.rows))
         self.contenders = list(dict.fromkeys(name for _, name in self.rows))
 
+    def of(self, case: Case, name: str, field: str) -> Any:
+        """The field of the row, None if there is no row."""
+        return getattr(self.rows.get((case, name)), field, None)
+
     def seconds(self, case: Case, name: str) -> float | None:
-        row = self.rows.get((case, name))
-        return row.seconds["median"] if row is not None and row.status == "ok" else None
+        return self.of(case, name, "seconds")["median"] if self.of(case, name, "status") == "ok" else None
+
+    def shown(self, case: Case, name: str) -> str:
+        """Milliseconds, or why there are none, or "" without a row."""
+        status = self.of(case, name, "status") or ""
+        return milliseconds(self.seconds(case, name)) if status == "ok" else status
 
     def memory(self, case: Case, name: str) -> int | None:
-        row = self.rows.get((case, name))
-        return row.memory_bytes if row is not None else None
+        return self.of(case, name, "memory_bytes")  # type: ignore[no-any-return]
 
     def ours(self, case: Case) -> str | None:
         """The fastest of capsfast's fused backends on the case."""
@@ -69,14 +79,14 @@ class Results:
         return theirs / mine if theirs is not None and mine is not None else None
 
     def share(self, case: Case, limits: dict[str, float]) -> float | None:
-        """The rate of executed FLOPs over the rate of float32 multiply-adds on registers, for the first row with FLOPs.
+        """The FLOPs of the case in the time of the backend cpp, over the rate of multiply-adds on registers.
 
-        None if the record lacks the rate or the FLOPs, and for float64, which has another rate.
+        None if the record lacks one of them, and for float64, which has another rate.
         """
-        rows = [row for row in self.rows.values() if row.case == case and row.flops and row.status == "ok"]
-        if not rows or RATE not in limits or case.dtype == "float64":
+        seconds = self.seconds(case, CPP)
+        if seconds is None or RATE not in limits or not case.flops or case.dtype == "float64":
             return None
-        return (rows[0].flops or 0.0) / rows[0].seconds["median"] / limits[RATE]
+        return case.flops / seconds / limits[RATE]
 
     def along(self, size: str, op: str, direction: str) -> list[Case]:
         """The measured cases of an op that differ from the canonical layer in ``size`` only, sorted by this size."""

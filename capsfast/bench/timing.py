@@ -1,6 +1,7 @@
 """Interleaved timing: contenders take turns, so that a drift of the machine affects all of them."""
 
 import importlib.util
+import statistics
 import time
 import timeit
 from collections.abc import Callable, Mapping
@@ -73,3 +74,21 @@ def interleave(
         order = order[1:] + order[:1]
         rounds += 1
     return {name: Timing.of(spent) for name, spent in seen.items()}
+
+
+def host_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """The host's part of a call on a GPU: the median time until it returns, while the GPU works."""
+    spent = []
+    for _ in range(11):
+        torch.cuda.synchronize(device)
+        # Few calls at a time: a full queue would make the host wait.
+        spent.append(timeit.timeit(step, number=8) / 8)
+    torch.cuda.synchronize(device)
+    return statistics.median(spent)
+
+
+def graph_seconds(step: Callable[[], object]) -> float:
+    """The median time of a call in a CUDA graph of many calls, without the host and with warm caches."""
+    from triton.testing import do_bench_cudagraph
+
+    return float(do_bench_cudagraph(step, return_mode="median")) / 1e3

@@ -1,1 +1,0 @@
-"""The programs that benchmarks/gpu_check.py runs."""
