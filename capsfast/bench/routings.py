@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..nn.routing import ROUTINGS, Capsules, Routing
+from ..nn.routing import ROUTINGS, Capsules, Routing, Votes
 from ..nn.routing.names import make_routing, options_of
+from ..nn.routing.votes import GivenVotes
 
 
 def takes_iterations(name: str) -> bool:
@@ -29,6 +30,13 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
     return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
 
 
+def stored(u: Tensor, weight: Tensor) -> Votes:
+    """Votes that einsum makes once; a pass over them is the definition."""
+    votes = GivenVotes("capsfast bench", torch.einsum("ijdk,bik->bijd", weight, u), backend="reference")
+    votes.u = u  # for routings that use the input capsules
+    return votes
+
+
 class Routed:
     """A routing as a function of u, weight, the activation if it uses one, and its parameters. Returns Capsules.
 
@@ -41,7 +49,7 @@ class Routed:
         self.fused = backend != "reference"
 
     def __call__(self, u: Tensor, weight: Tensor, *others: Tensor) -> Capsules:
-        votes = (u, weight) if self.fused else torch.einsum("ijdk,bik->bijd", weight, u)
+        votes = (u, weight) if self.fused else stored(u, weight)
         activation = others[0] if self.module.uses_activation else None
         own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
         own |= {each: value.to(u.device) for each, value in self.module.named_buffers()}
