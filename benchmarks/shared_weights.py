@@ -1,8 +1,10 @@
-"""Weights that all input capsules share, against the same mathematics in torch, also without votes.
+"""Weights that all input capsules share, against the same mathematics in torch.
 
-Measures the rows of the table in docs/cpu-kernels.md.
+Measures the tables in docs/cpu-kernels.md, against torch code that forms no votes either, and in docs/recommenders.md,
+InterestCapsules against its einsum form, which makes the votes [B, I, D] once, as published code does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 import capsfast
 from benchmarks.common import compare, keep, options
 
-# B, I, J, D, K, for three iterations of dynamic routing, or for one pass that scores with a query.
+# Three iterations of dynamic routing, or one pass that scores with a query: B, I, J, D, K.
 ROWS = [
     ("routing", 16, 2048, 32, 32, 32),
     ("routing", 256, 50, 8, 64, 64),
@@ -20,6 +22,14 @@ ROWS = [
     ("routing", 256, 50, 4, 64, 64),
     ("pass", 32, 1024, 16, 32, 32),
 ]
+# InterestCapsules: B, I, J for D = K = 64.
+INTERESTS = [(2048, 50, 4), (4096, 200, 8)]
+ITERATIONS = 3
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def compiled(function: Function) -> Function:
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def factored_pass(u: Tensor, weight: Tensor, query: Tensor | None) -> Tensor:
@@ -34,35 +44,72 @@ def factored_pass(u: Tensor, weight: Tensor, query: Tensor | None) -> Tensor:
 
 def factored_routing(u: Tensor, weight: Tensor) -> Tensor:
     total = v = capsfast.squash(factored_pass(u, weight, None))
-    for _ in range(2):
+    for _ in range(ITERATIONS - 1):
         v = capsfast.squash(factored_pass(u, weight, total))
         total = total + v
     return v
 
 
-def measured(kind: str, B: int, I: int, J: int, D: int, K: int, seconds: float) -> dict[str, Any]:
+def row(kind: str, B: int, I: int, J: int, D: int, K: int, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     leaves = (torch.randn(B, I, K, requires_grad=True), (torch.randn(J, D, K) / K**0.5).requires_grad_())
     query = torch.randn(B, J, D)
 
-    def plain(u: Tensor, weight: Tensor) -> Tensor:
-        return factored_pass(u, weight, query) if kind == "pass" else factored_routing(u, weight)
-
     def fused(u: Tensor, weight: Tensor) -> Tensor:
         if kind == "pass":
             return capsfast.routing_pass(u, weight[None], query=query).first
-        return capsfast.dynamic_routing(u, weight[None])  # type: ignore[return-value]
+        return capsfast.dynamic_routing(u, weight[None], ITERATIONS)  # type: ignore[return-value]
 
-    compiled = torch.compile(plain, dynamic=False)
-    functions = {"capsfast": fused, "factored torch": plain, "factored torch.compile": compiled}
+    plain = (lambda u, weight: factored_pass(u, weight, query)) if kind == "pass" else factored_routing
+    functions = {"capsfast": fused, "factored torch": plain, "factored torch.compile": compiled(plain)}
     sizes = {"kind": kind, "B": B, "I": I, "J": J, "D": D, "K": K}
-    print(sizes)
     return {**sizes, **compare(functions, plain, leaves, torch.randn(B, J, D), seconds)}
+
+
+def interest(B: int, I: int, J: int, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    D = 64
+    layer = capsfast.nn.InterestCapsules(J, D, D, ITERATIONS, max_length=I)
+    logits = layer.logits
+    assert logits is not None
+
+    def einsum(u: Tensor, W: Tensor) -> Tensor:
+        """MIND, algorithm 1: ``u [B, I, K]``, ``W [1, 1, D, K]``."""
+        votes = torch.einsum("dk,bik->bid", W[0, 0], u)
+        b = logits.to(u.dtype).expand(u.shape[0], -1, -1)
+        for t in range(ITERATIONS):
+            s = torch.einsum("bij,bid->bjd", b.softmax(2), votes)
+            n = s.square().sum(-1, keepdim=True)
+            v = n / (1 + n) * s / torch.sqrt(n + 1e-8)
+            if t < ITERATIONS - 1:
+                b = b + torch.einsum("bid,bjd->bij", votes, v)
+        return v
+
+    def fused_votes(u: Tensor, W: Tensor) -> Tensor:
+        votes = torch.nn.functional.linear(u, W[0, 0])[:, :, None]
+        return capsfast.route_votes(votes, ITERATIONS, logits=logits)  # type: ignore[return-value]
+
+    functions = {
+        "InterestCapsules": lambda u, W: layer(u).vectors,
+        "torch.compile einsum": compiled(einsum),
+        "eager einsum": einsum,
+        "fused votes": fused_votes,
+    }
+    leaves = (torch.randn(B, I, D, requires_grad=True), layer.W)
+    sizes = {"B": B, "I": I, "J": J, "D": D, "K": D, "r": ITERATIONS}
+    return {**sizes, **compare(functions, einsum, leaves, torch.randn(B, J, D), seconds)}
 
 
 def main() -> None:
     given = options("shared_weights", __doc__, 10.0)
-    keep(given, "shared_weights", rows=[measured(*row, given.seconds) for row in ROWS])
+    found: dict[str, list[dict[str, Any]]] = {"rows": [], "measured": []}
+    for sizes in ROWS:
+        print(*sizes)
+        found["rows"].append(row(*sizes, given.seconds))
+    for shape in INTERESTS:
+        print("InterestCapsules", *shape)
+        found["measured"].append(interest(*shape, given.seconds))
+    keep(given, "shared_weights", **found)
 
 
 if __name__ == "__main__":

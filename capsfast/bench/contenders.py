@@ -7,11 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..arguments import RoutingParameters, unchecked
 from ..backend import backends
 from ..functional import dynamic_routing, route_votes
-from ..options import Options
-from ..reference.dynamic_routing import dynamic_routing as definition
 from .cases import Case
 from .routings import Routed
 
@@ -66,15 +63,14 @@ class Contender:
         return f"would need about {growth / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB"
 
 
-def _routed(case: Case, backend: str | None) -> Forward:
-    return Routed(case.routing, case.I, case.J, case.K, case.D, case.r, backend)
-
-
-def _backend(name: str, case: Case) -> Forward:
+def _forward(backend: str, case: Case) -> Forward:
     if case.routing:
-        return _routed(case, name)
+        return Routed(case.routing, case.I, case.J, case.K, case.D, case.r, backend)
     function = dynamic_routing if case.op == "dynamic_routing" else route_votes
-    return partial(function, num_iterations=case.r, backend=name)  # type: ignore[return-value]
+    return partial(function, num_iterations=case.r, backend=backend)  # type: ignore[return-value]
+
+
+einsum = partial(_forward, "reference")
 
 
 def _backend_growth(case: Case) -> int:
@@ -82,18 +78,6 @@ def _backend_growth(case: Case) -> int:
     # between the passes stores more.
     arrays = 32 * max(case.r, 3) if case.routing else 4 * case.r
     return arrays * case.B * case.J * case.D * max(4, case.torch_dtype.itemsize)
-
-
-def einsum(case: Case) -> Forward:
-    """The reference without the argument checks of the public function, which would slow the baseline down."""
-    if case.routing:
-        return _routed(case, None)
-    options = Options(case.r, "out", "full", False, "paper", 1e-8)
-
-    def forward(first: Tensor, weight: Tensor | None = None) -> Tensor:
-        return definition(unchecked(first, weight, RoutingParameters(), options))[0]
-
-    return forward
 
 
 def _einsum_growth(case: Case) -> int:
@@ -128,7 +112,7 @@ def missing(device: torch.device) -> dict[str, str]:
 def contenders() -> list[Contender]:
     """All contenders that can run here: the available backends, then the einsum reference."""
     found = [
-        Contender(OURS + name, partial(_backend, name), _backend_growth, status.devices)
+        Contender(OURS + name, partial(_forward, name), _backend_growth, status.devices)
         for name, status in backends().items()
         # "reference" is the eager einsum below.
         if status.available and name != "reference"

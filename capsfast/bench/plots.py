@@ -1,7 +1,7 @@
 """Plots of results. matplotlib is imported when a plot is drawn."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from .contenders import COMPILED, EAGER
 from .results import Results
 
 CAPSULES = {"I": "input capsules I", "J": "output capsules J"}
-BATCH_COLORS = {"eager": "#8c8c8c", "torch.compile": "#d1622b", "capsfast": "#1460aa"}
+COLORS = {"eager": "#8c8c8c", "torch.compile": "#d1622b", "capsfast": "#1460aa"}
 
 
 def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -30,78 +30,59 @@ def _save(figure: Any, path: Path, dpi: int = 120, **metadata: str) -> Path:
     return path
 
 
-def _sizes(plot: Any, sizes: Iterable[int], label: str, **style: Any) -> None:
-    """Logarithmic axes with the measured sizes as ticks."""
-    plot.set_xscale("log")
-    plot.set_yscale("log")
-    plot.set_xticks(list(sizes), labels=[str(size) for size in sizes], **style)
+def _lines(plot: Any, lines: dict[str, list[tuple[int, float]]], label: str, quantity: str) -> None:
+    """Lines on logarithmic axes with the measured sizes as ticks."""
+    for name, points in lines.items():
+        if points:
+            plot.plot(*zip(*points, strict=True), marker="o", color=COLORS.get(name), label=name)
+    plot.set(xscale="log", yscale="log", xlabel=label, ylabel=quantity)
+    sizes = sorted({size for points in lines.values() for size, _ in points})
+    plot.set_xticks(sizes, labels=[str(size) for size in sizes], rotation=30)
     plot.xaxis.minorticks_off()
     plot.yaxis.set_major_formatter("{x:g}")
-    plot.set_xlabel(label)
     plot.grid(alpha=0.3)
 
 
-def _memory(results: Results, case: Case, name: str) -> float | None:
-    growth = results.memory(case, name)
-    # A logarithmic axis can't show zero.
-    return None if growth is None else max(growth, 2**12) / 2**20
+def _known(cases: Sequence[Case], size: str, values: Iterable[float | None]) -> list[tuple[int, float]]:
+    """The points of a line. A logarithmic axis can't show zero."""
+    return [
+        (getattr(case, size), round(max(value, 2**-8), 3))
+        for case, value in zip(cases, values, strict=True)
+        if value is not None
+    ]
 
 
-def _capsule_plot(
-    results: Results, op: str, path: Path, label: str, value: Callable[[Case, str], float | None]
-) -> Path | None:
-    """A panel for each number of capsules (I, J) and direction; None if no value is known."""
-    panels = [(size, direction, results.along(size, op, direction)) for size in CAPSULES for direction in DIRECTIONS]
-    panels = [panel for panel in panels if len(panel[2]) > 1]
-    if not any(value(case, name) is not None for *_, cases in panels for case in cases for name in results.contenders):
+def speedup_plot(results: Results, op: str, folder: Path, machine: str) -> Path | None:
+    """A panel for each number of capsules (I, J) and direction; None if capsfast was measured for fewer than two."""
+    panels = []
+    for size, direction in itertools.product(CAPSULES, DIRECTIONS):
+        cases = results.along(size, op, direction)
+        lines = {
+            name: _known(cases, size, [results.speedup(case, name) for case in cases]) for name in results.contenders
+        }
+        if len(cases) > 1 and any(lines.values()):
+            panels.append((lines, CAPSULES[size], direction))
+    if not panels:
         return None
     rows = -(-len(panels) // 2)
     figure, plots = _new_figure(rows, 2, (10, 3.6 * rows))
-    handles: dict[str, Any] = {}
-    for plot, (size, direction, cases) in zip(plots.flat, panels, strict=False):
-        for n, name in enumerate(results.contenders):
-            points = [(getattr(case, size), value(case, name)) for case in cases]
-            known = [(x, y) for x, y in points if y is not None]
-            if known:
-                (handles[name],) = plot.plot(*zip(*known, strict=True), marker="o", color=f"C{n}")
-        _sizes(plot, [getattr(case, size) for case in cases], CAPSULES[size], rotation=30)
+    for plot, (lines, label, direction) in zip(plots.flat, panels, strict=False):
+        _lines(plot, lines, label, "times the time of capsfast")
         plot.set_title(direction)
-        plot.set_ylabel(label)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
-    figure.suptitle(path.stem)
-    return _save(figure, path)
+    figure.legend(*plots.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return _save(figure, folder / f"{machine}-{op}-speedup.png")
 
 
 def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[tuple[Path, str]]:
     """Draws the record of ``op`` against capsule counts and batch. Returns the files with their descriptions."""
-    stem = folder / f"{machine}-{op}"
     drawn = [
         (
-            _capsule_plot(results, op, Path(f"{stem}-speedup.png"), "times the time of capsfast", results.speedup),
+            speedup_plot(results, op, folder, machine),
             "Times slower than capsfast, against the number of capsules,",
-        ),
-        (
-            _capsule_plot(results, op, Path(f"{stem}-memory.png"), "peak memory, MiB", partial(_memory, results)),
-            "Memory against the number of capsules",
         ),
         (batch_plot(results, op, folder, machine), "Time and memory against the batch, forward and backward,"),
     ]
     return [(path, what) for path, what in drawn if path is not None]
-
-
-def _batch_lines(results: Results, op: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """By quantity and name: (batch, value) for capsfast and the einsum forms, forward plus backward."""
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {
-        quantity: {name: [] for name in BATCH_COLORS} for quantity in ("milliseconds", "peak memory, MiB")
-    }
-    for case in results.along("B", op, "forward+backward"):
-        for label, name in (("eager", EAGER), ("torch.compile", COMPILED), ("capsfast", results.ours(case))):
-            seconds = results.seconds(case, name) if name else None
-            values = (seconds and 1e3 * seconds, _memory(results, case, name) if name else None)
-            for line, value in zip(lines.values(), values, strict=True):
-                if value is not None:
-                    line[label].append((case.B, round(value, 3)))
-    return lines
 
 
 def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | None:
@@ -109,16 +90,21 @@ def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | 
 
     The file's description holds the numbers, so that a test can tell whether the picture is older than its record.
     """
-    lines = _batch_lines(results, op)
+    cases = results.along("B", op, "forward+backward")
+    names = {"eager": EAGER, "torch.compile": COMPILED, "capsfast": ""}
+    quantities = {"milliseconds": (results.seconds, 1e3), "peak memory, MiB": (results.memory, 2**-20)}
+
+    def line(quantity: str, name: str) -> list[tuple[int, float]]:
+        value, scale = quantities[quantity]
+        found = [value(case, name or results.ours(case) or "") for case in cases]
+        return _known(cases, "B", [None if each is None else each * scale for each in found])
+
+    lines = {quantity: {label: line(quantity, name) for label, name in names.items()} for quantity in quantities}
     if not all(points for drawn in lines.values() for points in drawn.values()):
         return None
     figure, (plots,) = _new_figure(1, 2, (8, 3.2))
     for plot, (quantity, drawn) in zip(plots, lines.items(), strict=True):
-        for label, points in drawn.items():
-            plot.plot(*zip(*points, strict=True), marker="o", color=BATCH_COLORS[label], linewidth=2, label=label)
-        _sizes(plot, [size for size, _ in drawn["capsfast"]], "batch B")
-        plot.set_ylabel(quantity)
-        plot.spines[["top", "right"]].set_visible(False)
+        _lines(plot, drawn, "batch B", quantity)
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     return _save(figure, folder / f"{machine}-{op}-batch.png", dpi=200, Description=repr(lines))
 

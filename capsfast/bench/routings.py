@@ -2,17 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..arguments import PassParameters, RoutingParameters, unchecked
 from ..nn.routing import ROUTINGS, Capsules, Routing, Votes
 from ..nn.routing.names import make_routing, options_of
-from ..options import Options, PassOptions
-from ..passes import Moments
-from ..reference.dynamic_routing import dynamic_routing
-from ..reference.routing_pass import routing_pass
-from ..reference.votes import product
+from ..nn.routing.votes import GivenVotes
 
 
 def takes_iterations(name: str) -> bool:
@@ -34,58 +30,26 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
     return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
 
 
-class EinsumVotes(Votes):
-    """Votes that einsum makes once and stores, ``[B, I, J, D]``; a pass is einsum, without checks of arguments."""
-
-    def __init__(self, u: Tensor, weight: Tensor) -> None:
-        self.u = u
-        self.votes = product(u, weight)
-        self.B, self.I, self.J, self.D = self.votes.shape
-        self.dtype, self.device = u.dtype, u.device
-
-    def moments(
-        self,
-        *,
-        normalize: str = "out",
-        leaky: bool = False,
-        second: bool = False,
-        return_weights: bool = False,
-        return_lse: bool = False,
-        **given: Tensor | None,
-    ) -> Moments:
-        options = PassOptions(normalize, leaky, second)
-        call = unchecked(self.votes, None, PassParameters(**given), options)
-        mass, first, squares, r, lse = routing_pass(call)
-        return Moments(
-            mass, first, squares if second else None, r if return_weights else None, lse if return_lse else None
-        )
-
-    def _some(self, step: int, activation: Tensor | None) -> Moments:
-        given = PassParameters(activation=None if activation is None else activation[:, ::step])
-        call = unchecked(self.votes[:, ::step], None, given, PassOptions("out", False, False))
-        mass, first, *_ = routing_pass(call)
-        return Moments(mass, first)
-
-    def agree(
-        self, num_iterations: int, *, logits: Tensor | None = None, bias: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        parameters = RoutingParameters(logits, bias)
-        return dynamic_routing(unchecked(self.votes, None, parameters, Options(num_iterations, **options)))[0]
+def stored(u: Tensor, weight: Tensor) -> Votes:
+    """Votes that einsum makes once; a pass over them is the definition."""
+    votes = GivenVotes("capsfast bench", torch.einsum("ijdk,bik->bijd", weight, u), backend="reference")
+    votes.u = u  # for routings that use the input capsules
+    return votes
 
 
 class Routed:
     """A routing as a function of u, weight, the activation if it uses one, and its parameters. Returns Capsules.
 
-    backend: the backend whose kernels make the votes; None for :class:`EinsumVotes`.
+    The kernels of a fused backend make the votes; for "reference" einsum makes them once and stores them.
     """
 
-    def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str | None) -> None:
+    def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str) -> None:
         self.module = make(name, I, J, K, D, r, backend=backend)
         self.names = [each for each, _ in self.module.named_parameters()]
-        self.fused = backend is not None
+        self.fused = backend != "reference"
 
     def __call__(self, u: Tensor, weight: Tensor, *others: Tensor) -> Capsules:
-        votes = (u, weight) if self.fused else EinsumVotes(u, weight)
+        votes = (u, weight) if self.fused else stored(u, weight)
         activation = others[0] if self.module.uses_activation else None
         own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
         own |= {each: value.to(u.device) for each, value in self.module.named_buffers()}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from capsfast.bench import memory
 from capsfast.nn import ConvCaps2d
 from capsfast.nn.routing.unfolded import UnfoldedVotes
 
-pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+from ..support.backends import Shape
+from ..support.passes import QUADRATIC, PassCase, make
+from ..support.problems import Problem, batched, run
 
+pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+measured = pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 
 GROWTH = """
 import sys
@@ -27,9 +32,7 @@ from capsfast.bench.memory import _reset_peak, _resident
 from capsfast.nn import ConvCaps2d
 
 torch.set_num_threads(1)
-competition, size = sys.argv[1], int(sys.argv[2])
-more = {"pose_rows": 4, "num_iterations": 3, "competition": competition}
-layer = ConvCaps2d(32, 2, 16, 16, kernel_size=3, routing="em", **more)
+layer = ConvCaps2d(32, 2, 16, 16, kernel_size=3, routing="em", pose_rows=4, num_iterations=3, competition=sys.argv[1])
 
 def call(size):
     image = torch.ones(1, 32, 16, size, size, requires_grad=True)
@@ -39,24 +42,21 @@ def call(size):
 call(4)
 _reset_peak()
 before = _resident()["VmRSS"]
-call(size)
+call(int(sys.argv[2]))
 print(_resident()["VmHWM"] - before)
 """
 
 
 def printed(program: str, *arguments: object) -> list[str]:
     """The words that a separate program prints, which measures its own memory."""
-    root = Path(capsfast.__file__).parents[1]
     # Filling fresh memory with NaN would make unused pages resident. Freed memory goes back at once, so memory that the
     # C library keeps does not count.
     environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
+    root = Path(capsfast.__file__).parents[1]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.split()
-
-
-measured = pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 
 
 @measured
@@ -74,89 +74,51 @@ def test_memory_of_independent_windows_is_bounded() -> None:
     assert int(grown) < 4.1 * 200**2 * 32 * 16 * 4
 
 
-B, I, J, K, R = 150, 18, 64, 4, 16
-PARTS: dict[str, dict[str, Any]] = {
-    "in place": {},
-    "float64": {"dtype": torch.float64},
-    "16 bits": {"dtype": torch.bfloat16},
-    "odd rows": {"R": 15, "J": 63},
-    "shared weight": {"shared": True},
-    "over the inputs": {"normalize": "in"},
-    "logits of a sample": {"logits": (B, I, J)},
-    "shared logits": {"logits": (I, J)},
-    "no weight gradient": {"frozen": True},
-    "two threads": {"threads": 2},
-    "two threads, 16 bits": {"threads": 2, "dtype": torch.bfloat16},
-    "two threads, shared weight": {"threads": 2, "shared": True},
-    "two threads, fewer input capsules": {"threads": 2, "I": 1},
-    "two threads, masked outputs": {"threads": 2, "out_mask": True, "normalize": "in"},
+# name: threads, shape (B for each thread), dtype, case
+B = 150
+LAYER = Shape(B, 18, 64, 16, 4)
+MASKED = replace(QUADRATIC, mask=True)
+PARTS: dict[str, tuple[int, Shape, torch.dtype, PassCase]] = {
+    "in place": (1, LAYER, torch.float32, MASKED),
+    "16 bits, shared weight": (1, LAYER, torch.bfloat16, replace(MASKED, shared="I")),
+    "odd rows, logits of a sample": (1, LAYER._replace(J=63, D=15), torch.float64, replace(MASKED, logits="BIJ")),
+    "two threads": (2, LAYER, torch.float32, replace(MASKED, logits="IJ")),
+    "two threads, few inputs": (2, LAYER._replace(I=1), torch.bfloat16, MASKED),
+    "two threads, over the inputs": (2, LAYER, torch.float32, replace(MASKED, normalize="in", out_mask=True)),
 }
 
 
 @pytest.fixture
-def case(name: str) -> Iterator[dict[str, Any]]:
-    """Sets the number of threads of the case, and scales its samples with it."""
-    found = PARTS[name]
-    before, threads = torch.get_num_threads(), found.get("threads", 1)
-    torch.set_num_threads(threads)
-    yield {"B": threads * B, "I": I, "J": J, "R": R, **found}
+def _threads(name: str) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(PARTS[name][0])
+    yield
     torch.set_num_threads(before)
 
 
-def given(case: dict[str, Any]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    dtype, samples, inputs, outputs, D = case.get("dtype", torch.float32), case["B"], case["I"], case["J"], case["R"]
+def samples(problem: Problem, part: slice) -> Problem:
+    def taken(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value[part] if batched(name, value) else value for name, value in tensors.items()}
 
-    def tensor(*size: int) -> Tensor:
-        return torch.rand(size, generator=generator, dtype=torch.float64).to(dtype)
-
-    found = {"u": tensor(samples, inputs, K) - 0.5}
-    found["weight"] = tensor(1 if "shared" in case else inputs, outputs, D, K) - 0.5
-    found |= {name: tensor(samples, outputs, D) for name in ("center", "precision")}
-    found |= {"prior": tensor(samples, outputs), "activation": tensor(samples, inputs)}
-    return found | ({"logits": tensor(*case["logits"])} if "logits" in case else {})
+    tensors = {kind: taken(getattr(problem, kind)) for kind in ("inputs", "masks", "gradients")}
+    return replace(problem, **tensors)  # type: ignore[arg-type]
 
 
-def passed(values: dict[str, Tensor], case: dict[str, Any], part: slice) -> dict[str, Tensor]:
-    """Moments and gradients of some samples."""
-    samples = case["B"]
-    leaves = {name: (value[part] if value.shape[0] == samples else value).detach() for name, value in values.items()}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name != "weight" or "frozen" not in case)
-
-    def mask(size: int) -> Tensor:
-        return (torch.arange(samples * size).view(samples, size) % 7 > 0)[part]
-
-    options = {"normalize": case.get("normalize", "out"), "mask": mask(case["I"]), "second": True, "backend": "cpp"}
-    if "out_mask" in case:
-        options["out_mask"] = mask(case["J"])
-    moments = capsfast.routing_pass(**leaves, **options)
-    assert moments.second is not None
-    outputs = (moments.mass, moments.first, moments.second)
-    loss = sum((x * torch.linspace(0.5, 1, x[0].numel(), dtype=x.dtype).view_as(x[0])).sum() for x in outputs)
-    needing = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(loss, list(needing.values()))
-    return {name: x.detach() for name, x in zip(("mass", "first", "second"), outputs, strict=True)} | {
-        f"d{name}": gradient for name, gradient in zip(needing, gradients, strict=True)
-    }
-
-
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", PARTS)
-def test_a_pass_over_parts_of_the_batch_is_that_over_all(case: dict[str, Any]) -> None:
-    values, samples = given(case), case["B"]
-    third = samples // 3
+def test_a_pass_over_parts_of_the_batch_equals_a_pass_over_all(name: str) -> None:
+    threads, shape, dtype, case = PARTS[name]
+    count, third = threads * B, threads * B // 3
+    problem = make(shape._replace(B=count), case, dtype=dtype)
     assert native.extension is not None
-    sizes = (case["I"], case["J"], case["R"], K)
-    more = {"itemsize": values["u"].itemsize, "shared_weight": "shared" in case}
-    plans = [native.extension.launch_plan(count, *sizes, **more)["pass_parts"] for count in (samples, third)]
+    more = {"itemsize": dtype.itemsize, "shared_weight": "I" in case.shared}
+    plans = [native.extension.launch_plan(size, *shape[1:], **more)["pass_parts"] for size in (count, third)]
     assert plans[0] > plans[1]
-    whole = passed(values, case, slice(None))
-    parts = [passed(values, case, part) for part in (slice(n, n + third) for n in range(0, samples, third))]
-    for key, found in whole.items():
+    parts = [run(samples(problem, slice(n, n + third)), "cpp") for n in range(0, count, third)]
+    error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for key, found in run(problem, "cpp").items():
         each = [part[key] for part in parts]
-        of_samples = found.shape[0] == samples
-        wanted = torch.cat(each) if of_samples else torch.stack(each).sum(0)
-        error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[values["u"].dtype]
+        wanted = torch.cat(each) if batched(key, found) else torch.stack(each).sum(0)
         assert (found - wanted).norm() <= error * max(1.0, float(wanted.norm())), key
 
 
@@ -185,21 +147,15 @@ def test_parts_take_no_more_memory_than_they_save() -> None:
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
-    "3x3": {},
     "matrices": {"pose_rows": 2},
-    "child": {"competition": "child"},
     "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
-    "attention": {"routing": "inverted-attention"},
     "dynamic": {"routing": "dynamic", "competition": "child"},
-    "1x1": {"kernel_size": 1},
 }
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_folded_by_pass_is_the_gradient_of_unfolding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"kernel_size": 3, "routing": "em", **WINDOWS[name]}
-    torch.manual_seed(0)
-    layer = ConvCaps2d(2, 3, 4, 6, **options, dtype=torch.float64)
+    layer = ConvCaps2d(2, 3, 4, 6, **{"kernel_size": 3, "routing": "em", **WINDOWS[name]}, dtype=torch.float64)
     poses = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
     found = []
     for by_pass in (True, False):
@@ -215,27 +171,12 @@ def test_folded_by_pass_is_the_gradient_of_unfolding(name: str, monkeypatch: pyt
         assert (one - other).norm() <= 1e-13 * other.norm()
 
 
-@pytest.mark.parametrize("options", [{}, {"kernel_size": 1}, {"padding": 1, "stride": 2}], ids=str)
-def test_folding_takes_gradients_in_batches(options: dict[str, Any]) -> None:
-    layer = ConvCaps2d(1, 2, 3, 4, **{"kernel_size": 2, **options}, routing="em", dtype=torch.float64)
-    poses = torch.randn(1, 1, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+def test_folding_takes_gradients_in_batches_and_a_second_derivative() -> None:
+    layer = ConvCaps2d(1, 2, 2, 2, 2, padding=1, stride=2, routing="em", backend="reference", dtype=torch.float64)
+    poses = torch.randn(1, 1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     found = layer(poses).poses
     upstream = torch.randn(2, *found.shape, dtype=torch.float64)
-    (batched,) = torch.autograd.grad(found, poses, upstream, is_grads_batched=True, retain_graph=True)
-    for each, wanted in zip(upstream, batched, strict=True):
+    (batch,) = torch.autograd.grad(found, poses, upstream, is_grads_batched=True, retain_graph=True)
+    for each, wanted in zip(upstream, batch, strict=True):
         torch.testing.assert_close(torch.autograd.grad(found, poses, each, retain_graph=True)[0], wanted)
-
-
-def test_unfolded_votes_lead_to_the_image_before_the_first_pass() -> None:
-    layer = ConvCaps2d(1, 2, 3, 4, 2, routing="em")
-    poses = torch.randn(1, 1, 3, 4, 5, requires_grad=True)
-    votes = layer.votes(poses)
-    assert isinstance(votes, UnfoldedVotes) and votes.u is not None
-    for u in (votes.u, votes.tensors[0]):
-        assert torch.autograd.grad(u.sum(), poses, retain_graph=True)[0].all()
-
-
-def test_folding_has_a_second_derivative() -> None:
-    layer = ConvCaps2d(1, 2, 2, 2, 2, routing="em", num_iterations=2, backend="reference", dtype=torch.float64)
-    poses = torch.randn(1, 1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x).poses, poses)
