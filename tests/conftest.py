@@ -241,7 +241,6 @@ TOGETHER = tuple(
         "sharding",
         "site",
         "train",
-        "train_killed",
         "train_stopping",
         "triton_compile",
     )

@@ -24,7 +24,6 @@ from capsfast.train import ImageData
 
 from .support.idx_files import idx_bytes, write_set
 from .support.stored_files import (
-    NORB_MAGIC,
     NORB_STEMS,
     norb_bytes,
     write_cifar,
@@ -61,36 +60,20 @@ def test_idx_folder_is_read_in_every_spelling(tmp_path: Path, mark: str, end: st
 IDX = idx_bytes(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
 NORB = norb_bytes(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
 HUGE_IDX = bytes([0, 0, 8, 3]) + bytes([127, 255, 255, 255]) * 3
-HUGE_NORB = NORB_MAGIC[torch.uint8] + b"\3\0\0\0" + b"\xff\xff\xff\x7f" * 3
 # name: reader, name of the file, content, rule
 BROKEN = {
     "cut short": ("idx", "x", IDX[:-1], "sizes [2, 3, 4] need 24 bytes, at least 1, got fewer"),
-    "too long": ("idx", "x", IDX + b"\0", "need 24 bytes, at least 1, got more"),
     "other magic": ("idx", "x", b"\x89PNG" + IDX, "magic number 00000803 of 3 sizes, got 89504e47"),
-    "other axes": ("idx", "x", idx_bytes(torch.zeros(3, dtype=torch.uint8)), "got 00000801"),
     "empty": ("idx", "x", b"", "ends inside its header"),
     "header only": ("idx", "x", IDX[:9], "ends inside its header"),
-    "no images": (
-        "idx",
-        "x",
-        idx_bytes(torch.zeros(0, 3, dtype=torch.uint8)[None]),
-        "sizes [1, 0, 3] need 0 bytes, at least 1",
-    ),
+    "no images": ("idx", "x", bytes([0, 0, 8, 3]) + bytes(12), "sizes [0, 0, 0] need 0 bytes, at least 1"),
     "huge": ("idx", "x", HUGE_IDX, "got fewer"),
     "huge gzip": ("idx", "x.gz", gzip.compress(HUGE_IDX), "got fewer"),
     "bomb": ("idx", "x.gz", gzip.compress(IDX + bytes(1 << 24)), "got more"),
     "gzip cut short": ("idx", "x.gz", gzip.compress(IDX)[:-12], "is not valid gzip data: Compressed file ended"),
-    "deflate damaged": ("idx", "x.gz", gzip.compress(IDX)[:10] + b"\xff" * 40, "not valid gzip data"),
-    "norb cut short": (
-        "norb",
-        "x",
-        norb_bytes(torch.arange(5, dtype=torch.int32))[:-2],
-        "need 20 bytes, at least 1, got fewer",
-    ),
+    "norb cut short": ("norb", "x", NORB[:-2], "need 24 bytes, at least 1, got fewer"),
     "norb floats": ("norb", "x", b"\x51\x4c\x3d\x1e" + NORB[4:], "1e3d4c54 (torch.int32), little-endian, got 1e3d4c51"),
-    "norb header only": ("norb", "x", NORB[:19], "ends inside its header"),
     "norb axes": ("norb", "x", NORB[:4] + b"\xff" * 16, "must have 1 to 8 axes, got 4294967295"),
-    "norb huge": ("norb", "x", HUGE_NORB, "got fewer"),
 }
 
 
@@ -116,8 +99,8 @@ def test_smallnorb(homeless: Path) -> None:
     assert sets[2:] == (2, 4, 5) and sets.train.batch(torch.arange(3)).images.shape == (3, 2, 4, 4)
 
 
-@pytest.mark.parametrize("inner", ["cifar10/cifar-10-batches-py", "cifar10", "cifar-10-batches-py", "."])
-def test_cifar10(homeless: Path, monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+@pytest.mark.parametrize("inner", ["cifar10/cifar-10-batches-py", "."])
+def test_cifar10_and_svhn(homeless: Path, monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     images = write_cifar(homeless / inner, monkeypatch)
     split = data.load("cifar10", homeless)
     assert len(split.train) == 60 and torch.equal(stacked(split.test), images / 255)
@@ -125,31 +108,23 @@ def test_cifar10(homeless: Path, monkeypatch: pytest.MonkeyPatch, inner: str) ->
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{file.parent} holds a damaged file of cifar10: an md5 is wrong"):
         data.load("cifar10", homeless)
-
-
-def test_svhn(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_svhn(homeless / "svhn", monkeypatch)
     split = data.load("svhn", homeless)
     assert split.train.shape == (3, 32, 32) and split.test.labels.tolist() == [*range(1, 10), 0, 1, 2]
 
 
-@pytest.mark.parametrize("name", [*catalogue.NAMED])
-def test_missing_files_say_where_and_how(homeless: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_missing_files_say_where_and_how(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPSFAST_DATA", str(homeless / "mine"))
-    with pytest.raises(FileNotFoundError, match=f"{name} needs the files .*CAPSFAST_DATA") as error:
-        data.load(name)
-    text = str(error.value)
-    assert catalogue.NAMED[name].remedy in text and ("--download" in text) == (name != "smallnorb")
-    for place in (homeless / "mine" / name, homeless / "cache" / "capsfast" / name):
-        assert str(place) in text
-
-
-def test_one_missing_file_is_named_with_its_folder(homeless: Path) -> None:
-    write_set(homeless / "mnist")
-    (homeless / "mnist" / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(FileNotFoundError, match="needs the files t10k-labels-idx1-ubyte in ") as error:
-        data.load("mnist", homeless)
-    assert str(homeless / "mnist") in str(error.value) and "cache" not in str(error.value)
+    for name, known in catalogue.NAMED.items():
+        with pytest.raises(FileNotFoundError, match=f"{name} needs the files .*CAPSFAST_DATA") as error:
+            data.load(name)
+        text = str(error.value)
+        assert known.remedy in text and ("--download" in text) == (name != "smallnorb")
+        assert all(str(homeless / each / name) in text for each in ("mine", "cache/capsfast"))
+    write_set(homeless / "mine" / "mnist")
+    (homeless / "mine" / "mnist" / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(FileNotFoundError, match=r"needs the files t10k-labels-idx1-ubyte in [^,]*mine/mnist;"):
+        data.load("mnist")
 
 
 def test_places_in_their_order(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,16 +197,16 @@ def test_folder_of_pictures_is_split_the_same_every_time(tmp_path: Path) -> None
     assert sets.image_size == 11 and sets.train.batch(torch.arange(3)).images.shape == (3, 1, 11, 11)
 
 
-@pytest.mark.parametrize("test", ["test", "val"])
-def test_folders_of_pictures_with_a_split(tmp_path: Path, test: str) -> None:
+def test_folders_of_pictures_with_a_split(tmp_path: Path) -> None:
     write_pictures(tmp_path / "train", mode="RGB", size=(9, 7))
-    write_pictures(tmp_path / test, count=2)
+    write_pictures(tmp_path / "val", count=2)
     with pytest.raises(ValueError, match=r"00.png must be 9 x 7 as others are, got 9 x 9; give image_size"):
         data.load(str(tmp_path))
-    # With one picture in colour all pictures have three channels.
+    # With one picture in colour all pictures have three channels. The folder test is used before val.
+    write_pictures(tmp_path / "test", count=3)
     sets = data.open_sets(str(tmp_path), image_size=8)
-    assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 4)
-    write_pictures(tmp_path / test / "nested")
+    assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 6)
+    write_pictures(tmp_path / "test" / "nested")
     with pytest.raises(ValueError, match="must have the same classes, got nested in one only"):
         data.load(str(tmp_path))
 
@@ -329,14 +304,17 @@ def test_npz_that_claims_wrongly(tmp_path: Path, images: bytes, rule: str) -> No
 def test_npz_damaged_or_with_other_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez_compressed(path, images=GREY, labels=LABELS)
-    content = bytearray(path.read_bytes())
-    for damage in (b"text", bytes(content[:-30]), bytes([*content[:120], *[255] * 60, *content[180:]])):
-        path.write_bytes(damage)
-        with pytest.raises(ValueError, match=r"can't be read as an .npz file \(.*\); write it again with numpy.savez"):
-            data.load(str(path))
+    content = path.read_bytes()
     np.savez(path, a=GREY)
-    with pytest.raises(ValueError, match=r"must hold arrays named x_train y_train x_test y_test, or .*, got a$"):
-        data.load(str(path))
+    rule = r"can't be read as an .npz file \(.*\); write it again with numpy.savez"
+    damaged = content[:-30], content[:120] + b"\xff" * 60 + content[180:]
+    for damage, error in (
+        (path.read_bytes(), "must hold arrays named .*, got a$"),
+        *((each, rule) for each in damaged),
+    ):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=error):
+            data.load(str(path))
 
 
 OWN = """

@@ -1,13 +1,18 @@
 """The typer application with all commands."""
 
-import typer
-from rich.console import Console
+from collections.abc import Iterable
 
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..backend import backends
 from ..bench import record
 from .endings import plain_errors
 from .inspection import clusters, evaluate, perturb, picture, predict, reconstruct, routing
 from .measuring import bench, report
-from .tables import backends_table, build_table, versions_table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
 for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters):
@@ -40,9 +45,25 @@ for name in OF_LIGHTNING:
 @app.command()
 def info() -> None:
     """Show versions, backends with reasons why they are missing, and the build of the extension."""
-    console = Console()
-    console.print(versions_table(record.versions(), record.commit()))
-    console.print(backends_table())
-    build = record.build_info()
-    if build:
-        console.print(build_table(build))
+    versions = {name: "none" if value is None else value for name, value in record.versions().items()}
+    commit = record.commit()
+    if commit is not None:
+        versions["commit"] = commit["hash"] + (" with changes" if commit["changed"] else "")
+    _print_table("Versions", versions.items())
+    found = backends().items()
+    rows = [(name, ", ".join(s.devices), "yes" if s.available else f"no: {s.reason}") for name, s in found]
+    _print_table("Backends, in the order of choice", rows, "backend", "devices", "available")
+    if built := record.build_info():
+        lists = {name: ", ".join(map(str, value)) for name, value in built.items() if isinstance(value, list)}
+        _print_table("Build of the extension", (built | lists).items())
+
+
+def _print_table(title: str, rows: Iterable[tuple[object, ...]], *headers: str) -> None:
+    """The last column may be folded, the others not."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(headers))
+    for header in headers[:-1] or [""]:
+        table.add_column(header, no_wrap=True)
+    table.add_column(headers[-1] if headers else "", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    Console().print(table)

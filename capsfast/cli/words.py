@@ -50,8 +50,13 @@ Any option of capsfast fit works by the last part of its name: --warmup-steps 10
 --precision bf16-mixed means --trainer.precision. capsfast fit --help lists all; --config FILE reads them."""
 
 
-def _names(kind: Any) -> list[str]:
-    return list(inspect.signature(kind).parameters)
+# Parameters of the three classes by their full names.
+TAKEN = {
+    f"{group}.{name}": parameter
+    for group, kind in (("model", Learner), ("data", ImageData), ("trainer", Trainer))
+    for name, parameter in inspect.signature(kind.__init__).parameters.items()
+    if not (group == "model" and name in LINKED)
+}
 
 
 def full_name(word: str) -> str:
@@ -59,20 +64,14 @@ def full_name(word: str) -> str:
     name = word.replace("-", "_")
     if "." in name or name in OWN or name in SHORT:
         return SHORT.get(name, name)
-    for group, kind in (("model", Learner), ("data", ImageData), ("trainer", Trainer)):
-        if name.rstrip("+") in _names(kind) and not (group == "model" and name in LINKED):
-            return f"{group}.{name}"
-    return f"model.options.{name}"
+    groups = (each.partition(".")[0] for each in TAKEN if each.partition(".")[2] == name.rstrip("+"))
+    return f"{next(groups, 'model.options')}.{name}"
 
 
 def _may_stand_alone(name: str) -> bool:
     """Whether an option may stand without a value. Options of a model are not known here, so they may."""
-    group, _, last = name.partition(".")
-    kind = {"model": Learner, "data": ImageData, "trainer": Trainer}.get(group)
-    if kind is None:
-        return name == "overwrite"
-    taken = inspect.signature(kind).parameters
-    return last not in taken or "bool" in str(taken[last].annotation)
+    known = "bool" in str(TAKEN[name].annotation) if name in TAKEN else "." in name
+    return known or name == "overwrite"
 
 
 class Word(NamedTuple):

@@ -78,10 +78,6 @@ class BatchOrder(Sampler[Draw]):
         return shares
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
 def _leave_signals_to_the_parent(worker: int) -> None:
     # Ctrl-C reaches all processes of a terminal, but the parent still needs its workers to finish the step.
     # A forked worker inherits the parent's SIGTERM handler, with which it would not end on SIGTERM.
@@ -94,7 +90,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, **options: Any) -> None:
         options.setdefault("worker_init_fn", _leave_signals_to_the_parent)
-        super().__init__(dataset, batch_size=None, sampler=order, collate_fn=_as_is, **options)
+        super().__init__(dataset, batch_size=None, sampler=order, **options)
         self.order = order
         self._done = 0
 

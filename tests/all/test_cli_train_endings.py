@@ -19,22 +19,16 @@ pytest.importorskip("typer")
 pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 
-from typer.testing import CliRunner
-
 from capsfast import train as training
-from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import Learner
 
+from ..support.commands import run
 from ..support.idx_files import write_set
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--conv-channels", "8", "--primary-groups", "4", "--digit-dim", "4", "--batch-size", "8"]
 CPU = ["--accelerator", "cpu", "--no-progress"]
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
 
 
 def line_of(result: Any, code: int) -> str:
@@ -86,12 +80,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Pa
     checkpoint = shutil.copytree(checkpoint.parent, tmp_path / "run") / checkpoint.name
     there = names(checkpoint.parent)
     with files_of_at_most(20_000):
-        result = run("train", "--resume", checkpoint, "--epochs", "3", *CPU, "--out", checkpoint.parent)
+        result = run("train", "--resume", checkpoint, "--epochs", "3", *CPU)
     assert line_of(result, 1).startswith(f"capsfast train: File too large: {checkpoint.parent}")
-    assert read_checkpoint(checkpoint)["global_step"] == 8
-    assert names(checkpoint.parent) == there
-    result = run("train", "--resume", checkpoint, "--epochs", "2", *CPU, "--out", checkpoint.parent)
-    assert result.exit_code == 0 and read_checkpoint(checkpoint)["global_step"] == 16
+    assert read_checkpoint(checkpoint)["global_step"] == 8 and names(checkpoint.parent) == there
+    assert run("train", "--resume", checkpoint, "--epochs", "2", *CPU).exit_code == 0
+    assert read_checkpoint(checkpoint)["global_step"] == 16
 
 
 def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None:
@@ -100,84 +93,54 @@ def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None
     assert line_of(result, 1).startswith(f"capsfast train: File too large: {tmp_path / 'out'}")
 
 
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        (["evaluate"], "confusion.png"),
-        (["reconstruct"], "reconstructions.png"),
-        (["perturb", "--label", "1"], "perturb-1.png"),
-        (["routing"], "routing.png"),
-    ],
-)
-def test_a_full_disk_leaves_the_picture_before(checkpoint: Path, tmp_path: Path, command: list[str], file: str) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / file).write_text("before")
-    with files_of_at_most(500):
-        result = run(*command, checkpoint, "--out", out)
-    assert result.exit_code == 1
-    assert result.stderr.split("\n")[-2:] == [f"capsfast {command[0]}: File too large: {out / file}", ""]
-    assert (out / file).read_text() == "before" and names(out) == [file]
+def test_a_full_disk_leaves_the_picture_and_the_numbers_before(checkpoint: Path, tmp_path: Path) -> None:
+    picture, numbers = tmp_path / "out" / "confusion.png", tmp_path / "numbers.json"
+    words = ["evaluate", checkpoint, "--json", numbers, "--out", tmp_path / "out"]
+    assert run(*words).exit_code == 0
+    before = numbers.read_text(), picture.read_bytes()
+    for limit in (500, picture.stat().st_size):
+        attacks = [part for n in range(limit // 40) for part in ("--fgsm", f"0.{n:03}")]
+        with files_of_at_most(limit):
+            result = run(*words, *(attacks if limit > 500 else ()), "--attacked", "1", "--fgsm", "0")
+        path = picture if limit == 500 else numbers
+        assert result.exit_code == 1
+        assert result.stderr.split("\n")[-2:] == [f"capsfast evaluate: File too large: {path}", ""]
+    assert (numbers.read_text(), picture.read_bytes()) == before
+    assert names(tmp_path) == ["numbers.json", "out"] and names(tmp_path / "out") == ["confusion.png"]
 
 
-def test_a_full_disk_leaves_the_numbers_before(checkpoint: Path, tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers.json"
-    options = ["--json", numbers, "--out", tmp_path / "out"]
-    assert run("evaluate", checkpoint, *options).exit_code == 0
-    before, picture = numbers.read_text(), (tmp_path / "out" / "confusion.png").stat().st_size
-    attacks = [part for n in range(picture // 40) for part in ("--fgsm", f"0.{n:03}")]
-    with files_of_at_most(picture):
-        result = run("evaluate", checkpoint, *attacks, "--attacked", "1", *options)
-    assert result.exit_code == 1
-    assert result.stderr.split("\n")[-2:] == [f"capsfast evaluate: File too large: {numbers}", ""]
-    assert numbers.read_text() == before and ".numbers.part.json" not in names(tmp_path)
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "json", "reconstruct", "perturb", "routing"])
+@pytest.mark.parametrize("option", ["train", "--out", "--json"])
 def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
-    checkpoint: Path, new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    checkpoint: Path, new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     """Below a file not even root can make a folder."""
 
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("fit", "evaluate", "reconstructions", "perturbations", "routing_statistics"):
+    for name in ("fit", "evaluate"):
         monkeypatch.setattr(training, name, work)
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
-    result = {
-        "train": lambda: run(*new_run, "--out", out),
-        "json": lambda: run("evaluate", checkpoint, "--json", out / "numbers.json", "--out", tmp_path / "out"),
-    }.get(command, lambda: run(command, checkpoint, "--out", out))()
-    shown = {"json": "evaluate"}.get(command, command)
-    assert line_of(result, 1) == f"capsfast {shown}: Not a directory: {out}"
+    words = [*new_run, "--out", out]
+    if option != "train":
+        words = ["evaluate", checkpoint, option, out if option == "--out" else out / "numbers.json"]
+    assert line_of(run(*words), 1) == f"capsfast {words[0]}: Not a directory: {out}"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "reconstruct", "perturb", "routing"])
-def test_ctrl_c_ends_in_one_line(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def ctrl_c(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+def ctrl_c(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
-    for name in ("evaluate", "reconstructions", "perturbations", "routing_statistics"):
-        monkeypatch.setattr(training, name, ctrl_c)
-    result = run(command, checkpoint, "--out", tmp_path / "out")
-    assert result.exit_code == 130
-    *before, last = result.stderr.strip().splitlines()
-    assert last == f"capsfast {command}: interrupted"
-    # Only this command prints its progress.
-    assert before == (["[0:00] 0 of 20 done; test images"] if command == "evaluate" else [])
-    assert names(tmp_path / "out") == []
+
+def test_ctrl_c_ends_in_one_line(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "reconstructions", ctrl_c)
+    result = run("reconstruct", checkpoint, "--out", tmp_path / "out")
+    assert line_of(result, 130) == "capsfast reconstruct: interrupted" and names(tmp_path / "out") == []
 
 
 def test_ctrl_c_before_training_says_that_there_is_nothing(
     new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ctrl_c(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
     monkeypatch.setattr(Learner, "configure_optimizers", ctrl_c)
     line = line_of(run(*new_run, "--out", tmp_path / "out"), 130)
     assert line == "capsfast train: interrupted at step 0; there is no checkpoint yet"
@@ -205,13 +168,11 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
     monkeypatch.undo()
     words = ["train", "--resume", f"{out}/last.ckpt"]
     assert shlex.split(command) == ["python", "-m", "capsfast", *words]
-    before = (out / "config.yaml").read_text()
-    assert run(*words).exit_code == 0
-    assert read_checkpoint(out / "last.ckpt")["global_step"] == 24
-    # The resumed run keeps its configuration, also for the next run.
-    assert (out / "config.yaml").read_text() == before and "val_check_interval: 4" in before
-    assert run(*words, "--epochs", "4").exit_code == 0
-    assert read_checkpoint(out / "last.ckpt")["global_step"] == 32
+    # The resumed run keeps its configuration, and what is given again also counts for the next run.
+    for more, steps in (([], 24), (["--epochs", "4"], 32), ([], 32)):
+        assert run(*words, *more).exit_code == 0
+        assert read_checkpoint(out / "last.ckpt")["global_step"] == steps
+    assert "val_check_interval: 4" in (out / "config.yaml").read_text()
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:

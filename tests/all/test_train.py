@@ -1,5 +1,6 @@
 """``capsfast.train``: losses, exact resume, checkpoints, evaluation, the content of pictures."""
 
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,15 @@ def test_seed_decides(folder: Path, tmp_path: Path) -> None:
     assert not torch.equal(weights[0][0], weights[2][0])
 
 
-def test_decay() -> None:
-    factors = [decay(step, 4, 10, 0.5) for step in (0, 3, 4, 20)]
-    assert factors == pytest.approx([0.2, 0.8 * 0.5**0.3, 0.5**0.4, 0.25])
+@pytest.mark.parametrize(
+    ("rate", "factors"),
+    [
+        (0.5, {0: 0.2, 3: 0.8 * 0.5**0.3, 4: 0.5**0.4, 20: 0.25}),
+        (None, {0: 0.2, 2: 0.6 * 0.5 * (1 + cos(0.2 * pi)), 5: 0.5, 10: 0, 99: 0}),
+    ],
+)
+def test_decay(rate: float | None, factors: dict[int, float]) -> None:
+    assert [decay(step, 4, 10, rate) for step in factors] == pytest.approx([*factors.values()])
 
 
 def test_learning_rate_follows_the_schedule(whole: Path) -> None:
@@ -140,19 +147,26 @@ def test_losses_of_an_autoencoder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": 0.0}, {"decay_steps": 0}, {"decay_rate": -1.0}, {"clip": 0.0}, {"warmup_steps": -1}]
+    ("wrong", "rule"),
+    [
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"decay_steps": 0}, "decay_steps must be positive"),
+        ({"clip": float("nan")}, "clip must be positive"),
+        ({"weight_decay": -1.0}, "weight_decay must be 0 or positive"),
+        ({"schedule": "linear"}, "schedule must be one of 'exponential', 'cosine', got 'linear'"),
+        ({"loss": "hinge"}, "loss must be one of 'margin', 'mse', 'spread', 'cross-entropy', got 'hinge'"),
+        ({"normalize": "each"}, 'normalize must be "image", "set", or mean and deviation of each of 1 channels'),
+        ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
+        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss compares classes, and autoencoder has"),
+        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss compares classes, and segcaps has none"),
+        ({"model": "capsule"}, "model must be one of 'capsnet', "),
+        ({"model": "deepcaps", "options": {"primary_groups": 3}}, "deepcaps's own options are conv_channels, types, "),
+    ],
 )
-def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"Learner: {next(iter(wrong))} must"):
-        Learner(image_size=SIZE, options=TINY, **wrong)
-
-
-def test_build_names_models_and_their_options() -> None:
-    with pytest.raises(ValueError, match=r"model must be one of 'capsnet', .*, got 'capsule'"):
-        Learner("capsule")
-    rule = "deepcaps's own options are conv_channels, types, .*; .* 'primary_groups'"
-    with pytest.raises(TypeError, match=rule):
-        Learner("deepcaps", options={"primary_groups": 3})
+def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^capsfast\.train\.") as error:
+        Learner(**{"image_size": 8, "options": TINY, **wrong})
+    assert rule in str(error.value)
 
 
 def test_right_predictions() -> None:
@@ -227,20 +241,30 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, "does not exist; training writes last.ckpt"),
+        (b"", "can't be read as a checkpoint"),
+        (bytes(5000), "can't be read as a checkpoint"),
+        (b"no checkpoint", "can't be read as a checkpoint"),
+        ({"state_dict": {}}, "is not a checkpoint that capsfast train wrote"),
+        (Trap, "can't be read as a checkpoint"),
+    ],
+    ids=["absent", "empty", "zeros", "text", "other", "code"],
+)
+def test_broken_checkpoints_are_named(tmp_path: Path, content: Any, rule: str) -> None:
     path = tmp_path / "x.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"x\.ckpt does not exist; training writes last\.ckpt"):
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save({"state_dict": Trap(tmp_path / "trapped")} if content is Trap else content, path)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
         train.open_checkpoint(path)
-    path.write_bytes(b"no checkpoint")
-    with pytest.raises(ValueError, match=r"x\.ckpt can't be read as a checkpoint"):
-        train.open_checkpoint(path)
-    torch.save({"state_dict": {}}, path)
-    with pytest.raises(ValueError, match="is not a checkpoint that capsfast train wrote"):
-        train.open_checkpoint(path)
-    torch.save({"state_dict": Trap(tmp_path / "trapped")}, path)
-    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
-        train.open_checkpoint(path)
+    assert str(error.value).startswith(f"capsfast.train.read_checkpoint: {path} {rule}")
     assert not (tmp_path / "trapped").exists()
+    with pytest.raises(FileNotFoundError, match="is a folder; name a file in it"):
+        train.open_checkpoint(tmp_path)
 
 
 def test_options_that_are_gone(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """``capsfast.train``: the options of a learner, against plain formulas; a resumed run does the same."""
 
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from capsfast.data import Batch, channel_statistics
 from capsfast.nn import CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
 from capsfast.train import ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
-from capsfast.train.learner import decay
 from capsfast.train.objective import ClassLoss
 
 from ..support import plain
@@ -57,11 +55,6 @@ def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options
     learner, images = train.open_checkpoint(tmp_path / "resumed" / "last.ckpt")
     assert {name: learner.hparams[name] for name in learning} == learning
     assert images.options["crop"] == 9 and images.options["flip"] and images.sets.image_size == 9
-
-
-def test_cosine_is_warmed_up_and_ends_at_zero() -> None:
-    factors = [decay(step, 4, 10) for step in (0, 2, 5, 10, 99)]
-    assert factors == pytest.approx([0.2, 0.6 * 0.5 * (1 + cos(0.2 * pi)), 0.5, 0, 0])
 
 
 def test_cosine_is_as_long_as_the_training_that_began(folder: Path, tmp_path: Path) -> None:
@@ -117,18 +110,12 @@ def test_losses_by_name(labels: Tensor) -> None:
         torch.testing.assert_close(spread(a, labels, step), (gap * (1 - there)).sum(1))
 
 
-def test_cross_entropy_of_zeros_is_finite() -> None:
-    a = torch.tensor([[0.0, 1.0], [0.0, 0.0]], requires_grad=True)
-    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 1]), 0).sum()
+def test_cross_entropy_has_a_gradient_where_a_share_is_tiny() -> None:
+    a = torch.tensor([[1e-40, 1.0], [1e-30, 0.5], [0.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 0, 0, 1]), 0).sum()
     (gradient,) = torch.autograd.grad(loss, a)
     assert loss.isfinite() and gradient.isfinite().all()
-
-
-def test_cross_entropy_has_a_gradient_where_a_share_is_tiny() -> None:
-    a = torch.tensor([[1e-40, 1.0], [1e-30, 0.5]], requires_grad=True)
-    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 0]), 0).sum()
-    (gradient,) = torch.autograd.grad(loss, a)
-    assert gradient.isfinite().all() and (gradient[:, 0] < -1e3).all() and (gradient[:, 1] > 0).all()
+    assert (gradient[:2, 0] < -1e3).all() and (gradient[:2, 1] > 0).all()
 
 
 def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
@@ -143,13 +130,6 @@ def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
     torch.testing.assert_close(learner.model.classes.bias.grad, torch.tensor([-0.5, 1.0, -0.5]))
     loss = learner.class_loss_of(torch.tensor([0, 2]))(torch.rand(2, 1, 8, 8))
     assert loss.item() == pytest.approx(600)
-
-
-def test_parts_of_the_loss_add_up(folder: Path) -> None:
-    learner = learner_for(ImageData(str(folder)), reconstruction_weight=0.01)
-    found, _ = learner.measured(batch_of(folder))
-    torch.testing.assert_close(found["margin_present"] + found["margin_absent"], found["margin"])
-    torch.testing.assert_close(found["loss"], found["margin"] + 0.01 * found["reconstruction"])
 
 
 @pytest.mark.parametrize("layer", [DynamicRouting, RoutedCaps])
@@ -262,21 +242,3 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
     assert train.evaluate(again, images.sets.test, attack=lambda loss, x: train.fgsm(loss, x, 0.1)).images == 20
     with pytest.raises(ValueError, match="encode\\(\\) and classes is needed, got cnn"):
         train.routing_statistics(again, images.sets.test)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "rule"),
-    [
-        ({"weight_decay": float("nan")}, "weight_decay must be 0 or positive"),
-        ({"schedule": "linear"}, "schedule must be one of 'exponential', 'cosine', got 'linear'"),
-        ({"loss": "hinge"}, "loss must be one of 'margin', 'mse', 'spread', 'cross-entropy', got 'hinge'"),
-        ({"normalize": "each"}, 'normalize must be "image", "set", or mean and deviation of each of 1 channels'),
-        ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
-        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss compares classes, and autoencoder has"),
-        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss compares classes, and segcaps has none"),
-    ],
-)
-def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:
-    with pytest.raises(ValueError, match=r"capsfast\.train\.Learner: ") as error:
-        Learner(**{"image_size": 8, "options": TINY, **wrong})
-    assert rule in str(error.value)
