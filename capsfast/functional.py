@@ -1,6 +1,6 @@
 """The public functions of routing: they check the arguments and call the op."""
 
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,26 +11,20 @@ from . import _keywords, arguments, checks
 from ._overrides import instead
 from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
-from .options import SQUASH, Options
+from .options import SQUASH, OptionKeywords, Options
 from .positions import restore
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
 
 
-class RoutingKeywords(TypedDict, total=False):
+class RoutingKeywords(OptionKeywords, total=False):
     """The keywords of :func:`dynamic_routing` except return_coupling, for functions that pass them on."""
 
     logits: Tensor | None
     bias: Tensor | None
     mask: Tensor | None
     out_mask: Tensor | None
-    softmax: str
-    gradient: str
-    leaky: bool
-    squash: str
-    eps: float
-    squash_last: bool
     backend: str | None
 
 

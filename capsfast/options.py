@@ -1,6 +1,6 @@
 """The options of the ops, their permitted values and their checks."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from . import checks
 
@@ -52,6 +52,17 @@ class Options(NamedTuple):
         checks.choice(op, "squash", squash, SQUASH)
         checks.positive_eps(op, eps)
         checks.boolean(op, "squash_last", squash_last)
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of :class:`Options` behind the first, as keywords."""
+
+    softmax: str
+    gradient: str
+    leaky: bool
+    squash: str
+    eps: float
+    squash_last: bool
 
 
 class PassOptions(NamedTuple):

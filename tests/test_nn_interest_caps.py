@@ -424,7 +424,7 @@ def test_arguments_that_do_not_fit() -> None:
             J, K, D, weight="position", initial_logits="zero"
         ),
         "squash must be one of": lambda: made(squash="exp", squash_power=2.0),
-        "projection must be None": lambda: made(projection="gelu"),
+        "projection must be one of 'linear', 'relu'": lambda: made(projection="gelu"),
         "temperature must be positive": lambda: made(temperature=0.0),
         "count must be one of 'floor', 'ceil'": lambda: made(count="round"),
         "lengths must be from 0 to I=24, got 0 to 25": lambda: layer(u, short.index_fill(0, torch.tensor(0), 25)),

@@ -149,5 +149,5 @@ def test_what_is_refused() -> None:
         with pytest.raises((ValueError, TypeError), match="^capsfast.nn.MatrixRouting: .*" + re.escape(message)):
             call()
     assert str(made(None, model="k-means", eps=0.1)) == (
-        f"MatrixRouting(None, {J}, {P * Q}, {P * R}, pose_rows={P}, num_iterations=3, model='k-means', eps=0.1)"
+        f"MatrixRouting(None, {J}, {P * Q}, {P * R}, {P}, num_iterations=3, model='k-means', eps=0.1)"
     )

@@ -351,7 +351,7 @@ def test_starts_with_poses_of_about_the_same_length() -> None:
 
 def test_text_and_state() -> None:
     layer = SlimConvCaps2d(I, J, K, D, (3, 2), 2, bias=True, learned_logits=True, softmax="everywhere", shared=False)
-    assert "3, 4, 3, 5, kernel_size=(3, 2), stride=(2, 2), softmax='everywhere', shared=False" in repr(layer)
+    assert "3, 4, 3, 5, kernel_size=(3, 2), stride=(2, 2), shared=False, softmax='everywhere'" in repr(layer)
     assert "num_iterations=3, learned_logits=True, bias=True" in repr(layer)
     assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
         "conv.weight": (I * J * D, K, 3, 2),

@@ -11,7 +11,6 @@ from .output import CapsNetOutput
 class DecodedCapsules(Network):
     """A network that classifies, with a part ``decoder`` or None."""
 
-    _op: str
     decoder: nn.Module | None
 
     def classify(self, images: Tensor) -> Capsules:

@@ -23,15 +23,12 @@ def fitting_kernel(height: int, width: int) -> int:
 class CapsuleEncoder(Network):
     """Images to capsules (Sabour, Frosst, Hinton 2017, figure 1): ``conv``, ``primary`` and ``routing``."""
 
-    _op: str
-
     def __init__(
         self,
         in_channels: int,
         image_size: int | Sequence[int],
         num_caps: int,
         caps_dim: int,
-        names: tuple[str, str],
         conv_channels: int,
         primary_groups: int,
         primary_dim: int,
@@ -45,12 +42,8 @@ class CapsuleEncoder(Network):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        # Messages use the names that the network has for these options.
-        _arguments.integers(op, **dict(zip(names, (num_caps, caps_dim), strict=True)))
-        _arguments.integers(op, conv_channels=conv_channels, primary_groups=primary_groups, primary_dim=primary_dim)
         size = self.image_shape[1:]
         kernel = fitting_kernel(*size) if kernel_size is None else kernel_size
-        _arguments.integer(op, "kernel_size", kernel)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conv = nn.Conv2d(in_channels, conv_channels, kernel, **made)
         self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, stride=2, **made)

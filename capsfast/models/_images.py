@@ -10,7 +10,6 @@ from ..nn import _arguments
 
 def image_shape(op: str, in_channels: int, image_size: int | Sequence[int]) -> tuple[int, int, int]:
     """(channels, height, width)."""
-    _arguments.integer(op, "in_channels", in_channels)
     return in_channels, *_arguments.pair(op, "image_size", image_size)
 
 

@@ -68,7 +68,6 @@ class Network(Layer):
     ``class_names`` are saved too. They are None unless they are set, or the saved network had them.
     """
 
-    _op: str
     class_names: list[str] | None = None
 
     def __init_subclass__(cls, **more: Any) -> None:

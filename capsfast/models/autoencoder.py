@@ -23,8 +23,6 @@ class CapsAutoEncoder(CapsuleEncoder):
         all others: as in CapsNet, as are shapes and errors. There are no labels.
     """
 
-    _op = "capsfast.models.CapsAutoEncoder"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -47,7 +45,6 @@ class CapsAutoEncoder(CapsuleEncoder):
             image_size,
             num_caps,
             caps_dim,
-            ("num_caps", "caps_dim"),
             conv_channels,
             primary_groups,
             primary_dim,

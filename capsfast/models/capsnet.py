@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from .. import checks
 from ..nn import Decoder, _arguments
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
@@ -40,8 +39,6 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.models.CapsNet"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -61,13 +58,11 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
         dtype: torch.dtype | None = None,
         **routing_options: Any,
     ) -> None:
-        checks.boolean(self._op, "reconstruction", reconstruction)
         super().__init__(
             in_channels,
             image_size,
             num_classes,
             digit_dim,
-            ("num_classes", "digit_dim"),
             conv_channels,
             primary_groups,
             primary_dim,

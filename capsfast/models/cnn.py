@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..nn import _arguments
+from ..nn._arguments import Made
 from ..nn.routing.base import Capsules
 from ._images import check_images, image_shape
 from ._network import Network
@@ -37,7 +37,6 @@ class CNN(Network):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.models.CNN"
     # A probability that is rounded to 0 has no gradient, but its logarithm has one.
     poses_are_log_probabilities = True
 
@@ -51,21 +50,17 @@ class CNN(Network):
         kernel_size: int = 5,
         hidden: Sequence[int] = (328, 192),
         dropout: float = 0.5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that images keep their size, got {kernel_size}")
         channels = _arguments.sizes(op, "channels", channels)
         hidden = _arguments.sizes(op, "hidden", hidden)
-        _arguments.positive(op, "dropout", dropout, zero=True)
         if dropout >= 1:
             raise ValueError(f"{op}: dropout must be below 1, got {dropout}")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
         convs: list[nn.Module] = []
         for before, after in pairwise((in_channels, *channels)):
             convs += [nn.Conv2d(before, after, kernel_size, padding=kernel_size // 2, **made), nn.ReLU()]

@@ -85,8 +85,6 @@ class DeepCaps(DecodedCapsules):
     Shapes, errors: as CapsNet.
     """
 
-    _op = "capsfast.models.DeepCaps"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -111,15 +109,12 @@ class DeepCaps(DecodedCapsules):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, digit_dim=digit_dim)
-        _arguments.integers(op, conv_channels=conv_channels, types=types)
         size = self.image_shape[1:]
         if dims is None:
             dims = (4, 8, 8, 8)[-min(4, max(2, (min(size) - 1).bit_length() - 1)) :]
         dims = _arguments.sizes(op, "dims", dims, 2)
         if dims[-1] != dims[-2]:
             raise ValueError(f"{op}: the last two of dims must be alike, got {checks.shown(dims)}")
-        checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **made}
         dim = dims[-1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,8 +95,6 @@ class EfficientCapsNet(DecodedCapsules):
     Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations of the routing.
     """
 
-    _op = "capsfast.models.EfficientCapsNet"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -108,7 +106,7 @@ class EfficientCapsNet(DecodedCapsules):
         primary_dim: int = 8,
         kernel_sizes: Sequence[int] = (5, 3, 3, 3),
         strides: Sequence[int] = (1, 1, 1, 2),
-        norm: str = "batch",
+        norm: Literal["batch", "instance"] = "batch",
         digit_dim: int = 16,
         num_iterations: int | None = None,
         routing: RoutingChoice = "self-attention",
@@ -123,10 +121,6 @@ class EfficientCapsNet(DecodedCapsules):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, digit_dim=digit_dim)
-        _arguments.integers(op, conv_channels=conv_channels, primary_groups=primary_groups, primary_dim=primary_dim)
-        checks.boolean(op, "reconstruction", reconstruction)
-        checks.choice(op, "norm", norm, ("batch", "instance"))
         convs, maps = four_convs(op, self.image_shape[1:], kernel_sizes, strides)
         if kernel_size is None:
             kernel_size = (min(LARGEST, maps[0]), min(LARGEST, maps[1]))

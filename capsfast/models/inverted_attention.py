@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from .. import checks
 from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, Routing, Votes, _arguments
+from ..nn._arguments import Made
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..nn.routing.votes import VotesAround
@@ -140,8 +140,6 @@ class InvertedAttentionCapsNet(DecodedCapsules):
     Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations.
     """
 
-    _op = "capsfast.models.InvertedAttentionCapsNet"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -159,22 +157,15 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         scaled: bool = True,
         reconstruction: bool = True,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, primary_groups=primary_groups)
-        _arguments.integers(op, types=types, num_caps=num_caps, num_iterations=num_iterations)
         # A LayerNorm of one number is a constant.
         _arguments.integer(op, "primary_dim", primary_dim, 2)
         _arguments.integer(op, "digit_dim", digit_dim, 2)
-        checks.boolean(op, "concurrent", concurrent)
-        checks.boolean(op, "reconstruction", reconstruction)
-        self.num_iterations = num_iterations
-        self.concurrent = concurrent
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_iterations, self.concurrent = num_iterations, concurrent
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, stride=2, padding=1, **made)
         self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)
         self.norm = nn.LayerNorm(primary_dim, **made)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ._images import check_images, image_shape
 from ._network import Network
 from .output import CapsNetOutput
 
-FORMS = ("em", "variational")
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes
 
 
@@ -96,7 +95,6 @@ class MatrixCapsNet(Network):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.models.MatrixCapsNet"
     decoder = None
 
     def __init__(
@@ -105,7 +103,7 @@ class MatrixCapsNet(Network):
         image_size: int | Sequence[int] = 32,
         num_classes: int = 5,
         *,
-        form: str = "em",
+        form: Literal["em", "variational"] = "em",
         conv_channels: int = 64,
         primary_types: int = 8,
         activation_std: float | None = None,
@@ -126,7 +124,6 @@ class MatrixCapsNet(Network):
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
         size = self.image_shape[1:]
-        checks.choice(op, "form", form, FORMS)
         normalized = form == "variational"
         if normalized and activation_std is not None:
             raise ValueError(f"{op}: activation_std needs form='em': a norm would undo it; leave it out")
@@ -135,8 +132,6 @@ class MatrixCapsNet(Network):
             start = "window" if normalized and competition == "child" else "child"
         if coordinates is None:
             coordinates = (1.0, 0.1) if normalized else True
-        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels)
-        _arguments.integers(op, primary_types=primary_types, pose_rows=pose_rows)
         before, after = _arguments.pair(op, "conv_types", conv_types)
         if windows is None:
             windows = fitting_windows(*size)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ._network import Network
 
 # A pixel has the classes whose capsules are longer than this.
 PRESENT = 0.5
-FORMS = ("levels", "r3")
 Caps = tuple[int, int]  # capsule types, size of a capsule
 
 
@@ -93,15 +92,13 @@ class SegCaps(Network):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.models.SegCaps"
-
     def __init__(
         self,
         in_channels: int = 1,
         image_size: int | Sequence[int] = 28,
         num_classes: int = 10,
         *,
-        form: str = "levels",
+        form: Literal["levels", "r3"] = "levels",
         conv_channels: int = 16,
         types: int | Sequence[int] = 4,
         dims: Sequence[int] = (8, 16, 16),
@@ -122,9 +119,6 @@ class SegCaps(Network):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        checks.choice(op, "form", form, FORMS)
-        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, digit_dim=digit_dim)
-        _arguments.integer(op, "kernel_size", kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that a window has a middle, got {kernel_size}")
         dims = _arguments.sizes(op, "dims", dims)
@@ -132,7 +126,6 @@ class SegCaps(Network):
         if len(types) != len(dims):
             raise ValueError(f"{op}: types must be an int or one for each of dims={dims}, got {types}")
         hidden = _arguments.sizes(op, "hidden", hidden, 0)
-        checks.boolean(op, "reconstruction", reconstruction)
         self.form = form
         authors = form == "r3"
         if authors and (conv_channels, types, dims, kernel_size) != (16, (4, 4, 4), (8, 16, 16), 5):

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..nn import _arguments
+from ..nn._arguments import Made
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
 from ..nn.stacked.set_transformer import SetTransformer
@@ -74,8 +75,6 @@ class StackedCapsuleAutoencoder(Network):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.models.StackedCapsuleAutoencoder"
-
     def __init__(
         self,
         in_channels: int = 1,
@@ -92,15 +91,10 @@ class StackedCapsuleAutoencoder(Network):
         pixel_std: float = 0.2,
         noise: float = 2.0,
         sparsity: Sparsity | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, num_parts=num_parts, num_objects=num_objects)
-        _arguments.integers(op, conv_channels=conv_channels, part_features=part_features, dim=dim, hidden=hidden)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.image_shape = image_shape(self._op, in_channels, image_size)
         self.num_classes = num_classes
         self.num_objects = num_objects
         self.sparsity = Sparsity() if sparsity is None else sparsity

@@ -1,15 +1,65 @@
-"""Checks of the options of layers and models, worded as in capsfast/checks.py, and text for extra_repr."""
+"""Checks of the options of layers and models, worded as in capsfast/checks.py."""
 
 import math
 from collections.abc import Sequence
+from types import NoneType
+from typing import Any, Literal, TypedDict, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks
 from ..backend import ORDER
+from ..options import GRADIENT, SOFTMAX, SQUASH, OptionKeywords
 
-REDUCTION = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+# Options that are text in annotations.
+CHOICES = {"softmax": SOFTMAX, "gradient": GRADIENT, "squash": SQUASH, "backend": ORDER}
+# Floats that may be 0; all others are positive.
+FROM_0 = ("m_plus", "m_minus", "lam", "reconstruction_weight", "noise", "momentum", "logits_std", "dropout")
+ANY_SIGN = ("initial_beta_a", "initial_beta_u")
+
+
+class Made(TypedDict, total=False):
+    """Device and dtype of the parameters of a layer."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class Backed(Made, total=False):
+    """The same, and the backend of a routing."""
+
+    backend: str | None
+
+
+class AgreementKeywords(OptionKeywords, Backed, total=False):
+    """The keywords of a layer with dynamic routing."""
+
+
+def option(op: str, name: str, annotation: Any, value: object) -> None:
+    """Checks an argument of a constructor by its annotation: an int is at least 1, a float is positive and finite.
+
+    Annotations with several types are not checked here.
+    """
+    kinds = get_args(annotation)
+    if NoneType in kinds:  # X | None
+        if value is None:
+            return
+        kinds = tuple(each for each in kinds if each is not NoneType)
+        annotation = kinds[0] if len(kinds) == 1 else None
+    if get_origin(annotation) is Literal:
+        checks.choice(op, name, value, get_args(annotation))
+    elif annotation is bool:
+        checks.boolean(op, name, value)
+    elif annotation is int:
+        integer(op, name, value)
+    elif name == "eps":
+        checks.positive_eps(op, value)
+    elif annotation is float:
+        finite(op, name, value) if name in ANY_SIGN else positive(op, name, value, name in FROM_0)
+    elif annotation is str and name in CHOICES:
+        checks.choice(op, name, value, CHOICES[name])
 
 
 def integer(op: str, name: str, value: object, least: int = 1) -> None:
@@ -52,11 +102,6 @@ def finite(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
-def backend(op: str, name: str | None) -> None:
-    if name is not None:
-        checks.choice(op, "backend", name, ORDER)
-
-
 def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tuple[int, int]:
     """An int for both axes, or (vertical, horizontal)."""
     vertical, horizontal = for_axes(op, name, value, 2, least)
@@ -85,6 +130,11 @@ def sizes(op: str, name: str, value: object, least: int = 1) -> tuple[int, ...]:
     if len(value) < least:
         raise ValueError(f"{op}: {name} must hold at least {least} of them, got {checks.shown(tuple(value))}")
     return tuple(value)
+
+
+def for_all_axes(value: object, each: object) -> bool:
+    """Whether :func:`for_axes` makes this value of the int ``each``."""
+    return isinstance(value, tuple) and all(one == each for one in value)
 
 
 def divides(op: str, name: str, value: int, groups: int) -> None:
@@ -142,9 +192,3 @@ def activation_of(op: str, activation: Tensor, poses: Tensor, shape: str) -> Non
         raise ValueError(
             f"{op}: activation must be {shape} of poses {checks.shape_of(poses)}, got {checks.shape_of(activation)}"
         )
-
-
-def changed(module: nn.Module, **defaults: object) -> str:
-    """For extra_repr: the attributes that differ from their defaults, each after a comma."""
-    found = ((name, getattr(module, name)) for name, default in defaults.items() if getattr(module, name) != default)
-    return "".join(f", {name}={value!r}" for name, value in found)

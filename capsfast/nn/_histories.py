@@ -1,12 +1,14 @@
 """Histories of different lengths, given by lengths, a mask or offsets, and their number of interests."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from .. import checks
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-COUNTS = ("floor", "ceil")
+Count = Literal["floor", "ceil"]
 # The largest power of two in an int64. No history is longer than 2^62.
 LARGEST_POWER = 62
 

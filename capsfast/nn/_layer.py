@@ -4,14 +4,19 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
 from .. import _keywords, kinds
-from .._names import ours
+from .._names import PACKAGE, ours
+from ..options import Options
+from . import _arguments
+
+# The arguments that extra_repr shows.
+PLAIN = (int, float, str, tuple)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -37,58 +42,79 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
     return tracer.call_module(layer, node, args, kwargs)
 
 
-@functools.cache
-def _without_self(function: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(function)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """With the keywords of ``**options: Unpack[Keywords]`` in the place of ``options``."""
+    signature, found = inspect.signature(function), []
+    for each in signature.parameters.values():
+        keywords = getattr(each.annotation, "__args__", ()) if each.kind is each.VAR_KEYWORD else ()
+        if keywords:
+            default = Options._field_defaults
+            found += [
+                inspect.Parameter(name, each.KEYWORD_ONLY, default=default.get(name), annotation=annotation)
+                for name, annotation in keywords[0].__annotations__.items()
+            ]
+        else:
+            found.append(each)
+    return signature.replace(parameters=found)
 
 
 def _checked(owner: type["Layer"]) -> Callable[..., None]:
     """The constructor of a class, with a check of its arguments in front."""
     init: Callable[..., None] = owner.__init__
+    whole = _signature(init)
+    signature = whole.replace(parameters=[*whole.parameters.values()][1:])
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():  # torch.compile cannot follow a signature
-            _check(owner, init, self, args, kwargs)
+            _check(signature, self, args, kwargs)
         init(self, *args, **kwargs)
 
+    checked.__signature__ = whole  # type: ignore[attr-defined]
     return checked
 
 
-def _check(
-    owner: type["Layer"], init: Callable[..., None], layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _check(signature: inspect.Signature, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     Raises:
         TypeError: the call does not fit; names the signature, the error, and layers that can be called this way.
+        TypeError, ValueError: an argument that is not as annotated, see :func:`_arguments.option`.
     """
-    signature = _without_self(init)
+    known, op = signature.parameters, layer._op
     try:
-        signature.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        known = signature.parameters
         open_end = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [] if open_end else [name for name in kwargs if name not in known]
         said = _keywords.unexpected(unknown[0], known) if unknown else str(error)
-        op = getattr(layer, "_op", ".".join((*owner.__module__.split(".")[:2], owner.__name__)))
         meant = kinds.lead(op, layer._others, args, kwargs) if layer._others else ""
         raise TypeError(f"{op}: takes {_keywords.takes(signature)}, {said}{meant}") from None
+    for name, value in given.items():
+        if value is not known[name].default:
+            _arguments.option(op, name, known[name].annotation, value)
 
 
 class Layer(nn.Module):
-    """A module that torch.fx keeps as one node if another module calls it.
+    """A module whose name in messages, checks and text follow from its constructor.
 
-    This holds even if ``is_leaf_module`` of the Tracer is False, as torch's is for all modules outside torch: the
-    forward compares sizes, which proxies do not have. If the module itself is traced, its forward runs on proxies as
-    far as it can.
+    Arguments are checked by their annotations before the constructor runs. ``extra_repr`` shows the arguments without a
+    default, and those that differ from it, if the layer holds them under their names.
+
+    torch.fx keeps a layer as one node if another module calls it. This holds even if ``is_leaf_module`` of the Tracer
+    is False, as torch's is for all modules outside torch: the forward compares sizes, which proxies do not have. If the
+    module itself is traced, its forward runs on proxies as far as it can.
     """
 
+    # The name of the class in messages.
+    _op: ClassVar[str] = "capsfast.Layer"
     # Layers of other code that an error of the constructor may suggest.
     _others: tuple[kinds.Form, ...] = ()
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        if "_op" not in vars(cls) and ours(cls):
+            folder = cls.__module__.removeprefix(f"{PACKAGE}.").split(".")[:-1]
+            cls._op = ".".join(("capsfast", *folder, cls.__name__))
         # Subclasses outside this package check their own constructors.
         if "__init__" in vars(cls) and ours(cls):
             cls.__init__ = _checked(cls)  # type: ignore[method-assign]
@@ -106,6 +132,20 @@ class Layer(nn.Module):
             if proxy is not None:
                 return _as_node(self, proxy.tracer, args, kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        found = []
+        for each in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
+            required, value = each.default is each.empty, getattr(self, each.name, each.default)
+            if value is each.empty or not (isinstance(value, PLAIN) or (required and value is None)):
+                continue
+            if required:
+                found.append(repr(value))
+            elif each.name == "num_iterations" or not (
+                value == each.default or _arguments.for_all_axes(value, each.default)
+            ):
+                found.append(f"{each.name}={value!r}")
+        return ", ".join(found)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script before it compiles."""

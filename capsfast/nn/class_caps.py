@@ -48,8 +48,6 @@ class ClassCaps2d(RoutedCaps):
         ValueError, TypeError: sizes, options or inputs that do not fit.
     """
 
-    _op = "capsfast.nn.ClassCaps2d"
-
     def __init__(
         self,
         in_types: int,
@@ -64,7 +62,6 @@ class ClassCaps2d(RoutedCaps):
         **options: Any,
     ) -> None:
         op = self._op
-        _arguments.integers(op, in_types=in_types)
         height, width = _arguments.pair(op, "size", size)
         if not isinstance(coordinates, bool):
             if not isinstance(coordinates, (tuple, list)) or len(coordinates) != 2:
@@ -150,9 +147,3 @@ class ClassCaps2d(RoutedCaps):
         last = torch.eye(weight.shape[3], device=weight.device, dtype=weight.dtype)[-1:]
         u = torch.cat([u, column.expand(u.shape[0], -1, -1, -1)], 3)
         return u, torch.cat([weight, last.expand(*weight.shape[:2], -1, -1)], 2)
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_types}, {self.out_caps}, {self.in_dim}, {self.out_dim}, size={self.size}"
-        if self.pose_rows is not None:
-            text += f", pose_rows={self.pose_rows}"
-        return text if self.coordinates is True else f"{text}, coordinates={self.coordinates}"

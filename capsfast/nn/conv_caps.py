@@ -3,13 +3,12 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import checks
 from ..precision import wide_dtype
 from . import _arguments
 from ._blocks import Box, Made, WindowLayer
@@ -23,7 +22,7 @@ from .routing.votes import ProductVotes, RecordedVotes, Votes
 from .routing.windows import Windows, WindowVotes
 from .weights import Weight
 
-COMPETITION = ("window", "child")
+Competition = Literal["window", "child"]
 
 
 class ConvCaps2d(WindowLayer):
@@ -86,8 +85,8 @@ class ConvCaps2d(WindowLayer):
         num_iterations: int | None = None,
         *,
         routing: RoutingChoice = "dynamic",
-        competition: str = "window",
-        start: str = "child",
+        competition: Competition = "window",
+        start: Competition = "child",
         weight: Weight | None = None,
         init_std: float | None = None,
         device: torch.device | str | None = None,
@@ -95,34 +94,25 @@ class ConvCaps2d(WindowLayer):
         **options: Any,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.ConvCaps2d"
-        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim)
+        op = self._op
         groups = getattr(weight, "groups", 1)
         _arguments.divides(op, "in_types", in_types, groups)
         _arguments.divides(op, "out_types", out_types, groups)
-        self.in_types = in_types
-        self.out_types = out_types
-        self.in_dim = in_dim
-        self.out_dim = out_dim
+        self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
         self.kernel_size = _arguments.pair(op, "kernel_size", kernel_size)
         self.stride = _arguments.pair(op, "stride", stride)
         self.padding = _arguments.pair(op, "padding", padding, least=0)
         self.dilation = _arguments.pair(op, "dilation", dilation)
-        checks.choice(op, "competition", competition, COMPETITION)
-        checks.choice(op, "start", start, COMPETITION)
         if (competition, start) == ("window", "window"):
             raise ValueError(
                 f"{op}: start='window' needs competition='child', got competition='window', which starts so anyway; "
                 f"leave out start"
             )
-        self.competition = competition
-        self.start = start
+        self.competition, self.start = competition, start
         pose_rows = options.get("pose_rows")
         columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
-        if num_iterations is not None:
-            _arguments.integer(op, "num_iterations", num_iterations)
         if init_std is None and routing == "dynamic":
             routed = in_caps // groups
             share: float = routed if options.get("softmax") == "in" else out_types // groups
@@ -145,7 +135,7 @@ class ConvCaps2d(WindowLayer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for an input of ``size`` (H, W)."""
-        op = "capsfast.nn.ConvCaps2d"
+        op = self._op
         height, width = _arguments.window_grid(op, size, self.kernel_size, self.stride, self.padding, self.dilation)
         return height, width
 
@@ -165,7 +155,7 @@ class ConvCaps2d(WindowLayer):
         return None if ones is None else self._inside(ones, poses.shape[0])
 
     def _check(self, poses: Tensor, activation: Tensor | None = None) -> None:
-        op = "capsfast.nn.ConvCaps2d"
+        op = self._op
         sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
         _arguments.sized(op, "poses", poses, "[B, in_types, in_dim, H, W]", **sizes)
         self.grid(poses.shape[3:])
@@ -259,7 +249,7 @@ class ConvCaps2d(WindowLayer):
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
         """With ``return_coupling`` also the coupling of the last pass, ``c [B, H', W', I, out_types / groups]``."""
-        op = "capsfast.nn.ConvCaps2d"
+        op = self._op
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
         if self.competition == "window" and not return_coupling:
@@ -276,15 +266,6 @@ class ConvCaps2d(WindowLayer):
         if not self.uses_poses_alone:
             out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
         return (out, recorded.weights[-1].unflatten(0, places)) if return_coupling else out
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
-        for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
-            if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)}"
-        if self.competition == "child":
-            text += ", competition='child'" + (", start='window'" if self.start == "window" else "")
-        return text
 
 
 def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:

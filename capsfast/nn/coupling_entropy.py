@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..options import SOFTMAX
 from . import _arguments
 from ._layer import Layer
 
@@ -29,14 +27,10 @@ class CouplingEntropy(Layer):
 
     def __init__(self, softmax: str = "out", normalize: bool = True) -> None:
         super().__init__()
-        op = "capsfast.nn.CouplingEntropy"
-        checks.choice(op, "softmax", softmax, SOFTMAX)
-        checks.boolean(op, "normalize", normalize)
-        self.softmax = softmax
-        self.normalize = normalize
+        self.softmax, self.normalize = softmax, normalize
 
     def forward(self, coupling: Tensor) -> Tensor:
-        _arguments.floats("capsfast.nn.CouplingEntropy", "coupling", coupling, "[B, I, J]")
+        _arguments.floats(self._op, "coupling", coupling, "[B, I, J]")
         dim = 2 if self.softmax == "out" else 1
         c = coupling.float() if coupling.dtype in (torch.float16, torch.bfloat16) else coupling
         # log 1 instead of log 0: c log c is 0 there, and its derivative must be finite.
@@ -45,6 +39,3 @@ class CouplingEntropy(Layer):
         size = c.shape[dim]
         most = math.log(size) if self.normalize and size > 1 else 1.0
         return entropy.sum() / filled.sum().clamp(min=1) / most
-
-    def extra_repr(self) -> str:
-        return f"softmax={self.softmax!r}, normalize={self.normalize}"

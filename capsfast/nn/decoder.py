@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from .. import checks
 from . import _arguments
+from ._arguments import Made
 from ._layer import Layer
 from .readout import Mask
 
@@ -19,26 +19,19 @@ FIRST = 16  # feature maps that a ConvDecoder starts from
 class _MaskedDecoder(Layer):
     """Selects the capsules that an image is decoded from."""
 
-    _op: str
-
     def __init__(
         self, num_caps: int, dim: int, image_shape: Sequence[int], masked: bool, class_independent: bool
     ) -> None:
         super().__init__()
-        _arguments.integers(self._op, num_caps=num_caps, dim=dim)
         if not isinstance(image_shape, Sequence) or len(image_shape) != 3:
             raise ValueError(
                 f"{self._op}: image_shape must be (channels, height, width), got {checks.shown(image_shape)}"
             )
         for size in image_shape:
             _arguments.integer(self._op, "image_shape", size)
-        checks.boolean(self._op, "masked", masked)
-        checks.boolean(self._op, "class_independent", class_independent)
         if class_independent and not masked:
             raise ValueError(f"{self._op}: class_independent needs masked=True, got masked=False")
-        self.num_caps = num_caps
-        self.dim = dim
-        self.image_shape = tuple(image_shape)
+        self.num_caps, self.dim, self.image_shape = num_caps, dim, tuple(image_shape)
         self.class_independent = class_independent
         self.mask = Mask() if masked else None
         self.in_features = dim if class_independent else num_caps * dim
@@ -53,10 +46,6 @@ class _MaskedDecoder(Layer):
             return capsules.flatten(1)
         kept: Tensor = self.mask(capsules, labels)
         return kept.sum(1) if self.class_independent else kept.flatten(1)
-
-    def extra_repr(self) -> str:
-        text = f"{self.num_caps}, {self.dim}, image_shape={self.image_shape}"
-        return f"{text}, class_independent=True" if self.class_independent else text
 
 
 class Decoder(_MaskedDecoder):
@@ -79,8 +68,6 @@ class Decoder(_MaskedDecoder):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.nn.Decoder"
-
     def __init__(
         self,
         num_caps: int,
@@ -90,8 +77,7 @@ class Decoder(_MaskedDecoder):
         *,
         masked: bool = True,
         class_independent: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
         for width in hidden:
@@ -100,7 +86,7 @@ class Decoder(_MaskedDecoder):
         widths = [self.in_features, *hidden, C * H * W]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after, device=device, dtype=dtype), nn.ReLU()]
+            layers += [nn.Linear(before, after, **made), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -124,8 +110,6 @@ class ConvDecoder(_MaskedDecoder):
     Shapes: as for Decoder, but pixels are only bounded below, by 0.
     """
 
-    _op = "capsfast.nn.ConvDecoder"
-
     def __init__(
         self,
         num_caps: int,
@@ -135,8 +119,7 @@ class ConvDecoder(_MaskedDecoder):
         *,
         masked: bool = True,
         class_independent: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
         C, H, W = self.image_shape
@@ -149,7 +132,6 @@ class ConvDecoder(_MaskedDecoder):
             H, W = (H + 1) // 2, (W + 1) // 2
             sizes.insert(0, (H, W))
         self.sizes = (*sizes, sizes[-1])
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.start = nn.Linear(self.in_features, FIRST * H * W, **made)
         self.norm = nn.BatchNorm2d(FIRST, eps=1e-3, momentum=0.2, **made)
         same = {0, len(channels)}  # which keep the size

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
-from . import _arguments
+from ._arguments import Made
 from .primary_caps import PrimaryCaps
 
 
@@ -34,7 +34,6 @@ class DepthwisePrimaryCaps(PrimaryCaps):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.nn.DepthwisePrimaryCaps"
     _depthwise = True
 
     def __init__(
@@ -48,9 +47,7 @@ class DepthwisePrimaryCaps(PrimaryCaps):
         squash: str = "exp",
         eps: float = 1e-8,
         flatten: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
-        _arguments.integers(self._op, types=types, dim=dim)
         options: dict[str, Any] = {"bias": bias, "squash": squash, "eps": eps, "flatten": flatten}
-        super().__init__(types * dim, types, dim, kernel_size, stride, **options, device=device, dtype=dtype)
+        super().__init__(types * dim, types, dim, kernel_size, stride, **options, **made)

@@ -2,12 +2,12 @@
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import checks, kinds
 from ..functional import dynamic_routing
-from ..options import Options
+from ._arguments import AgreementKeywords
 from ._checkpoints import foreign_weights
 from .routed_caps import RoutedCaps
 from .routing.agreement import AgreementRouting
@@ -90,19 +90,9 @@ class DynamicRouting(RoutedCaps):
         positions: int = 1,
         learned_logits: bool = False,
         bias: bool = False,
-        softmax: str = "out",
-        gradient: str = "full",
-        leaky: bool = False,
-        squash: str = "paper",
-        eps: float = 1e-8,
-        squash_last: bool = True,
         init_std: float = 0.1,
-        backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[AgreementKeywords],
     ) -> None:
-        options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-        options.check(self._op)
         super().__init__(
             in_caps,
             out_caps,
@@ -112,12 +102,10 @@ class DynamicRouting(RoutedCaps):
             shared_weight=shared_weight,
             positions=positions,
             init_std=init_std,
+            num_iterations=num_iterations,
             learned_logits=learned_logits,
             bias=bias,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-            **options._asdict(),
+            **options,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,13 +177,9 @@ class DynamicRouting(RoutedCaps):
 class DigitCaps(DynamicRouting):
     """:class:`capsfast.DynamicRouting` under the name of the digit capsules of Sabour, Frosst, Hinton (2017)."""
 
-    _op = "capsfast.nn.DigitCaps"
-
 
 class ClassCaps(DynamicRouting):
     """:class:`capsfast.DynamicRouting` under the name of class capsules: one output capsule for each class."""
-
-    _op = "capsfast.nn.ClassCaps"
 
 
 def fully_connected(

@@ -1,22 +1,17 @@
 """Interest capsules: several vectors for the interests of a user, from the items that the user has clicked."""
 
-import inspect
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import arguments, checks
-from ..options import GRADIENT, SOFTMAX, SQUASH
 from . import _arguments
-from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
-from ._interest_routing import OP, RATIO, route
+from ._arguments import Made
+from ._histories import Count, interests_of, of_lengths, padded, sized, within
+from ._interest_routing import RATIO, route
 from ._layer import Layer
-
-WEIGHTS = ("shared", "output", "position")
-UPDATES = ("accumulate", "overwrite")
-LOGITS = ("zero", "fixed", "random", "random_per_user")
-PROJECTIONS = (None, "linear", "relu")
 
 
 class Interests(NamedTuple):
@@ -78,7 +73,6 @@ class InterestCapsules(Layer):
         ValueError, TypeError: a size or an option that does not fit.
     """
 
-    op = OP
     logits: Tensor | None
 
     def __init__(
@@ -89,10 +83,10 @@ class InterestCapsules(Layer):
         num_iterations: int = 3,
         *,
         max_length: int | None = None,
-        weight: str = "shared",
-        initial_logits: str = "fixed",
+        weight: Literal["shared", "output", "position"] = "shared",
+        initial_logits: Literal["zero", "fixed", "random", "random_per_user"] = "fixed",
         logits_std: float = 1.0,
-        update: str = "accumulate",
+        update: Literal["accumulate", "overwrite"] = "accumulate",
         softmax: str = "out",
         mask_after: bool = False,
         temperature: float = 1.0,
@@ -100,38 +94,14 @@ class InterestCapsules(Layer):
         squash: str = "paper",
         eps: float = 1e-8,
         gradient: str = "full",
-        count: str | None = None,
-        projection: str | None = None,
+        count: Count | None = None,
+        projection: Literal["linear", "relu"] | None = None,
         init_std: float | None = None,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        op = self.op
-        _arguments.integers(
-            op, num_interests=num_interests, in_dim=in_dim, out_dim=out_dim, num_iterations=num_iterations
-        )
-        if max_length is not None:
-            _arguments.integer(op, "max_length", max_length)
-        checks.choice(op, "weight", weight, WEIGHTS)
-        checks.choice(op, "initial_logits", initial_logits, LOGITS)
-        checks.choice(op, "update", update, UPDATES)
-        checks.choice(op, "softmax", softmax, SOFTMAX)
-        checks.choice(op, "gradient", gradient, GRADIENT)
-        checks.choice(op, "squash", squash, SQUASH)
-        checks.boolean(op, "mask_after", mask_after)
-        checks.positive_eps(op, eps)
-        for name, value in (("temperature", temperature), ("squash_power", squash_power)):
-            _arguments.positive(op, name, value)
-        _arguments.positive(op, "logits_std", logits_std, zero=True)
-        if init_std is not None:
-            _arguments.positive(op, "init_std", init_std)
-        _arguments.backend(op, backend)
-        if count is not None:
-            checks.choice(op, "count", count, COUNTS)
-        if projection not in PROJECTIONS:
-            raise ValueError(f"{op}: projection must be None, 'linear' or 'relu', got {checks.shown(projection)}")
+        op = self._op
         if squash_power != 1 and squash not in RATIO:
             raise ValueError(
                 f"{op}: squash_power needs a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
@@ -140,39 +110,32 @@ class InterestCapsules(Layer):
         for name, option, needing in (("initial_logits", initial_logits, "fixed"), ("weight", weight, "position")):
             if max_length is None and option == needing:
                 raise ValueError(f"{op}: {name}={option!r} needs max_length, the most behaviours of a user, got None")
-        self.num_interests = num_interests
-        self.in_dim = in_dim
-        self.out_dim = out_dim
-        self.max_length = max_length
-        self.weight = weight
-        self.initial_logits = initial_logits
-        self.logits_std = logits_std
-        self.count = count
-        self.backend = backend
-        self.init_std = in_dim**-0.5 if init_std is None else init_std
-        self.num_iterations = num_iterations
-        self.softmax = softmax
-        self.gradient = gradient
-        self.squash = squash
-        self.eps = eps
-        self.update = update
-        self.mask_after = mask_after
-        self.temperature = temperature
-        self.squash_power = squash_power
+        self.num_interests, self.in_dim, self.out_dim = num_interests, in_dim, out_dim
+        self.max_length, self.weight, self.initial_logits, self.logits_std = (
+            max_length,
+            weight,
+            initial_logits,
+            logits_std,
+        )
+        self.count, self.backend, self.init_std = count, backend, init_std
+        self.num_iterations, self.softmax, self.gradient, self.update = num_iterations, softmax, gradient, update
+        self.squash, self.eps, self.squash_power = squash, eps, squash_power
+        self.mask_after, self.temperature = mask_after, temperature
         rows = max_length if weight == "position" and max_length is not None else 1
         columns = 1 if weight == "shared" else num_interests
-        self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, device=device, dtype=dtype))
+        self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, **made))
         drawn = None
         if initial_logits == "fixed" and max_length is not None:
-            drawn = torch.empty(max_length, num_interests, device=device, dtype=dtype)
+            drawn = torch.empty(max_length, num_interests, **made)
         self.register_buffer("logits", drawn)
         self.relu = projection == "relu"
-        self.projection = None if projection is None else nn.Linear(out_dim, out_dim, device=device, dtype=dtype)
+        self.projection = None if projection is None else nn.Linear(out_dim, out_dim, **made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises W, the projection and the fixed logits again."""
-        nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        std = self.in_dim**-0.5 if self.init_std is None else self.init_std
+        nn.init.trunc_normal_(self.W, std=std, a=-2 * std, b=2 * std)
         if self.logits is not None:
             nn.init.normal_(self.logits, std=self.logits_std)
         if self.projection is not None:
@@ -207,7 +170,7 @@ class InterestCapsules(Layer):
         Raises:
             ValueError, TypeError: a shape, a value, a dtype or a device that does not fit.
         """
-        op = self.op
+        op = self._op
         if sum(each is not None for each in (lengths, mask, offsets)) > 1:
             raise ValueError(f"{op}: at most one of lengths, mask and offsets must be given, got several")
         _arguments.floats(op, "behaviours", behaviours, "[B, I, K]" if offsets is None else "[N, K]")
@@ -260,12 +223,5 @@ class InterestCapsules(Layer):
         return self.logits_std * drawn
 
     def extra_repr(self) -> str:
-        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
-        options = inspect.signature(InterestCapsules.__init__).parameters.values()
-        held = {
-            each.name: each.default for each in options if each.kind is each.KEYWORD_ONLY and each.name in vars(self)
-        }
-        text += _arguments.changed(self, **{**held, "init_std": self.in_dim**-0.5})
-        if self.projection is not None:
-            text += f", projection={'relu' if self.relu else 'linear'!r}"
-        return text
+        of_projection = "" if self.projection is None else f", projection={'relu' if self.relu else 'linear'!r}"
+        return super().extra_repr() + of_projection

@@ -65,29 +65,25 @@ class LabelAwareAttention(Layer):
         ValueError, TypeError: a power that does not fit; a shape, a dtype or a device.
     """
 
-    op = "capsfast.nn.LabelAwareAttention"
-
-    def __init__(self, power: float = 1.0, *, signed: bool = False) -> None:
+    def __init__(self, power: int | float = 1.0, *, signed: bool = False) -> None:
         super().__init__()
-        checks.boolean(self.op, "signed", signed)
         if not isinstance(power, float) or power != math.inf:
-            _arguments.positive(self.op, "power", power, zero=True)
+            _arguments.positive(self._op, "power", power, zero=True)
             if 0 < power < 1:
-                raise ValueError(f"{self.op}: power must be 0, from 1 on or math.inf, got {power}")
+                raise ValueError(f"{self._op}: power must be 0, from 1 on or math.inf, got {power}")
             if not signed and power != int(power):
                 raise ValueError(
-                    f"{self.op}: power must be an integer unless signed=True, since negative scores have no other, "
+                    f"{self._op}: power must be an integer unless signed=True, since negative scores have no other, "
                     f"got {power}"
                 )
-        self.power = power
-        self.signed = signed
+        self.power, self.signed = power, signed
 
     def forward(self, interests: Tensor, items: Tensor, mask: Tensor | None = None) -> Tensor:
         """See the class."""
-        vectors, targets = _operands(self.op, interests, items, mask)
+        vectors, targets = _operands(self._op, interests, items, mask)
         if targets.dim() not in (2, 3) or targets.shape[0] != vectors.shape[0]:
             raise ValueError(
-                f"{self.op}: items must be [B, D] or [B, N, D] with B={vectors.shape[0]}, "
+                f"{self._op}: items must be [B, D] or [B, N, D] with B={vectors.shape[0]}, "
                 f"got {checks.shape_of(targets)}"
             )
         several = targets if targets.dim() == 3 else targets[:, None]
@@ -113,9 +109,6 @@ class LabelAwareAttention(Layer):
         if absent is not None:
             scores = scores.masked_fill(absent, torch.finfo(scores.dtype).min)
         return scores.softmax(2)
-
-    def extra_repr(self) -> str:
-        return f"power={self.power}{', signed=True' if self.signed else ''}"
 
 
 def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from .. import checks
 from ..kinds import LOSSES
 from . import _arguments
+from ._arguments import Reduction
 from ._layer import Layer
 from .readout import class_indices, one_hot
 
@@ -48,7 +49,6 @@ class MarginLoss(Layer):
         ValueError, TypeError: an argument or a target that does not fit.
     """
 
-    _op = "capsfast.nn.MarginLoss"
     _others = LOSSES
 
     def __init__(
@@ -58,19 +58,11 @@ class MarginLoss(Layer):
         lam: float = 0.5,
         *,
         squared: bool = True,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        op = self._op
-        for name, value in (("m_plus", m_plus), ("m_minus", m_minus), ("lam", lam)):
-            _arguments.positive(op, name, value, zero=True)
-        checks.boolean(op, "squared", squared)
-        checks.choice(op, "reduction", reduction, _arguments.REDUCTION)
-        self.m_plus = m_plus
-        self.m_minus = m_minus
-        self.lam = lam
-        self.squared = squared
-        self.reduction = reduction
+        self.m_plus, self.m_minus, self.lam = m_plus, m_minus, lam
+        self.squared, self.reduction = squared, reduction
 
     def forward(self, lengths: Tensor, targets: Tensor) -> Tensor:
         present, absent = self._per_class(lengths, targets)
@@ -83,7 +75,7 @@ class MarginLoss(Layer):
 
     def _per_class(self, lengths: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of present and of absent classes, ``[B, J]`` each."""
-        op = "capsfast.nn.MarginLoss"
+        op = self._op
         lengths = _lengths(op, "lengths", lengths)
         present = self._present(op, lengths, targets)
         too_short, too_long = F.relu(self.m_plus - lengths), F.relu(lengths - self.m_minus)
@@ -102,10 +94,6 @@ class MarginLoss(Layer):
         class_indices(op, targets, lengths, "targets")
         return one_hot(targets, lengths.shape[1], lengths.dtype)
 
-    def extra_repr(self) -> str:
-        text = f"m_plus={self.m_plus}, m_minus={self.m_minus}, lam={self.lam}, reduction={self.reduction!r}"
-        return text if self.squared else f"{text}, squared=False"
-
 
 class ReconstructionLoss(Layer):
     """Squared error, summed over all numbers of an image (Sabour, Frosst, Hinton 2017, section 4.1).
@@ -119,13 +107,12 @@ class ReconstructionLoss(Layer):
         ValueError, TypeError: unknown reduction, shapes that differ.
     """
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean") -> None:
         super().__init__()
-        checks.choice("capsfast.nn.ReconstructionLoss", "reduction", reduction, _arguments.REDUCTION)
         self.reduction = reduction
 
     def forward(self, reconstruction: Tensor, images: Tensor) -> Tensor:
-        op = "capsfast.nn.ReconstructionLoss"
+        op = self._op
         for name, value in (("reconstruction", reconstruction), ("images", images)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
@@ -138,9 +125,6 @@ class ReconstructionLoss(Layer):
         checks.same_device(op, "reconstruction", reconstruction, "images", images)
         error = _wide(reconstruction) - _wide(images)
         return _reduced(error.square().flatten(1).sum(1), self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}"
 
 
 class LossParts(NamedTuple):
@@ -178,10 +162,9 @@ class CapsNetLoss(Layer):
         lam: float = 0.5,
         *,
         squared: bool = True,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        _arguments.positive("capsfast.nn.CapsNetLoss", "reconstruction_weight", reconstruction_weight, zero=True)
         self.reconstruction_weight = reconstruction_weight
         self.margin = MarginLoss(m_plus, m_minus, lam, squared=squared, reduction=reduction)
         self.reconstruction = ReconstructionLoss(reduction)
@@ -193,9 +176,6 @@ class CapsNetLoss(Layer):
             return LossParts(margin, margin, torch.zeros_like(margin))
         error: Tensor = self.reconstruction(reconstruction, images)
         return LossParts(margin + self.reconstruction_weight * error, margin, error)
-
-    def extra_repr(self) -> str:
-        return f"reconstruction_weight={self.reconstruction_weight}"
 
 
 class SpreadLoss(Layer):
@@ -216,17 +196,11 @@ class SpreadLoss(Layer):
         ValueError, TypeError: an argument or a target that does not fit.
     """
 
-    def __init__(self, start: float = 0.2, end: float = 0.9, steps: int = 10_000, *, reduction: str = "mean") -> None:
+    def __init__(
+        self, start: float = 0.2, end: float = 0.9, steps: int = 10_000, *, reduction: Reduction = "mean"
+    ) -> None:
         super().__init__()
-        op = "capsfast.nn.SpreadLoss"
-        _arguments.positive(op, "start", start, zero=True)
-        _arguments.positive(op, "end", end, zero=True)
-        _arguments.integer(op, "steps", steps)
-        checks.choice(op, "reduction", reduction, _arguments.REDUCTION)
-        self.start = start
-        self.end = end
-        self.steps = steps
-        self.reduction = reduction
+        self.start, self.end, self.steps, self.reduction = start, end, steps, reduction
 
     def margin(self, step: int | Tensor) -> float | Tensor:
         """The margin m at a step."""
@@ -235,13 +209,10 @@ class SpreadLoss(Layer):
         return self.start + (self.end - self.start) * min(max(step / self.steps, 0.0), 1.0)
 
     def forward(self, activations: Tensor, targets: Tensor, step: int | Tensor) -> Tensor:
-        op = "capsfast.nn.SpreadLoss"
+        op = self._op
         activations = _lengths(op, "activations", activations)
         class_indices(op, targets, activations, "targets")
         of_target = activations.gather(1, targets[:, None])
         per_class = F.relu(self.margin(step) - (of_target - activations)).square()
         wrong = ~one_hot(targets, activations.shape[1], torch.bool)
         return _reduced((per_class * wrong).sum(1), self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"start={self.start}, end={self.end}, steps={self.steps}, reduction={self.reduction!r}"

@@ -1,18 +1,18 @@
 """Routing of pose matrices to the Gaussians that explain their votes, by what each is worth to each."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from .. import checks
 from . import _arguments
+from ._arguments import Made
 from ._layer import Layer
 from .routed_caps import pose_sizes
 from .routing.votes import votes_of
-
-MODEL = ("gaussian", "k-means")
 
 
 class ScoredCapsules(NamedTuple):
@@ -62,8 +62,6 @@ class MatrixRouting(Layer):
         ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
     """
 
-    op = "capsfast.nn.MatrixRouting"
-
     def __init__(
         self,
         in_caps: int | None,
@@ -73,31 +71,23 @@ class MatrixRouting(Layer):
         pose_rows: int,
         num_iterations: int = 3,
         *,
-        model: str = "gaussian",
+        model: Literal["gaussian", "k-means"] = "gaussian",
         single_beta: bool = False,
         eps: float = 1e-5,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        if in_caps is not None:
-            _arguments.integer(self.op, "in_caps", in_caps)
-        _arguments.integer(self.op, "out_caps", out_caps, 2)
-        _arguments.integers(self.op, in_dim=in_dim, out_dim=out_dim, num_iterations=num_iterations)
-        P, Q, R = pose_sizes(self.op, in_dim, out_dim, pose_rows)
-        checks.choice(self.op, "model", model, MODEL)
-        checks.boolean(self.op, "single_beta", single_beta)
-        _arguments.positive(self.op, "eps", eps)
-        _arguments.backend(self.op, backend)
+        _arguments.integer(self._op, "out_caps", out_caps, 2)
+        P, Q, R = pose_sizes(self._op, in_dim, out_dim, pose_rows)
         self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
         self.pose_rows, self.num_iterations = pose_rows, num_iterations
         self.model, self.single_beta, self.eps, self.backend = model, single_beta, eps, backend
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, **made))
 
-        self.register_buffer("CONST_one", torch.ones((), device=device, dtype=dtype))
+        self.register_buffer("CONST_one", torch.ones((), **made))
         self.W, self.B, self.beta_use = parameter(Q, R), parameter(P, R), parameter()
         self.beta_ign = self.beta_use if single_beta else parameter()
         self.reset_parameters()
@@ -111,9 +101,9 @@ class MatrixRouting(Layer):
     def forward(self, u: Tensor, scores: Tensor) -> ScoredCapsules:
         """See the class."""
         sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
-        _arguments.sized(self.op, "u", u, "[B, I, K]", **sizes)
-        _arguments.sized(self.op, "scores", scores, "[B, I]", B=u.shape[0], I=u.shape[1])
-        checks.parameter_dtype(self.op, "scores", scores, "u", u)
+        _arguments.sized(self._op, "u", u, "[B, I, K]", **sizes)
+        _arguments.sized(self._op, "scores", scores, "[B, I]", B=u.shape[0], I=u.shape[1])
+        checks.parameter_dtype(self._op, "scores", scores, "u", u)
         f = torch.sigmoid(scores)
         both = self.beta_use + self.beta_ign
         ignored = (f[..., None] * self.beta_ign).sum(1)
@@ -121,7 +111,7 @@ class MatrixRouting(Layer):
         rows = u.unflatten(2, (self.pose_rows, -1))
         unit = torch.eye(self.pose_rows, dtype=u.dtype, device=u.device).expand(*rows.shape[:3], -1)
         product = torch.cat([rows, unit], 3), torch.cat([self.W, self.B], 2)
-        votes = votes_of(self.op, product, J=self.out_caps, backend=self.backend)
+        votes = votes_of(self._op, product, J=self.out_caps, backend=self.backend)
         center, precision, prior = votes.origin(f), None, None
         for _ in range(self.num_iterations):
             m = votes.moments(
@@ -141,8 +131,3 @@ class MatrixRouting(Layer):
             else:
                 precision = torch.full_like(variance, 2.0)
         return ScoredCapsules(mean.to(u.dtype), score.to(u.dtype), variance.to(u.dtype))
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}, pose_rows={self.pose_rows}"
-        text += f", num_iterations={self.num_iterations}"
-        return text + _arguments.changed(self, model="gaussian", single_beta=False, eps=1e-5, backend=None)

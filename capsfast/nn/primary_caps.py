@@ -2,26 +2,26 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import checks
 from ..functional import squash
-from ..options import SQUASH
 from . import _arguments
+from ._arguments import Made
 from ._layer import Layer
 
 EACH = ("type", "component")
-ORDER = ("type", "component", "view")
 
 
 class FlattenCaps(Layer):
     """An image of capsules ``[B, C, K, H, W]`` to a list ``u [B, C·H·W, K]``, in the order (type, y, x)."""
 
     def forward(self, poses: Tensor) -> Tensor:
-        _arguments.floats("capsfast.nn.FlattenCaps", "poses", poses, "[B, C, K, H, W]")
+        _arguments.floats(self._op, "poses", poses, "[B, C, K, H, W]")
         return poses.movedim(2, -1).flatten(1, 3)
 
 
@@ -61,7 +61,6 @@ class PrimaryCaps(Layer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.nn.PrimaryCaps"
     _depthwise = False
 
     def __init__(
@@ -75,29 +74,18 @@ class PrimaryCaps(Layer):
         dilation: int | Sequence[int] = 1,
         *,
         bias: bool = True,
-        order: str = "type",
+        order: Literal["type", "component", "view"] = "type",
         squash: str = "paper",
         eps: float = 1e-8,
         flatten: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
         op = self._op
-        _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
-        checks.boolean(op, "bias", bias)
-        checks.boolean(op, "flatten", flatten)
-        checks.choice(op, "order", order, ORDER)
         if order == "view" and not flatten:
             raise ValueError(f"{op}: flatten=False needs capsules with a place, got order='view', which has none")
-        checks.choice(op, "squash", squash, SQUASH)
-        checks.positive_eps(op, eps)
-        self.in_channels = in_channels
-        self.types = types
-        self.dim = dim
-        self.order = order
-        self.squash = squash
-        self.eps = eps
+        self.in_channels, self.types, self.dim = in_channels, types, dim
+        self.order, self.squash, self.eps = order, squash, eps
         self.flatten = FlattenCaps() if flatten else nn.Identity()
         self.conv = nn.Conv2d(
             in_channels,
@@ -108,8 +96,7 @@ class PrimaryCaps(Layer):
             _arguments.pair(op, "dilation", dilation),
             groups=in_channels if self._depthwise else 1,
             bias=bias,
-            device=device,
-            dtype=dtype,
+            **made,
         )
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:

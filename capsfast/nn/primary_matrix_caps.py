@@ -1,13 +1,12 @@
 """Makes capsules with poses and activations from feature maps."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from .. import checks
 from . import _arguments
+from ._arguments import Made
 from ._layer import Layer
 from .routing.base import Capsules
 
@@ -51,27 +50,19 @@ class PrimaryMatrixCaps(Layer):
         *,
         batch_norm: bool = False,
         activation_std: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.PrimaryMatrixCaps"
-        _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
-        checks.boolean(op, "batch_norm", batch_norm)
-        if activation_std is not None:
-            _arguments.positive(op, "activation_std", activation_std)
-            if batch_norm:
-                raise ValueError(f"{op}: activation_std needs batch_norm=False: a norm would undo it; leave it out")
+        op = self._op
+        if activation_std is not None and batch_norm:
+            raise ValueError(f"{op}: activation_std needs batch_norm=False: a norm would undo it; leave it out")
         self.activation_std = activation_std
         window = (
             _arguments.pair(op, "kernel_size", kernel_size),
             _arguments.pair(op, "stride", stride),
             _arguments.pair(op, "padding", padding, least=0),
         )
-        self.in_channels = in_channels
-        self.types = types
-        self.dim = dim
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_channels, self.types, self.dim = in_channels, types, dim
         self.pose = nn.Conv2d(in_channels, types * dim, *window, bias=not batch_norm, **made)
         self.activation = nn.Conv2d(in_channels, types, *window, bias=not batch_norm, **made)
         self.pose_norm = nn.BatchNorm3d(types, **made) if batch_norm else nn.Identity()
@@ -92,10 +83,10 @@ class PrimaryMatrixCaps(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""
-        return _arguments.conv_grid("capsfast.nn.PrimaryMatrixCaps", size, self.pose)
+        return _arguments.conv_grid(self._op, size, self.pose)
 
     def forward(self, features: Tensor) -> Capsules:
-        op = "capsfast.nn.PrimaryMatrixCaps"
+        op = self._op
         _arguments.sized(op, "features", features, "[B, in_channels, H, W]", in_channels=self.in_channels)
         self.grid(features.shape[2:])
         poses = self.pose(features).unflatten(1, (self.types, self.dim))

@@ -52,7 +52,6 @@ class RoutedCaps(Layer):
     A: nn.Parameter | None
     U: nn.Parameter | None
     V: nn.Parameter | None
-    _op = "capsfast.nn.RoutedCaps"
 
     def __init__(
         self,
@@ -76,16 +75,8 @@ class RoutedCaps(Layer):
         # A layer of windows sets this to wrap the votes, so that windows compete with each other.
         self.competing: Callable[[Votes], Votes] | None = None
         op = self._op
-        _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
-        checks.boolean(op, "identity", identity)
-        if init_std is not None:
-            _arguments.positive(op, "init_std", init_std)
-        self.in_caps = in_caps
-        self.out_caps = out_caps
-        self.in_dim = in_dim
-        self.out_dim = out_dim
-        self.pose_rows = pose_rows
-        self.identity = identity
+        self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
+        self.pose_rows, self.identity = pose_rows, identity
         self.held = weights.chosen(op, weight, shared_weight, positions)
         matrix = (out_dim, in_dim)
         if pose_rows is not None:
@@ -108,7 +99,8 @@ class RoutedCaps(Layer):
         if self.held.groups > 1 and isinstance(logits, nn.Parameter):
             # There is no coupling between groups.
             self.routing.logits = nn.Parameter(logits.detach()[:, : out_caps // self.held.groups].clone())
-        self.init_std = self.routing.weight_std(matrix[0 if pose_rows else 1]) if init_std is None else init_std
+        self.init_std = init_std
+        self._std = self.routing.weight_std(matrix[0 if pose_rows else 1]) if init_std is None else init_std
         for name in weights.PARAMETERS:
             shape = shapes.get(name)
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **made)))
@@ -127,7 +119,7 @@ class RoutedCaps(Layer):
             reset()
 
     def _draw(self) -> None:
-        self.held.start(self.init_std, *self._parameters_held())
+        self.held.start(self._std, *self._parameters_held())
         if self.identity:
             with torch.no_grad():
                 self.W.diagonal(dim1=2, dim2=3).add_(1.0)  # type: ignore[union-attr]
@@ -214,9 +206,7 @@ class RoutedCaps(Layer):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def extra_repr(self) -> str:
-        text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
-        text += _arguments.changed(self, pose_rows=None, identity=False)
-        return text + weights.text(self.held)
+        return super().extra_repr() + weights.text(self.held)
 
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:

@@ -3,10 +3,11 @@
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..functional import route_votes
 from ..kinds import FORMS
-from ..options import Options
+from ..options import OptionKeywords
 from . import _arguments
 from ._layer import Layer
 from .routing.agreement import Agreement
@@ -29,24 +30,17 @@ class RoutingByAgreement(Agreement, Layer):
         ValueError, TypeError: options that the function rejects.
     """
 
-    _op = "capsfast.nn.RoutingByAgreement"
     _others = FORMS
 
     def __init__(
         self,
         num_iterations: int = 3,
         *,
-        softmax: str = "out",
-        gradient: str = "full",
-        leaky: bool = False,
-        squash: str = "paper",
-        eps: float = 1e-8,
-        squash_last: bool = True,
         backend: str | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> None:
         super().__init__()
-        self._hold(self._op, Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last))
-        _arguments.backend(self._op, backend)
+        self._hold(num_iterations, options)
         self.backend = backend
 
     def forward(
@@ -96,6 +90,3 @@ class RoutingByAgreement(Agreement, Layer):
         found = RecordedVotes(made)
         found.agree(**self.options(), **given)
         return found
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _arguments.changed(self, backend=None)

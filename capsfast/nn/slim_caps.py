@@ -64,7 +64,6 @@ class SlimConvCaps2d(WindowLayer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    _op = "capsfast.nn.SlimConvCaps2d"
     _image = "H, W"  # the axes of positions
     _convolution: Callable[..., nn.Module] = nn.Conv2d
     _spread: Callable[..., Tensor] = staticmethod(F.conv2d)  # the same convolution as a function
@@ -92,16 +91,8 @@ class SlimConvCaps2d(WindowLayer):
     ) -> None:
         super().__init__()
         op, axes = self._op, self._image.count(",") + 1
-        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim)
-        checks.boolean(op, "shared", shared)
-        checks.boolean(op, "conv_bias", conv_bias)
-        if init_std is not None:
-            _arguments.positive(op, "init_std", init_std)
-        self.in_types = in_types
-        self.out_types = out_types
-        self.in_dim = in_dim
-        self.out_dim = out_dim
-        self.shared = shared
+        self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
+        self.shared, self.conv_bias = shared, conv_bias
         self.kernel_size = _arguments.for_axes(op, "kernel_size", kernel_size, axes)
         self.stride = _arguments.for_axes(op, "stride", stride, axes)
         self.padding = _arguments.for_axes(op, "padding", padding, axes, least=0)
@@ -125,7 +116,7 @@ class SlimConvCaps2d(WindowLayer):
         if self.uses_poses_alone:
             share = in_types if options.get("softmax") == "in" else out_types
             std = starting_std(num_iterations, share, in_types * reached * out_dim)
-        self.init_std = std if init_std is None else init_std
+        self.init_std, self._std = init_std, std if init_std is None else init_std
         groups = 1 if shared else in_types
         self.conv = self._convolution(
             groups * in_dim,
@@ -140,7 +131,7 @@ class SlimConvCaps2d(WindowLayer):
 
     def reset_parameters(self) -> None:
         """Initialises the kernel again, and its bias to 0."""
-        nn.init.trunc_normal_(self.conv.weight, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        nn.init.trunc_normal_(self.conv.weight, std=self._std, a=-2 * self._std, b=2 * self._std)
         if self.conv.bias is not None:
             nn.init.zeros_(self.conv.bias)
 
@@ -276,12 +267,7 @@ class SlimConvCaps2d(WindowLayer):
         return *out, made.restore(recorded.weights[-1]) if return_coupling else None
 
     def extra_repr(self) -> str:
-        text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
-        for name, default in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
-            value = getattr(self, name, ())
-            text += "" if all(each == default for each in value) else f", {name}={value}"
-        text += ", softmax='everywhere'" if self.everywhere else ""
-        return text if self.shared else f"{text}, shared=False"
+        return super().extra_repr() + (", softmax='everywhere'" if self.everywhere else "")
 
 
 class SlimConvCaps3d(SlimConvCaps2d):
@@ -290,7 +276,6 @@ class SlimConvCaps3d(SlimConvCaps2d):
     ``conv.weight [out_types·out_dim, in_dim, kz, kh, kw]``; kernel_size, stride and so on are an int or three ints.
     """
 
-    _op = "capsfast.nn.SlimConvCaps3d"
     _image = "Z, H, W"
     _convolution = nn.Conv3d
     _spread = staticmethod(F.conv3d)
@@ -309,7 +294,6 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
             votes 0 (or conv_bias) and activation 0.
     """
 
-    _op = "capsfast.nn.SlimConvTransposeCaps2d"
     _convolution: Callable[..., nn.Module] = nn.ConvTranspose2d
     _spread = staticmethod(F.conv_transpose2d)
 
@@ -398,7 +382,6 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
 class SlimConvTransposeCaps3d(SlimConvTransposeCaps2d):
     """:class:`SlimConvTransposeCaps2d` with three axes of positions: ``[B, in_types, in_dim, Z, H, W]``."""
 
-    _op = "capsfast.nn.SlimConvTransposeCaps3d"
     _image = "Z, H, W"
     _convolution = nn.ConvTranspose3d
     _spread = staticmethod(F.conv_transpose3d)

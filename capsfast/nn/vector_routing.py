@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from .. import checks, passes
 from . import _arguments
+from ._arguments import Made
 from ._layer import Layer
 
 
@@ -49,7 +51,6 @@ class VectorRouting(Layer):
         ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
     """
 
-    op = "capsfast.nn.VectorRouting"
     CONST_ones_over_n_out: Tensor
 
     def __init__(
@@ -62,33 +63,25 @@ class VectorRouting(Layer):
         *,
         normalize: bool = True,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        if in_caps is not None:
-            _arguments.integer(self.op, "in_caps", in_caps)
-        _arguments.integer(self.op, "out_caps", out_caps, 2)
-        _arguments.integers(self.op, in_dim=in_dim, out_dim=out_dim, num_iterations=num_iterations)
-        checks.boolean(self.op, "normalize", normalize)
-        _arguments.backend(self.op, backend)
+        _arguments.integer(self._op, "out_caps", out_caps, 2)
         self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
-        self.num_iterations = num_iterations
-        self.normalize = normalize
-        self.backend = backend
+        self.num_iterations, self.normalize, self.backend = num_iterations, normalize, backend
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, **made))
 
         I, J, K, D = in_caps or 1, out_caps, in_dim, out_dim
-        self.register_buffer("CONST_ones_over_n_out", torch.full((J,), 1 / J, device=device, dtype=dtype))
+        self.register_buffer("CONST_ones_over_n_out", torch.full((J,), 1 / J, **made))
         self.W_A, self.B_A = parameter(I, K), parameter(I)
         self.W_F1, self.W_F2, self.B_F2 = parameter(J, K), parameter(K, D), parameter(J, D)
         self.W_G1, self.W_G2, self.B_G2 = parameter(D, K), parameter(J, K), parameter(J, K)
         self.W_S, self.B_S = parameter(I, J), parameter(I, J)
         if in_caps is None:
-            self.compute_beta_use = nn.Linear(K, J, device=device, dtype=dtype)
-            self.compute_beta_ign = nn.Linear(K, J, device=device, dtype=dtype)
+            self.compute_beta_use = nn.Linear(K, J, **made)
+            self.compute_beta_ign = nn.Linear(K, J, **made)
         else:
             self.beta_use, self.beta_ign = parameter(I, J), parameter(I, J)
         self.reset_parameters()
@@ -106,11 +99,11 @@ class VectorRouting(Layer):
     def forward(self, u: Tensor) -> Tensor:
         """See the class."""
         sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
-        _arguments.sized(self.op, "u", u, "[B, I, K]", **sizes)
-        checks.same_device(self.op, "u", u, "W_A", self.W_A)
-        checks.same_dtype(self.op, "u", u, "W_A", self.W_A)
+        _arguments.sized(self._op, "u", u, "[B, I, K]", **sizes)
+        checks.same_device(self._op, "u", u, "W_A", self.W_A)
+        checks.same_dtype(self._op, "u", u, "W_A", self.W_A)
         if self.in_caps is None and u.shape[1] == 0:
-            raise ValueError(f"{self.op}: u must hold at least one input vector, got {checks.shape_of(u)}")
+            raise ValueError(f"{self._op}: u must hold at least one input vector, got {checks.shape_of(u)}")
         use, ignore = self._betas(u)
         both = use + ignore
         s = u * u.shape[1] ** -0.5
@@ -136,7 +129,3 @@ class VectorRouting(Layer):
 
     def _normalized(self, v: Tensor) -> Tensor:
         return F.layer_norm(v, (self.out_dim,)) if self.out_dim > 1 else v
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
-        return text + _arguments.changed(self, normalize=True, backend=None)

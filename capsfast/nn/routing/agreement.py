@@ -4,15 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ... import checks
 from ...options import Options
-from .. import _arguments
+from .._arguments import AgreementKeywords
 from .._layer import Layer
-from .base import Capsules, IterativeRouting, Routing, lengths
+from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
-
-DEFAULTS = Options()
 
 
 class Agreement(Layer):
@@ -26,17 +25,15 @@ class Agreement(Layer):
     eps: float
     squash_last: bool
 
-    def _hold(self, op: str, options: Options) -> None:
-        options.check(op)
-        vars(self).update(options._asdict())
+    def _hold(self, num_iterations: int, given: Any) -> dict[str, Any]:
+        """Holds the options in ``given``; returns what else is there."""
+        own = {name: given.pop(name) for name in Options._fields if name in given}
+        vars(self).update(Options(num_iterations, **own)._asdict())
+        return given  # type: ignore[no-any-return]
 
     def options(self) -> dict[str, Any]:
         """The options as keywords of :func:`capsfast.dynamic_routing`."""
         return {name: getattr(self, name) for name in Options._fields}
-
-    def extra_repr(self) -> str:
-        others = {name: default for name, default in DEFAULTS._asdict().items() if name != "num_iterations"}
-        return f"num_iterations={self.num_iterations}{_arguments.changed(self, **others)}"
 
 
 class AgreementRouting(Agreement, IterativeRouting):
@@ -70,18 +67,10 @@ class AgreementRouting(Agreement, IterativeRouting):
         num_iterations: int = 3,
         learned_logits: bool = False,
         bias: bool = False,
-        softmax: str = "out",
-        gradient: str = "full",
-        leaky: bool = False,
-        squash: str = "paper",
-        eps: float = 1e-8,
-        squash_last: bool = True,
-        **made: Any,
+        **options: Unpack[AgreementKeywords],
     ) -> None:
+        made = self._hold(num_iterations, options)
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        self._hold(self.op, Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last))
-        checks.boolean(self.op, "learned_logits", learned_logits)
-        checks.boolean(self.op, "bias", bias)
         for name, shape in (("logits", (in_caps, out_caps)), ("bias", (out_caps, out_dim))):
             wanted = learned_logits if name == "logits" else bias
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._made)) if wanted else None)
@@ -112,11 +101,11 @@ class AgreementRouting(Agreement, IterativeRouting):
         if own is None or logits is None:
             return logits if own is None else own
         if isinstance(logits, Tensor) and logits.shape[-2:] != own.shape:
-            raise ValueError(f"{self.op}: logits must end in {checks.shape_of(own)}, got {checks.shape_of(logits)}")
+            raise ValueError(f"{self._op}: logits must end in {checks.shape_of(own)}, got {checks.shape_of(logits)}")
         return own + logits
 
     def extra_repr(self) -> str:
-        text = f"{Routing.extra_repr(self)}, {super().extra_repr()}"
+        text = super().extra_repr()
         for name, option in (("logits", "learned_logits"), ("bias", "bias")):
             text += f", {option}=True" if getattr(self, name) is not None else ""
         return text

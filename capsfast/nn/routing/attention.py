@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks
 from ...functional import squash as _squash
-from ...options import SQUASH
 from .base import Capsules, Routing, lengths
 from .votes import Votes
 
@@ -77,10 +75,7 @@ class SelfAttentionRouting(Routing):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
-        checks.choice(self.op, "squash", squash, SQUASH)
-        checks.positive_eps(self.op, eps)
-        self.squash = squash
-        self.eps = eps
+        self.squash, self.eps = squash, eps
         self.bias = nn.Parameter(torch.zeros(in_caps, out_caps, **self._made))
 
     def weight_std(self, summed: int) -> float:

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ... import checks
-from .. import _arguments
+from .._arguments import Made
 from .._layer import Layer
 from .votes import Votes, votes_of
 
@@ -39,6 +40,7 @@ class Routing(Layer):
         ValueError, TypeError: a size or an option that does not fit.
     """
 
+    _op = "capsfast.Routing"
     # Whether the routing uses activations of the input capsules.
     uses_activation = False
     # Whether the routing needs votes in memory, and can't use votes that a pass makes.
@@ -46,6 +48,10 @@ class Routing(Layer):
     # Whether samples are routed independently and deterministically: no batch statistics, no random numbers.
     # Convolutional layers then route one block of windows at a time.
     independent = False
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls._op = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
     def __init__(
         self,
@@ -55,19 +61,12 @@ class Routing(Layer):
         out_dim: int,
         *,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        self.op = f"{type(self).__module__.partition('.')[0]}.{type(self).__name__}"
-        _arguments.integers(self.op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
-        _arguments.backend(self.op, backend)
-        self.in_caps = in_caps
-        self.out_caps = out_caps
-        self.in_dim = in_dim
-        self.out_dim = out_dim
+        self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
         self.backend = backend
-        self._made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._made = made
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules | tuple[Tensor, Tensor]:
         """Routes the votes: passes over them, ``votes.moments(...)``, and torch operations in between.
@@ -80,7 +79,7 @@ class Routing(Layer):
             A pair of tensors, poses ``[B, J, D]`` and activations ``[B, J]``, with the sizes of the votes. If lengths
             are the activations, return ``poses, poses.norm(dim=2)``.
         """
-        raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
+        raise NotImplementedError(f"{self._op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
     def weight_std(self, summed: int) -> float:
         """The initial deviation of a layer's weight. Each component of a vote is a sum of ``summed`` products.
@@ -115,16 +114,16 @@ class Routing(Layer):
         Raises:
             ValueError, TypeError: a size, a dtype or a device that does not fit.
         """
-        found = votes_of(self.op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
+        found = votes_of(self._op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
         if (self.in_caps, self.out_caps, self.out_dim) != (found.I, found.J, found.D):
             raise ValueError(
-                f"{self.op}: votes must have I=in_caps={self.in_caps}, J=out_caps={self.out_caps} and "
+                f"{self._op}: votes must have I=in_caps={self.in_caps}, J=out_caps={self.out_caps} and "
                 f"D=out_dim={self.out_dim}, got I={found.I}, J={found.J}, D={found.D}"
             )
         if activation is not None:
             if not isinstance(activation, Tensor):
-                raise TypeError(f"{self.op}: activation must be a torch.Tensor, got {type(activation).__name__}")
-            found.check_activation(self.op, activation)
+                raise TypeError(f"{self._op}: activation must be a torch.Tensor, got {type(activation).__name__}")
+            found.check_activation(self._op, activation)
             activation = found.samples("activation", activation)
         routed = self.route(found, activation if self.uses_activation else None, **given)
         poses, activations = self._routed(routed, found)
@@ -150,13 +149,10 @@ class Routing(Layer):
         else:
             return result[0], result[1]
         raise error(
-            f"{self.op}: route must return a pair of tensors, poses [B, J, D] = {list(poses)} and activations "
+            f"{self._op}: route must return a pair of tensors, poses [B, J, D] = {list(poses)} and activations "
             f"[B, J] = {list(activations)}, got {_said(result)}; where lengths are the activations, return "
             f"poses, poses.norm(dim=2)"
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
 
 
 def _said(result: object) -> str:
@@ -179,8 +175,4 @@ class IterativeRouting(Routing):
         self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, num_iterations: int = 3, **made: Any
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
-        _arguments.integers(self.op, num_iterations=num_iterations)
         self.num_iterations = num_iterations
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, num_iterations={self.num_iterations}"

@@ -5,10 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks
 from ...functional import squash as _squash
-from ...options import SOFTMAX, SQUASH
-from .. import _arguments
 from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
 
@@ -46,14 +43,8 @@ class KMeansRouting(IterativeRouting):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        _arguments.positive(self.op, "sharpness", sharpness)
-        checks.choice(self.op, "softmax", softmax, SOFTMAX)
-        checks.choice(self.op, "squash", squash, SQUASH)
-        checks.positive_eps(self.op, eps)
-        self.sharpness = float(sharpness)
-        self.softmax = softmax
-        self.squash = squash
-        self.eps = eps
+        self.sharpness, self.softmax = float(sharpness), softmax
+        self.squash, self.eps = squash, eps
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         center = votes.moments(normalize=self.softmax).first
@@ -62,9 +53,6 @@ class KMeansRouting(IterativeRouting):
             center = votes.moments(query=query, normalize=self.softmax).first
         v = _squash(center, kind=self.squash, eps=self.eps)
         return Capsules(v, lengths(v))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, sharpness={self.sharpness:g}, softmax={self.softmax!r}"
 
 
 class CosineRouting(IterativeRouting):
@@ -108,13 +96,8 @@ class CosineRouting(IterativeRouting):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        checks.boolean(self.op, "exact", exact)
-        checks.boolean(self.op, "bias", bias)
-        checks.choice(self.op, "squash", squash, SQUASH)
-        checks.positive_eps(self.op, eps)
         self.exact = self.needs_votes = exact
-        self.squash = squash
-        self.eps = eps
+        self.squash, self.eps = squash, eps
         start = torch.full((out_caps, out_dim), 0.1, **self._made) if bias else None
         self.register_parameter("bias", None if start is None else nn.Parameter(start))
 
@@ -131,6 +114,3 @@ class CosineRouting(IterativeRouting):
                 agreed = {name: agreed[name] + value if agreed else value}
         v = _squash(s, kind=self.squash, eps=self.eps)
         return Capsules(v, lengths(v))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}{', exact=True' if self.exact else ''}"

@@ -1,7 +1,7 @@
 """EM routing: every output capsule is a Gaussian of votes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from .. import _arguments
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
-NONLINEARITY = ("sigmoid", "softmax")
-COST = ("variance", "mass")
 COST_SCALE = ("sum", "inputs", "mean")
 
 
@@ -78,45 +76,32 @@ class EMRouting(IterativeRouting):
         component_beta: bool = False,
         initial_beta_a: float = 0.0,
         initial_beta_u: float | None = None,
-        cost: str = "variance",
+        cost: Literal["variance", "mass"] = "variance",
         cost_scale: str | float = "mean",
-        nonlinearity: str = "sigmoid",
+        nonlinearity: Literal["sigmoid", "softmax"] = "sigmoid",
         isotropic: bool = False,
         leaky: bool = False,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        op = self.op
+        op = self._op
         self.inverse_temperatures = schedule(op, inverse_temperature, final, num_iterations)
-        _arguments.positive(op, "floor", floor)
-        _arguments.positive(op, "momentum", momentum, zero=True)
         if momentum >= 1:
             raise ValueError(f"{op}: momentum must be below 1, got {momentum}")
-        for name, value in (("component_beta", component_beta), ("isotropic", isotropic), ("leaky", leaky)):
-            checks.boolean(op, name, value)
-        checks.choice(op, "cost", cost, COST)
-        checks.choice(op, "nonlinearity", nonlinearity, NONLINEARITY)
         if isinstance(cost_scale, str):
             checks.choice(op, "cost_scale", cost_scale, COST_SCALE)
         else:
             _arguments.positive(op, "cost_scale", cost_scale)
-        self.floor = floor
-        self.momentum = momentum
-        self.cost = cost
-        self.cost_scale = cost_scale
-        self.nonlinearity = nonlinearity
-        self.isotropic = isotropic
-        self.leaky = leaky
+        self.floor, self.momentum, self.cost, self.cost_scale = floor, momentum, cost, cost_scale
+        self.nonlinearity, self.isotropic, self.leaky = nonlinearity, isotropic, leaky
         if initial_beta_u is None:
             initial_beta_u = 0.0 if cost == "variance" else -1.0
-        _arguments.finite(op, "initial_beta_a", initial_beta_a)
-        _arguments.finite(op, "initial_beta_u", initial_beta_u)
         size = (out_caps, out_dim) if component_beta else (out_caps,)
         self.beta_a = nn.Parameter(torch.full((out_caps,), float(initial_beta_a), **self._made))
         self.beta_u = nn.Parameter(torch.full(size, float(initial_beta_u), **self._made))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        checks.not_negative(self.op, "activation", activation)
+        checks.not_negative(self._op, "activation", activation)
         center = votes.origin(activation)  # the result does not depend on it
         last = torch.zeros_like(center) if self.momentum else None
         beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
@@ -161,7 +146,6 @@ def schedule(
     op: str, inverse_temperature: float | Sequence[float] | None, final: float, num_iterations: int
 ) -> tuple[float, ...]:
     """An inverse temperature for each iteration."""
-    _arguments.positive(op, "final", final)
     if inverse_temperature is None:
         return tuple(final * (1 - 0.95 ** (t + 1)) for t in range(num_iterations))
     if isinstance(inverse_temperature, (int, float)):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
@@ -50,9 +49,7 @@ class InvertedAttentionRouting(IterativeRouting):
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
         if out_dim < 2:
-            raise ValueError(f"{self.op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
-        checks.boolean(self.op, "scaled", scaled)
-        checks.boolean(self.op, "learned_readout", learned_readout)
+            raise ValueError(f"{self._op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
         self.scaled = scaled
         self.gain = nn.Parameter(torch.ones(out_dim, **self._made))
         self.shift = nn.Parameter(torch.zeros(out_dim, **self._made))
@@ -79,7 +76,7 @@ class InvertedAttentionRouting(IterativeRouting):
     def logit(self, pose: Tensor) -> Tensor:
         """``[B, J, D]`` to ``[B, J]``, the logits of the activations."""
         if self.readout is None or self.offset is None:
-            raise RuntimeError(f"{self.op}: there is no classifier; build the routing with learned_readout=True")
+            raise RuntimeError(f"{self._op}: there is no classifier; build the routing with learned_readout=True")
         return (pose * self.readout).sum(-1) + self.offset
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:

@@ -79,7 +79,7 @@ def make_routing(
     made = make(in_caps, out_caps, in_dim, out_dim, **options)
     if not isinstance(made, Routing):
         raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}{OF_ONES_OWN}")
-    if "op" not in vars(made):
+    if "backend" not in vars(made):
         raise TypeError(
             f"{op}: routing must be made by Routing.__init__, got {type(made).__name__} without it; call "
             f"super().__init__(in_caps, out_caps, in_dim, out_dim, **made) in its __init__"

@@ -51,21 +51,22 @@ class SelfRouting(Routing):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
-        checks.boolean(self.op, "shared_route", shared_route)
-        checks.boolean(self.op, "learned_logits", learned_logits)
+        self.shared_route = shared_route
         self.W_route = nn.Parameter(torch.zeros(1 if shared_route else in_caps, out_caps, in_dim, **self._made))
         start = torch.zeros(in_caps, out_caps, **self._made) if learned_logits else None
         self.register_parameter("logits", None if start is None else nn.Parameter(start))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        checks.not_negative(self.op, "activation", activation)
+        checks.not_negative(self._op, "activation", activation)
         if votes.u is None:
             raise ValueError(
-                f"{self.op}: the logits are made from the input capsules, got votes without them; give (u, weight)"
+                f"{self._op}: the logits are made from the input capsules, got votes without them; give (u, weight)"
             )
         u = votes.u.flatten(2)
         if u.shape[2] != self.in_dim:
-            raise ValueError(f"{self.op}: u must have capsules of in_dim={self.in_dim}, got {checks.shape_of(votes.u)}")
+            raise ValueError(
+                f"{self._op}: u must have capsules of in_dim={self.in_dim}, got {checks.shape_of(votes.u)}"
+            )
         if votes.mask is not None:
             u = u.masked_fill(~votes.mask[..., None], 0.0)
         logits = torch.einsum("ijk,bik->bij", self.W_route.expand(self.in_caps, -1, -1), u)
@@ -74,7 +75,3 @@ class SelfRouting(Routing):
         m = votes.moments(logits=logits, activation=activation)
         total = m.mass.sum(1, keepdim=True)
         return Capsules(m.first * inverse(m.mass)[..., None], m.mass * inverse(total))
-
-    def extra_repr(self) -> str:
-        shared = ", shared_route=True" if self.W_route.shape[0] == 1 and self.in_caps != 1 else ""
-        return f"{super().extra_repr()}{shared}"

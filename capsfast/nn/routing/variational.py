@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...reference.em_update import inverse
-from .. import _arguments
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
@@ -64,15 +63,11 @@ class VariationalRouting(IterativeRouting):
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
         self.nu = float(out_dim + 1) if nu is None else nu
-        for name, value in (("alpha", alpha), ("kappa", kappa), ("psi", psi), ("nu", self.nu)):
-            _arguments.positive(self.op, name, value)
         if self.nu <= out_dim - 1:
-            raise ValueError(f"{self.op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")
+            raise ValueError(f"{self._op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")
         if not isinstance(batch_norm, (bool, str)) or batch_norm not in (True, False, "both"):
-            raise ValueError(f"{self.op}: batch_norm must be False, True or 'both', got {checks.shown(batch_norm)}")
-        self.alpha = alpha
-        self.kappa = kappa
-        self.psi = psi
+            raise ValueError(f"{self._op}: batch_norm must be False, True or 'both', got {checks.shown(batch_norm)}")
+        self.alpha, self.kappa, self.psi = alpha, kappa, psi
         self.beta_a = nn.Parameter(torch.empty(out_caps, **self._made))
         self.beta_u = nn.Parameter(torch.empty(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
@@ -94,7 +89,7 @@ class VariationalRouting(IterativeRouting):
         absent = [name for name in names if f"{prefix}{name}.running_mean" not in state_dict]
         if absent and prefix + "beta_a" in state_dict:  # of another option, or from when False was the default
             lists[2].append(
-                f"{self.op}: batch_norm needs the statistics of {' and '.join(absent)}, got a state without them; "
+                f"{self._op}: batch_norm needs the statistics of {' and '.join(absent)}, got a state without them; "
                 f"build the layer with batch_norm={absent != names}"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
@@ -104,10 +99,10 @@ class VariationalRouting(IterativeRouting):
         return self.norm is None
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        checks.not_negative(self.op, "activation", activation)
+        checks.not_negative(self._op, "activation", activation)
         if isinstance(self.norm, nn.BatchNorm1d) and self.training and votes.B == 1:
             raise ValueError(
-                f"{self.op}: batch_norm needs more than one sample (or position) in training, got 1; "
+                f"{self._op}: batch_norm needs more than one sample (or position) in training, got 1; "
                 f"call .eval(), use a larger batch, or batch_norm=False"
             )
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import _arguments
 from .._layer import Layer
 from .affine import affine, compose
 
@@ -82,11 +81,7 @@ class ObjectCaps(Layer):
         **made: Any,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.stacked.ObjectCaps"
-        _arguments.integers(op, in_dim=in_dim, num_objects=num_objects, num_parts=num_parts, dim=dim, hidden=hidden)
-        _arguments.positive(op, "noise", noise, zero=True)
-        self.num_parts = num_parts
-        self.noise = noise
+        self.num_parts, self.noise = num_parts, noise
         K, M = num_objects, num_parts
         self.describe = nn.Sequential(
             _EachLinear(K, in_dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, dim, **made)

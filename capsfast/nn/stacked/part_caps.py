@@ -38,12 +38,7 @@ class PartCaps(Layer):
         self, in_channels: int, num_parts: int = 24, features: int = 16, *, noise: float = 2.0, **made: Any
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.stacked.PartCaps"
-        _arguments.integers(op, in_channels=in_channels, num_parts=num_parts, features=features)
-        _arguments.positive(op, "noise", noise, zero=True)
-        self.num_parts = num_parts
-        self.features = features
-        self.noise = noise
+        self.num_parts, self.features, self.noise = num_parts, features, noise
         # For each part: a pose of 6 numbers, presence, features, attention.
         self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **made)
 
@@ -90,10 +85,7 @@ class TemplateMixture(Layer):
         **made: Any,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.stacked.TemplateMixture"
-        _arguments.integers(op, num_parts=num_parts, features=features)
-        _arguments.positive(op, "pixel_std", pixel_std)
-        h, w = _arguments.pair(op, "template_size", template_size)
+        h, w = _arguments.pair(self._op, "template_size", template_size)
         self.image_shape = tuple(image_shape)
         self.pixel_std = pixel_std
         channels = self.image_shape[0]
@@ -120,9 +112,8 @@ class TemplateMixture(Layer):
         return values, weights / weights.sum(1, keepdim=True)
 
     def forward(self, parts: Parts, images: Tensor) -> Drawn:
-        op = "capsfast.nn.stacked.TemplateMixture"
         if tuple(images.shape[1:]) != self.image_shape:
-            raise ValueError(f"{op}: images must be [B, {self.image_shape}], got {checks.shape_of(images)}")
+            raise ValueError(f"{self._op}: images must be [B, {self.image_shape}], got {checks.shape_of(images)}")
         values, share = self.drawn(parts)
         error = (values - images[:, None]) / self.pixel_std
         density = -0.5 * error.square() - math.log(self.pixel_std) - 0.5 * math.log(2 * math.pi)

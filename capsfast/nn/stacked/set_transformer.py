@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from .. import _arguments
+from .._arguments import Made
 from .._layer import Layer
 
 
@@ -32,26 +33,21 @@ class SetTransformer(Layer):
         dim: int = 16,
         num_layers: int = 3,
         num_heads: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.stacked.SetTransformer"
-        _arguments.integers(op, in_dim=in_dim, out_dim=out_dim, num_outputs=num_outputs, dim=dim)
-        _arguments.integers(op, num_layers=num_layers, num_heads=num_heads)
         if dim % num_heads:
-            raise ValueError(f"{op}: num_heads must divide dim={dim}, got {num_heads}")
-        made = {"device": device, "dtype": dtype}
-        self.embed = nn.Linear(in_dim, dim, **made)  # type: ignore[arg-type]
+            raise ValueError(f"{self._op}: num_heads must divide dim={dim}, got {num_heads}")
+        self.embed = nn.Linear(in_dim, dim, **made)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True, **made)  # type: ignore[arg-type]
+            nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True, **made)
             for _ in range(num_layers)
         )
-        self.expand = nn.Linear(dim, out_dim, **made)  # type: ignore[arg-type]
-        self.queries = nn.Parameter(torch.empty(num_outputs, out_dim, device=device, dtype=dtype))
-        self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **made)  # type: ignore[arg-type]
-        self.norm = nn.LayerNorm(out_dim, **made)  # type: ignore[arg-type]
-        self.out = nn.Linear(out_dim, out_dim, **made)  # type: ignore[arg-type]
+        self.expand = nn.Linear(dim, out_dim, **made)
+        self.queries = nn.Parameter(torch.empty(num_outputs, out_dim, **made))
+        self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **made)
+        self.norm = nn.LayerNorm(out_dim, **made)
+        self.out = nn.Linear(out_dim, out_dim, **made)
         nn.init.xavier_uniform_(self.queries)
 
     def forward(self, members: Tensor, presence: Tensor) -> Tensor:
