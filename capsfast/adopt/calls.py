@@ -1,6 +1,5 @@
 """Records how a layer was called, and tells whether another call is the same."""
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .refusal import LeftAloneError
-from .state import UnclearError, frozen
+from .state import kept, same
 
 
 class Slot(NamedTuple):
     """An argument.
 
     kind: ``"u"`` the capsules or votes, ``"other"`` another tensor, ``"batch"`` the number of samples, ``"value"`` any
-    other value. value: for ``"other"`` the shape without the batch, and the dtype; for ``"value"`` the result of
-    :func:`frozen`, and a copy.
+    other value. value: for ``"other"`` the shape without the batch, and the dtype; for ``"value"`` a copy.
     """
 
     kind: Literal["u", "other", "batch", "value"]
@@ -33,10 +31,7 @@ class Slot(NamedTuple):
             if not isinstance(given, Tensor) or tuple(given.shape) != (u.shape[0], *shape):
                 return False
             return given.dtype == dtype or (dtype.is_floating_point and given.dtype == u.dtype)
-        try:
-            return bool(frozen(given) == self.value[0])
-        except UnclearError:
-            return False
+        return same(given, self.value)
 
 
 @dataclass(frozen=True)
@@ -88,14 +83,9 @@ class Signature:
             if isinstance(value, Tensor):
                 if not any(value is each for each in tensors):
                     raise LeftAloneError("its forward has a tensor as a default")
-                kept = (tuple(value.shape[1:]), value.dtype)
-                slots[name] = Slot("u") if value is u else Slot("other", kept)
+                slots[name] = Slot("u") if value is u else Slot("other", (tuple(value.shape[1:]), value.dtype))
                 continue
-            try:
-                kept_value = (frozen(value), copy.deepcopy(value))
-            except UnclearError as error:
-                raise LeftAloneError(f"it is called with {error}, which cannot be compared between calls") from error
-            slots[name] = Slot("value", kept_value)
+            slots[name] = Slot("value", kept(value, "it is called with {}, which cannot be compared between calls"))
         # In the order of the call, as the tensors are.
         ordered = tuple((name, slots[name]) for name in (*given, *(name for name in defaults if name not in given)))
         return Signature(order, ordered, tuple(defaults.items()), tuple(u.shape[1:])), tensors
@@ -107,7 +97,7 @@ class Signature:
         """
 
         def read(n: int, slot: Slot) -> Slot:
-            sized = slot.kind == "value" and type(slot.value[1]) is int and slot.value[1] == batch
+            sized = slot.kind == "value" and type(slot.value) is int and slot.value == batch
             return Slot("batch") if n < given and sized else slot
 
         as_batch = replace(self, slots=tuple((name, read(n, slot)) for n, (name, slot) in enumerate(self.slots)))
@@ -119,7 +109,7 @@ class Signature:
         values = {}
         for name, slot in self.slots:
             if slot.kind == "value":
-                values[name] = slot.value[1]
+                values[name] = slot.value
             else:
                 values[name] = next(rest) if slot.kind == "other" else u if slot.kind == "u" else u.shape[0]
         args = tuple(values.pop(name) for name in self.order if name in values)
