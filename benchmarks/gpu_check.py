@@ -61,7 +61,6 @@ FAMILIES = {
 # The same steps on a CPU.
 REHEARSED = {
     "cpp-routing": Family("cpp", "dynamic_routing", ((3, 7, 4, 5, 6),)),
-    "cpp-votes-pass": Family("cpp", "votes_pass", ((3, 7, 4, 5, 1),)),
     "cpp-em": Family("cpp", "em", ()),
 }
 

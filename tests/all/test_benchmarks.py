@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def checkout(tmp_path: Path) -> Path:
     """A copy of this checkout without a build."""
     root = tmp_path / "checkout"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__", "gpu", "results")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "results")
     for folder in ("capsfast", "benchmarks"):
         shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
     for file in ("setup.py", "pyproject.toml"):

@@ -23,7 +23,6 @@ from ..support.passes import QUADRATIC, PassCase, make
 from ..support.problems import Problem, batched, run
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
-measured = pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 
 GROWTH = """
 import sys
@@ -47,31 +46,27 @@ print(_resident()["VmHWM"] - before)
 """
 
 
-def printed(program: str, *arguments: object) -> list[str]:
-    """The words that a separate program prints, which measures its own memory."""
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+@pytest.mark.parametrize(
+    ("competition", "size", "least", "most"),
+    [
+        # Votes are twice as large as the unfolded poses. The poses, and the gradient of a pass, are in memory once.
+        ("child", 34, 1.9 * 32**2 * 9, 2.95 * 32**2 * 9),
+        # Block by block: three times the poses, and their gradient. The unfolded poses are 8.7 times as large. In a
+        # smaller image the blocks, which do not grow with it, would be a large part.
+        ("window", 200, 0, 4.1 * 200**2),
+    ],
+)
+def test_memory_grows_by_the_unfolded_poses_or_by_blocks(
+    competition: str, size: int, least: float, most: float
+) -> None:
     # Filling fresh memory with NaN would make unused pages resident. Freed memory goes back at once, so memory that the
     # C library keeps does not count.
     environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [sys.executable, "-c", GROWTH, competition, str(size)]
     root = Path(capsfast.__file__).parents[1]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.split()
-
-
-@measured
-def test_memory_grows_by_the_unfolded_poses_and_their_gradient() -> None:
-    """Votes are twice as large as the unfolded poses. The poses, and the gradient of a pass, are in memory once."""
-    (grown,) = printed(GROWTH, "child", 34)
-    assert 1.9 < int(grown) / (32**2 * 9 * 32 * 16 * 4) < 2.95
-
-
-@measured
-def test_memory_of_independent_windows_is_bounded() -> None:
-    """Block by block: three times the poses, and their gradient. The unfolded poses are 8.7 times as large."""
-    # Blocks do not grow with the image, so in a smaller image they are a large part of the memory.
-    (grown,) = printed(GROWTH, "window", 200)
-    assert int(grown) < 4.1 * 200**2 * 32 * 16 * 4
+    grown = int(subprocess.run(command, stdout=subprocess.PIPE, cwd=root, env=environment, check=True).stdout)
+    assert least < grown / (32 * 16 * 4) < most
 
 
 # name: threads, shape (B for each thread), dtype, case
@@ -82,7 +77,6 @@ PARTS: dict[str, tuple[int, Shape, torch.dtype, PassCase]] = {
     "in place": (1, LAYER, torch.float32, MASKED),
     "16 bits, shared weight": (1, LAYER, torch.bfloat16, replace(MASKED, shared="I")),
     "odd rows, logits of a sample": (1, LAYER._replace(J=63, D=15), torch.float64, replace(MASKED, logits="BIJ")),
-    "two threads": (2, LAYER, torch.float32, replace(MASKED, logits="IJ")),
     "two threads, few inputs": (2, LAYER._replace(I=1), torch.bfloat16, MASKED),
     "two threads, over the inputs": (2, LAYER, torch.float32, replace(MASKED, normalize="in", out_mask=True)),
 }
@@ -122,30 +116,6 @@ def test_a_pass_over_parts_of_the_batch_equals_a_pass_over_all(name: str) -> Non
         assert (found - wanted).norm() <= error * max(1.0, float(wanted.norm())), key
 
 
-SUMS = """
-import torch
-import capsfast
-from capsfast.bench.memory import _reset_peak, _resident
-
-torch.set_num_threads(1)
-B, I, J, D, K = 420, 2048, 16, 16, 16
-parts = [capsfast.native.extension.launch_plan(n, I, J, D, K, itemsize=2)["pass_parts"] for n in (B, B // 2)]
-u, weight = (torch.ones(size, dtype=torch.bfloat16, requires_grad=True) for size in ((B, I, K), (I, J, D, K)))
-found = capsfast.routing_pass(u, weight, query=torch.ones(B, J, D)).first.sum()
-_reset_peak()
-before = _resident()["VmRSS"]
-found.backward()
-print(parts[0] > parts[1], (_resident()["VmHWM"] - before - 2 * (u.numel() + weight.numel())) / 2**20)
-"""
-
-
-@measured
-def test_parts_take_no_more_memory_than_they_save() -> None:
-    """For a 16-bit weight, parts would need two sums of its size in float32: 64 MiB each."""
-    several, grown = printed(SUMS)
-    assert several == "True" and float(grown) < 60
-
-
 WINDOWS: dict[str, dict[str, Any]] = {
     "matrices": {"pose_rows": 2},
     "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
@@ -169,14 +139,3 @@ def test_folded_by_pass_is_the_gradient_of_unfolding(name: str, monkeypatch: pyt
         found.append(torch.autograd.grad((out * weights).sum(), [poses, layer.routing.W]))
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-13 * other.norm()
-
-
-def test_folding_takes_gradients_in_batches_and_a_second_derivative() -> None:
-    layer = ConvCaps2d(1, 2, 2, 2, 2, padding=1, stride=2, routing="em", backend="reference", dtype=torch.float64)
-    poses = torch.randn(1, 1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    found = layer(poses).poses
-    upstream = torch.randn(2, *found.shape, dtype=torch.float64)
-    (batch,) = torch.autograd.grad(found, poses, upstream, is_grads_batched=True, retain_graph=True)
-    for each, wanted in zip(upstream, batch, strict=True):
-        torch.testing.assert_close(torch.autograd.grad(found, poses, each, retain_graph=True)[0], wanted)
-    assert torch.autograd.gradgradcheck(lambda x: layer(x).poses, poses)
