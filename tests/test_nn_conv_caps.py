@@ -174,8 +174,6 @@ def test_a_deep_stack_neither_fades_nor_saturates() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "in_types": ({"in_types": 0}, ValueError, "in_types must be at least 1, got 0"),
-    "out_dim": ({"out_dim": 1.5}, TypeError, "out_dim must be an int, got 1.5"),
     "groups in": ({"weight": Groups(3)}, ValueError, "groups must divide in_types, got groups=3 and in_types=4"),
     "groups out": ({"weight": Groups(4)}, ValueError, "groups must divide out_types, got groups=4 and out_types=6"),
     "kernel": ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),

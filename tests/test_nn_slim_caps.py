@@ -364,14 +364,12 @@ def test_text_and_state() -> None:
 
 
 CALLS: dict[str, tuple[Any, type[Exception], str]] = {
-    "types": (lambda: SlimConvCaps2d(0, J, K, D), ValueError, "SlimConvCaps2d: in_types must be at least 1, got 0"),
     "kernel": (
         lambda: SlimConvCaps3d(I, J, K, D, (3, 3)),
         TypeError,
         r"SlimConvCaps3d: kernel_size must be an int or three of them, got \(3, 3\)",
     ),
     "stride": (lambda: SlimConvCaps2d(I, J, K, D, 3, 0), ValueError, "stride must be at least 1, got 0"),
-    "shared": (lambda: SlimConvCaps2d(I, J, K, D, shared=1), TypeError, "shared must be True or False, got 1"),
     "option": (
         lambda: SlimConvCaps2d(I, J, K, D, 3, groups=2),
         TypeError,
@@ -384,7 +382,6 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "routing": (lambda: SlimConvCaps2d(I, J, K, D, routing="no"), ValueError, "SlimConvCaps2d: routing must be one of"),
     "softmax": (lambda: SlimConvCaps2d(I, J, K, D, softmax="no"), ValueError, "SlimConvCaps2d: softmax must be one of"),
-    "init_std": (lambda: SlimConvCaps2d(I, J, K, D, init_std=0.0), ValueError, "init_std must be positive"),
     "more than a stride": (
         lambda: SlimConvTransposeCaps2d(I, J, K, D, output_padding=2),
         ValueError,

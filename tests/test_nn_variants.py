@@ -287,9 +287,6 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "both": ({"positions": 4, "shared_weight": True}, ValueError, "shares among all types too; leave out positions="),
     "twice": ({"positions": 4, "weight": LowRank(2)}, ValueError, "says which capsules share; leave out shared_wei"),
     "no weight": ({"weight": 4}, TypeError, "weight must be one of capsfast.nn's FullWeight, SharedWeight, LowRank"),
-    "init_std": ({"init_std": 0.0}, ValueError, "init_std must be positive and finite, got 0.0"),
-    "softmax": ({"softmax": "up"}, ValueError, "softmax must be one of"),
-    "num_iterations": ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1"),
     "rows": (
         lambda: RoutedCaps(4, 2, 4, 4, weight=LowRank(1), pose_rows=2),
         ValueError,
