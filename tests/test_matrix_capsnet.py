@@ -8,12 +8,12 @@ from torch import Tensor
 
 import capsfast
 from capsfast.models import MatrixCapsNet
-from capsfast.nn import ROUTINGS, ClassCaps2d, PrimaryMatrixCaps, SpreadLoss
+from capsfast.nn import ClassCaps2d, PrimaryMatrixCaps
 
 from .support import plain
-from .support.backends import Backend
+from .support.backends import Backend, Largest
+from .support.plain import gradients
 from .support.routings import convolutional_variational, randomize, variational
-from .test_routings import Largest, gradients
 
 f64 = torch.float64
 B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
@@ -64,9 +64,7 @@ def test_places_are_added_to_the_votes(by: Backend, options: dict[str, Any]) -> 
     poses = torch.randn(B, C, K, 3, 2, dtype=f64, requires_grad=True)
     activation = torch.rand(B, C, 3, 2, dtype=f64, requires_grad=True)
     found, wanted = layer(poses, activation), layer.routing(placed(layer, poses), activation.flatten(1))
-    leaves = [poses, activation, *layer.parameters()]
-    plain.assert_same(tuple(found), tuple(wanted))
-    plain.assert_same(gradients(found, leaves), gradients(wanted, leaves))
+    plain.assert_alike(found, wanted, [poses, activation, *layer.parameters()])
     plain.assert_same(tuple(layer(layer.flatten(poses), activation.flatten(1))), tuple(found))
 
 
@@ -136,7 +134,6 @@ def test_variational_form_is_its_definition() -> None:
     randomize(model)
     images = torch.randn(2, 2, 28, 28, dtype=f64)
     found, norm = model(images), torch.nn.functional.batch_norm
-    leaves = [*model.parameters()]
 
     def normal(maps: Tensor, by: Any) -> Tensor:
         return norm(maps, None, None, by.weight, by.bias, training=True)
@@ -152,9 +149,7 @@ def test_variational_form_is_its_definition() -> None:
         activation = active.unflatten(1, grid).movedim(3, 1)
     assert model.routing.coordinates == (1.0, 0.1)
     wanted = variational(placed(model.routing, poses), activation.flatten(1), model.routing.routing, poses)
-    plain.assert_same((found.capsules, found.lengths), wanted)
-    got = gradients((found.capsules, found.lengths), leaves)
-    plain.assert_same(got, gradients(wanted, leaves))
+    plain.assert_alike((found.capsules, found.lengths), wanted, [*model.parameters()])
     single = MatrixCapsNet(1, 8, 3, **SMALL, form="variational", competition="window", routing="em", coordinates=False)
     assert single.conv_caps[0].start == "child" and not single.routing.coordinates and single.routing.identity
     assert model.eval()(images).lengths.shape == (2, 3)
@@ -243,19 +238,6 @@ def test_network_takes_any_image_size(size: Any) -> None:
     assert output.lengths.shape == (2, 4) and output.capsules.shape == (2, 4, 4) and output.reconstruction is None
     with pytest.raises(RuntimeError, match="there is no decoder"):
         model.reconstruct(output.capsules)
-
-
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("competition", ["window", "child"])
-def test_network_takes_every_routing(name: str, competition: str) -> None:
-    torch.manual_seed(0)
-    model = MatrixCapsNet(1, 8, 5, routing=name, competition=competition, **SMALL)
-    images, labels = torch.rand(7, 1, 8, 8), torch.arange(7) % 5
-    SpreadLoss(steps=10)(model(images).lengths, labels, step=3).backward()
-    values = model.named_parameters()
-    missing = {each for each, value in values if value.grad is None or not value.grad.isfinite().all()}
-    # If a routing uses only poses, activations and the layers that make them have no gradient.
-    assert not {each for each in missing if name == "em" or each.endswith(".W") or each.startswith("conv.")}
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

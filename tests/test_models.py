@@ -15,7 +15,7 @@ from capsfast.nn import CapsNetLoss
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
-from .support.plain import assert_same, on_cpu
+from .support.plain import assert_alike, assert_same, on_cpu
 
 B = 4
 # image, kernel, places of the primary capsules
@@ -112,14 +112,6 @@ def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
     return CapsNetOutput(v.square().sum(2).sqrt(), v, torch.empty(0))
 
 
-def loss_of(output: CapsNetOutput) -> Tensor:
-    return sum(
-        (part * torch.linspace(-1, 1, part.numel(), dtype=part.dtype).view_as(part)).sum()
-        for part in output
-        if part is not None
-    )  # type: ignore[return-value]
-
-
 @on_cpu
 @pytest.mark.parametrize("labels", [torch.tensor([0, 4, 2, 2]), None], ids=["labels", "longest"])
 def test_capsnet_is_the_papers_network(by: Backend, labels: Tensor | None) -> None:
@@ -127,13 +119,7 @@ def test_capsnet_is_the_papers_network(by: Backend, labels: Tensor | None) -> No
     x = images(torch.float64)
     found, wanted = model(x, labels), plain_capsnet(model, x, labels)  # type: ignore[arg-type]
     assert isinstance(found, CapsNetOutput)
-    for one, other in zip(found, wanted, strict=True):
-        assert_same(one, other)
-    leaves = list(model.parameters())
-    for one, other in zip(
-        torch.autograd.grad(loss_of(found), leaves), torch.autograd.grad(loss_of(wanted), leaves), strict=True
-    ):
-        assert_same(one, other)
+    assert_alike(found, wanted, list(model.parameters()))
 
 
 @on_cpu
@@ -141,11 +127,7 @@ def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
     model = MODELS["CapsAutoEncoder"](backend=by.name, dtype=torch.float64, init_std=0.5)
     x = images(torch.float64)
     found, wanted = model(x), plain_capsnet(model, x, None)  # type: ignore[arg-type]
-    for one, other in zip(found, wanted, strict=True):
-        assert_same(one, other)
-    gradients = torch.autograd.grad(loss_of(found), list(model.parameters()))
-    for one, other in zip(gradients, torch.autograd.grad(loss_of(wanted), list(model.parameters())), strict=True):
-        assert_same(one, other)
+    assert_alike(found, wanted, list(model.parameters()))
     changed = found.capsules.detach().clone()
     changed[:, 3] = 0
     assert not torch.allclose(model.reconstruct(changed), model.reconstruct(found.capsules))
@@ -159,12 +141,7 @@ def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
         model.cells[2].skip.conv.weight.mul_(5)
     x = images(torch.float64)
     found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
-    assert_same(found[:2], wanted[:2])
-    leaves = list(model.parameters())
-    for one, other in zip(
-        torch.autograd.grad(loss_of(found), leaves), torch.autograd.grad(loss_of(wanted), leaves), strict=True
-    ):
-        assert_same(one, other)
+    assert_alike(found[:2], wanted[:2], list(model.parameters()))
 
 
 def test_capsnet_has_the_papers_parameters() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import capsfast
 from capsfast import models
 from capsfast.models import (
     CNN,
@@ -25,6 +26,8 @@ from capsfast.models import (
 )
 from capsfast.nn import CapsNetLoss, MarginLoss, ReconstructionLoss
 
+from .support.routings import ROUTINGS
+
 SIZE, CLASSES, B = (2, (12, 10)), 5, 4
 LABELS = torch.tensor([0, 4, 2, 1])
 PRIMARY: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
@@ -38,7 +41,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
         *SIZE, CLASSES, types=3, num_caps=5, digit_dim=6, **PRIMARY, **more
     ),
     "MatrixCapsNet": lambda **more: MatrixCapsNet(
-        *SIZE, CLASSES, conv_channels=6, primary_types=2, conv_types=(3, 3), pose_rows=2, num_iterations=2, **more
+        *SIZE, CLASSES, conv_channels=6, primary_types=2, conv_types=(3, 3), pose_rows=2, **more
     ),
     "SegCaps": lambda **more: SegCaps(
         *SIZE, CLASSES, conv_channels=3, types=2, dims=(2, 3), digit_dim=4, kernel_size=3, hidden=(5,), **more
@@ -153,6 +156,36 @@ def test_a_few_steps_of_training(name: str) -> None:
     assert losses[-1] < (0.9 if name == "CapsAutoEncoder" else 0.5) * losses[0], losses
     if name != "CapsAutoEncoder":
         assert torch.equal(model(x).lengths.argmax(1), LABELS) and MarginLoss()(model(x).lengths, LABELS) < 0.5
+
+
+ROUTED = [
+    *((name, routing, {}) for name in ("CapsNet", "DeepCaps", "CapsAutoEncoder", "SegCaps") for routing in ROUTINGS),
+    *(("EfficientCapsNet", routing, {}) for routing in ROUTINGS),
+    *(("MatrixCapsNet", routing, {"competition": how}) for how in ("window", "child") for routing in ROUTINGS),
+]
+
+
+@pytest.mark.rows(30)
+@pytest.mark.parametrize(("name", "routing", "options"), ROUTED, ids=str)
+def test_every_routing(name: str, routing: str, options: dict[str, Any]) -> None:
+    if name == "SegCaps" and not ROUTINGS[routing].of_votes:
+        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must need only votes"):
+            network(name, routing=routing)
+        return
+    model, x = network(name, routing=routing, **options), images()
+    output = model(x)
+    assert output.lengths.shape[:2] == output.capsules.shape[:2] == (B, CLASSES)
+    capsules, activations = model.classify(x)
+    assert torch.equal(capsules, output.capsules) and torch.equal(activations, output.lengths)
+    if name in ("CapsNet", "DeepCaps", "EfficientCapsNet"):
+        assert torch.equal(output.reconstruction, model.reconstruct(capsules, activations.argmax(1)))
+        diagnosis = capsfast.diagnose(model.routing, model.encode(x), LABELS)
+        assert not any(each.name == "not finite" for each in diagnosis.findings)
+    loss_of(output).backward()
+    missing = [part for part, each in model.named_parameters() if each.grad is None or not each.grad.isfinite().all()]
+    if name == "MatrixCapsNet" and routing != "em":  # a routing that uses only poses gives activations no gradient
+        missing = [each for each in missing if each.endswith(".W") or each.startswith("conv.")]
+    assert not missing
 
 
 @pytest.mark.rows(9)

@@ -8,11 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from capsfast.models import SegCaps, SegCapsOutput
-from capsfast.nn import MarginLoss
 
 from .support import plain
 from .support.plain import assert_same, on_cpu
-from .support.routings import ROUTINGS as ROWS
 
 B, J = 2, 3
 SMALL: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3, 4), "digit_dim": 4, "kernel_size": 3}
@@ -161,23 +159,6 @@ def test_types_of_every_level() -> None:
     one = SegCaps(1, 9, J, **SMALL)
     torch.manual_seed(0)
     assert torch.equal(SegCaps(1, 9, J, **{**SMALL, "types": (2, 2, 2)})(x).capsules, one(x).capsules)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_takes_every_routing(name: str) -> None:
-    torch.manual_seed(0)
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must need only votes"):
-            SegCaps(2, (7, 6), J, **SMALL, routing=name)
-        return
-    model = SegCaps(2, (7, 6), J, **SMALL, routing=name)
-    output = model(images(dtype=torch.float32))
-    assert output.lengths.shape == (B, J, 7, 6) and output.capsules.shape == (B, J, 4, 7, 6)
-    targets = torch.rand(B * 7 * 6, J) > 0.5
-    loss = MarginLoss()(output.lengths.movedim(1, -1).flatten(0, 2), targets) + output.reconstruction.sum()
-    loss.backward()
-    for each in model.parameters():
-        assert each.grad is not None and each.grad.isfinite().all()
 
 
 def test_the_decoder_sees_the_classes_of_a_pixel_alone() -> None:
