@@ -45,14 +45,8 @@ def test_cnn_is_convolutions_and_a_softmax() -> None:
         ({"hidden": ()}, ValueError, r"hidden must hold at least 1 of them, got \(\)"),
         ({"hidden": (3, 0)}, ValueError, "hidden must be at least 1, got 0"),
         ({"dropout": 1.0}, ValueError, "dropout must be below 1, got 1.0"),
-        ({"num_classes": 0}, ValueError, "num_classes must be at least 1"),
     ],
 )
 def test_cnn_rejects(wrong: dict[str, Any], error: type[Exception], rule: str) -> None:
     with pytest.raises(error, match=f"capsfast.models.CNN: {rule}"):
         CNN(**wrong)
-
-
-def test_cnn_rejects_other_images() -> None:
-    with pytest.raises(ValueError, match=r"images must be \[B, 1, 8, 8\], got \[2, 1, 8, 9\]"):
-        CNN(1, 8, channels=(2,), hidden=(3,)).classify(torch.rand(2, 1, 8, 9))

@@ -418,15 +418,11 @@ def test_arguments_that_do_not_fit() -> None:
         free(long, torch.tensor([50], dtype=torch.uint8)).vectors, free(long, torch.tensor([50])).vectors
     )
     for message, call in {
-        "num_interests must be at least 1, got 0": lambda: InterestCapsules(0, K, D, max_length=I),
         "initial_logits='fixed' needs max_length": lambda: InterestCapsules(J, K, D),
         "weight='position' needs max_length": lambda: InterestCapsules(
             J, K, D, weight="position", initial_logits="zero"
         ),
         "squash must be one of": lambda: made(squash="exp", squash_power=2.0),
-        "projection must be one of 'linear', 'relu'": lambda: made(projection="gelu"),
-        "temperature must be positive": lambda: made(temperature=0.0),
-        "count must be one of 'floor', 'ceil'": lambda: made(count="round"),
         "lengths must be from 0 to I=24, got 0 to 25": lambda: layer(u, short.index_fill(0, torch.tensor(0), 25)),
         "lengths must be from 0 to I=24, got -1 to 24": lambda: layer(u, short.index_fill(0, torch.tensor(1), -1)),
         r"lengths must be \[5\]": lambda: layer(u, LENGTHS[:3]),
@@ -460,7 +456,6 @@ def test_arguments_that_do_not_fit() -> None:
         "must have one dtype": lambda: layer(u.float()),
         "mask must be bool": lambda: layer(u, mask=VALID.long()),
         "behaviours must be a torch.Tensor": lambda: layer([1.0]),
-        "signed must be True or False": lambda: LabelAwareAttention(signed=1),  # type: ignore[arg-type]
         "items must be a torch.Tensor": lambda: interest_scores(u, None),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(TypeError, match=message):

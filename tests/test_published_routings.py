@@ -1,7 +1,7 @@
 """The routings of docs/published-routings.md, gradients included, against code that forms votes and coupling."""
 
-import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import capsfast
 
 from .support import plain
 from .support.backends import Backend
+from .support.routings import ROUTINGS, weighted
 from .test_docs import ROOT, blocks, table_rows
 
 PAGE = ROOT / "docs" / "published-routings.md"
@@ -38,9 +39,24 @@ def positive(*size: int) -> Tensor:
     return (0.1 + torch.rand(*size, dtype=torch.float64)).requires_grad_()
 
 
-def weighted(c: Tensor, votes: Tensor) -> Tensor:
-    """``c [B, I, J]`` and ``votes [B, I, J, D]`` to ``[B, J, D]``."""
-    return (c[..., None] * votes).sum(1)
+def of(name: str, *parameters: str, **options: Any) -> Callable[..., Any]:
+    """The definition of a routing in capsfast.nn, as a function of u, weight and these parameters or activations."""
+
+    def route(u: Tensor, weight: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        module = SimpleNamespace(**options, **dict(zip(parameters, given, strict=True)))
+        a = getattr(module, "a", torch.ones_like(u[..., 0]))
+        return ROUTINGS[name].definition(plain.votes(u, weight), a, module, u)
+
+    return route
+
+
+def poses_of(route: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *given: route(*given)[0]  # type: ignore[no-any-return]
+
+
+# Procedure 1 of Hinton, Sabour, Frosst 2018, with the costs of the paper.
+EM: dict[str, Any] = {"momentum": 0, "isotropic": False, "leaky": False, "cost": "variance", "cost_scale": "sum"}
+EM |= {"nonlinearity": "sigmoid", "inverse_temperatures": TEMPERATURES, "floor": FLOOR}
 
 
 def agreement(votes: Tensor, v: Tensor) -> Tensor:
@@ -50,44 +66,6 @@ def agreement(votes: Tensor, v: Tensor) -> Tensor:
 
 def unit(v: Tensor) -> Tensor:
     return v / v.square().sum(-1, keepdim=True).sqrt()
-
-
-def em(u: Tensor, weight: Tensor, a: Tensor, beta_a: Tensor, beta_u: Tensor) -> tuple[Tensor, Tensor]:
-    """Hinton, Sabour, Frosst 2018, procedure 1."""
-    votes = plain.votes(u, weight)
-    c = torch.full_like(votes[..., 0], 1 / votes.shape[2])
-    for inverse_temperature in TEMPERATURES:
-        r = c * a[:, :, None]
-        mass = r.sum(1)
-        mean = weighted(r, votes) / mass[..., None]
-        variance = weighted(r, (votes - mean[:, None]) ** 2) / mass[..., None] + FLOOR
-        cost = (beta_u[:, None] + variance.sqrt().log()) * mass[..., None]
-        activation = torch.sigmoid(inverse_temperature * (beta_a - cost.sum(2)))
-        density = (-((votes - mean[:, None]) ** 2) / (2 * variance[:, None])).exp() / (
-            2 * math.pi * variance[:, None]
-        ).sqrt()
-        joint = activation[:, None] * density.prod(3)
-        c = joint / joint.sum(2, keepdim=True)
-    return mean, activation
-
-
-def inverted_attention(u: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, starting from poses of 0."""
-    votes = plain.votes(u, weight)
-    pose = torch.zeros_like(votes[:, 0])
-    for _ in range(3):
-        pose = weighted(plain.couple(agreement(votes, pose)), votes)
-        centered = pose - pose.mean(-1, keepdim=True)
-        pose = gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
-    return pose
-
-
-def self_attention(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Mazzia, Salvetti, Chiaberge 2021, equations 5 to 7, with all scores of pairs of input capsules."""
-    votes = plain.votes(u, weight)
-    scores = torch.einsum("bijd,bkjd->bjik", votes, votes) / math.sqrt(votes.shape[3])
-    c = plain.couple(scores.sum(3).transpose(1, 2))
-    return plain.squash(weighted(c + bias, votes), "exp")
 
 
 def cosine(u: Tensor, weight: Tensor, query: Tensor) -> Tensor:
@@ -110,12 +88,6 @@ def interests(accumulate: bool) -> Callable[..., Tensor]:
         return v
 
     return route
-
-
-def self_routing(u: Tensor, weight: Tensor, a: Tensor, route: Tensor) -> tuple[Tensor, Tensor]:
-    """Hahn, Pyeon, Kim 2019, equations 1 to 4."""
-    r = plain.couple((route * u[:, :, None]).sum(-1)) * a[:, :, None]
-    return weighted(r, plain.votes(u, weight)) / r.sum(1)[..., None], r.sum(1) / a.sum(1, keepdim=True)
 
 
 def unrouted(u: Tensor, weight: Tensor) -> Tensor:
@@ -152,12 +124,16 @@ def poses_and(*others: tuple[int, ...], weight: tuple[int, ...] = (I, J, D, K)) 
 CASES: dict[str, Case] = {
     "dynamic": (lambda u, weight: plain.route(plain.votes(u, weight))[0], poses_and(), {}),
     "em": (
-        em,
+        of("em", "a", "beta_a", "beta_u", **EM),
         lambda: [rand(B, I, K), rand(I, J, D, K, scale=0.5), positive(B, I), rand(J), rand(J)],
         {"inverse_temperatures": TEMPERATURES, "floor": FLOOR},
     ),
-    "inverted_attention": (inverted_attention, poses_and((D,), (D,)), {}),
-    "self_attention": (self_attention, poses_and((I, J)), {}),
+    "inverted_attention": (
+        poses_of(of("inverted-attention", "gain", "shift", num_iterations=3, scaled=False, readout=None)),
+        poses_and((D,), (D,)),
+        {},
+    ),
+    "self_attention": (poses_of(of("self-attention", "bias", squash="exp")), poses_and((I, J)), {}),
     "cosine": (cosine, poses_and((B, J, D)), {"sharpness": 2.0}),
     "interests": (interests(False), poses_and((B, I, J), weight=(1, 1, D, K)), {"mask": PRESENT}),
     "interests, accumulated": (
@@ -166,7 +142,7 @@ CASES: dict[str, Case] = {
         {"mask": PRESENT, "accumulate": True},
     ),
     "self_routing": (
-        self_routing,
+        of("self", "a", "W_route", logits=None),
         lambda: [rand(B, I, K), rand(I, J, D, K, scale=0.5), positive(B, I), rand(I, J, K)],
         {},
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast import native
-from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
+from capsfast.models import CapsNet
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
@@ -20,6 +20,7 @@ from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
 from .support.backends import Backend, Largest
+from .support.plain import gradients
 from .support.routings import ALONE, cases, randomize
 from .support.routings import ROUTINGS as ROWS
 
@@ -47,13 +48,6 @@ def definition(layer: RoutedCaps, name: str, u: Tensor, activation: Tensor) -> t
     return ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
 
 
-def gradients(found: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(2)
-    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # contiguous, whatever the strides of outputs
-    got = torch.autograd.grad(found, leaves, seeds, allow_unused=True)
-    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, got, strict=True)]
-
-
 def test_every_routing_has_a_row() -> None:
     assert set(ROWS) == set(ROUTINGS)
 
@@ -65,11 +59,7 @@ def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> N
     u, activation = inputs()
     leaves = [u, activation, *layer.parameters()]
     with capsfast.use_backend(by.name):
-        found = layer(u, activation)
-        got = gradients(found, leaves)
-    wanted = definition(layer, name, u, activation)
-    plain.assert_same(tuple(found), tuple(wanted))
-    plain.assert_same(got, gradients(wanted, leaves))
+        plain.assert_alike(layer(u, activation), definition(layer, name, u, activation), leaves)
 
 
 @each_case
@@ -116,8 +106,7 @@ def test_sizes_that_coincide_with_those_of_positions(
         found = tuple(at_samples(each, len(spatial)) for each in found)
         flat = {each: at_samples(mask, len(spatial)) for each, mask in given.items()}
         wanted = routing(at_samples(votes, len(spatial)), at_samples(activation, len(spatial)), **flat)
-        plain.assert_same(found, tuple(wanted))
-        plain.assert_same(gradients(found, leaves), gradients(wanted, leaves))
+        plain.assert_alike(found, wanted, leaves)
 
 
 @each_case
@@ -194,26 +183,6 @@ def test_pose_matrices(name: str) -> None:
         for row in range(2):  # [I, J, R, Q]
             whole.W[:, :, 3 * row : 3 * row + 3, 3 * row : 3 * row + 3] = layer.W.transpose(2, 3)
     plain.assert_same(tuple(layer(*inputs())), tuple(whole(*inputs())))
-
-
-@each_name
-@pytest.mark.parametrize("network", [CapsNet, CapsAutoEncoder, DeepCaps])
-def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
-    small = {"dims": (3, 4, 4), "types": 3} if network is DeepCaps else {"primary_groups": 3, "primary_dim": 4}
-    torch.manual_seed(0)
-    model = network(1, 12, 5, conv_channels=6, routing=name, **small)
-    images, labels = torch.rand(7, 1, 12, 12), torch.arange(7) % 5
-    output = model(images)
-    assert output.lengths.shape == (7, 5)
-    if network is not CapsAutoEncoder:
-        assert torch.equal(output.reconstruction, model.reconstruct(output.capsules, output.lengths.argmax(1)))
-    loss = capsfast.nn.MarginLoss()(output.lengths, labels) + output.reconstruction.square().sum()
-    loss.backward()
-    values = model.named_parameters()
-    missing = [each for each, value in values if value.grad is None or not value.grad.isfinite().all()]
-    assert not missing
-    found = capsfast.diagnose(model.routing, model.encode(images), labels)
-    assert not any(each.name == "not finite" for each in found.findings) and "coupling entropy" in str(found)
 
 
 @each_name

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from capsfast.data import Batch
 from capsfast.models import Sparsity, StackedCapsuleAutoencoder
-from capsfast.nn.stacked import ObjectCaps, Objects, PartCaps, Parts, SetTransformer, TemplateMixture, explain
+from capsfast.nn.stacked import ObjectCaps, Objects, Parts, SetTransformer, TemplateMixture, explain
 from capsfast.nn.stacked.affine import affine, compose, inverse
 
 from .support.plain import assert_same
@@ -168,16 +168,6 @@ def test_noise_in_training_alone() -> None:
     assert_same(quiet(images).reconstruction, quiet.eval()(images).reconstruction)
 
 
-@pytest.mark.slow
-def test_compiles_and_takes_autocast() -> None:
-    torch._dynamo.reset()
-    model, images = small().eval(), torch.rand(B, 1, 12, 12)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(images).reconstruction, model(images).reconstruction)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert all(each.isfinite() for each in model.loss(model(images)).values())
-
-
 @pytest.mark.parametrize("normalize", ["image", [[0.2], [0.3]]])
 def test_what_is_drawn_is_the_image_whatever_the_network_sees(normalize: Any) -> None:
     sizes = {"num_parts": M, "num_objects": K, "conv_channels": 8, "template_size": 5, "dim": 4, "hidden": 8}
@@ -200,10 +190,6 @@ def test_numbers_of_parameters() -> None:
     encoder = sum(parameter.numel() for parameter in model.encoder.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     assert total == convolutions + part_caps + templates + K * each + encoder
-    other = small()
-    other.load_state_dict(model.state_dict())
-    images = torch.rand(B, 1, 12, 12)
-    assert_same(other.eval()(images).reconstruction, model.eval()(images).reconstruction)
 
 
 @pytest.mark.slow
@@ -240,13 +226,5 @@ def test_clusters_are_named_once() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="num_parts must be at least 1, got 0"):
-        small(num_parts=0)
-    with pytest.raises(ValueError, match=r"images must be \[B, 1, 12, 12\], got \[2, 1, 12, 13\]"):
-        small()(torch.rand(2, 1, 12, 13))
     with pytest.raises(ValueError, match="num_heads must divide dim=16, got 3"):
         SetTransformer(3, 8, 2, num_heads=3)
-    with pytest.raises(ValueError, match="pixel_std must be positive and finite, got 0"):
-        small(pixel_std=0)
-    with pytest.raises(ValueError, match="features must be at least 1, got 0"):
-        PartCaps(3, 4, 0)

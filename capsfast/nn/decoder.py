@@ -80,10 +80,8 @@ class Decoder(_MaskedDecoder):
         **made: Unpack[Made],
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
-        for width in hidden:
-            _arguments.integer(self._op, "hidden", width)
         C, H, W = self.image_shape
-        widths = [self.in_features, *hidden, C * H * W]
+        widths = [self.in_features, *_arguments.sizes(self._op, "hidden", hidden, 0), C * H * W]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
             layers += [nn.Linear(before, after, **made), nn.ReLU()]

@@ -121,3 +121,34 @@ def _on_a_rank(rank: int) -> None:
 
 def test_on_two_ranks(tmp_path: Path) -> None:
     on_two_ranks(_on_a_rank, tmp_path)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "efficientcapsnet": [{"shared_weight": True, "squash": "paper"}, {"routing": "dynamic", "gradient": "last"}],
+    "invertedattention": [{"num_iterations": 3, "concurrent": False}],
+    "matrixcapsnet": [{"routing": "dynamic", "squash": "exp"}],
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_reach_the_network_and_unknown_ones_are_named(name: str) -> None:
+    for options in OPTIONS[name]:
+        model = learner_of(name, options={**SMALL[name], **options}).model
+        for option, value in options.items():
+            of_routing = getattr(getattr(model, "routing", None), "routing", None)
+            if option not in ("routing", "shared_weight"):
+                assert getattr(model, option, getattr(of_routing, option, None)) == value
+    with pytest.raises(TypeError, match=rf"{name}'s own options are "):
+        learner_of(name, options={"top_k": 3})
+
+
+def test_statistics_of_a_network_with_its_own_activations() -> None:
+    """Statistics include the class capsules. Even dynamic routing takes the options of layers by passes."""
+    images = ImageData("digits", batch_size=8)
+    images.setup()
+    for options in ({}, {"routing": "dynamic", "squash": "exp"}):
+        learner = Learner("matrixcapsnet", *images.sets[2:], options={**SMALL["matrixcapsnet"], **options})
+        found = train.routing_statistics(learner, images.sets.test, limit=8, batch_size=8)
+        batch = next(iter(images.val_dataloader()))
+        lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
+        torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)

@@ -6,6 +6,8 @@ Shares no code with capsfast. The reference backend is compared with it; layers 
 import math
 from typing import Any
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,3 +124,20 @@ def votes(u: Tensor, weight: Tensor) -> Tensor:
 def assert_same(got: object, wanted: object, tolerance: float = 1e-9) -> None:
     """Compares float64 results of two ways to compute the same."""
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def gradients(found: Tensor | Sequence[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """For the same random gradients of the results in every call with results of these shapes."""
+    found = (found,) if isinstance(found, Tensor) else tuple(found)
+    torch.manual_seed(2)
+    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # contiguous, whatever the strides of outputs
+    return list(torch.autograd.grad(found, leaves, seeds, allow_unused=True, materialize_grads=True))
+
+
+def assert_alike(
+    got: Tensor | Sequence[Tensor], wanted: Tensor | Sequence[Tensor], leaves: list[Tensor], tolerance: float = 1e-9
+) -> None:
+    """Compares float64 results and their gradients."""
+    one, other = ((each,) if isinstance(each, Tensor) else tuple(each) for each in (got, wanted))
+    assert_same(one, other, tolerance)
+    assert_same(gradients(one, leaves), gradients(other, leaves), tolerance)

@@ -1,0 +1,214 @@
+"""Every network as a torch module: copies, dtypes, devices, compilation, training, and what it refuses."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import capsfast
+from capsfast import models
+from capsfast.models import (
+    CNN,
+    CapsAutoEncoder,
+    CapsNet,
+    DeepCaps,
+    EfficientCapsNet,
+    InvertedAttentionCapsNet,
+    MatrixCapsNet,
+    SegCaps,
+    StackedCapsuleAutoencoder,
+)
+from capsfast.nn import CapsNetLoss, MarginLoss, ReconstructionLoss
+
+from .support.routings import ROUTINGS
+
+SIZE, CLASSES, B = (2, (12, 10)), 5, 4
+LABELS = torch.tensor([0, 4, 2, 1])
+PRIMARY: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
+# Small networks for images [B, 2, 12, 10].
+NETWORKS: dict[str, Callable[..., Any]] = {
+    "DeepCaps": lambda **more: DeepCaps(*SIZE, CLASSES, conv_channels=6, types=3, dims=(3, 4, 4), digit_dim=6, **more),
+    "CapsAutoEncoder": lambda **more: CapsAutoEncoder(*SIZE, 5, 6, **PRIMARY, **more),
+    "CNN": lambda **more: CNN(*SIZE, CLASSES, channels=(4, 4), kernel_size=3, hidden=(8, 12), dropout=0.1, **more),
+    "EfficientCapsNet": lambda **more: EfficientCapsNet(*SIZE, CLASSES, digit_dim=6, **PRIMARY, **more),
+    "InvertedAttentionCapsNet": lambda **more: InvertedAttentionCapsNet(
+        *SIZE, CLASSES, types=3, num_caps=5, digit_dim=6, **PRIMARY, **more
+    ),
+    "MatrixCapsNet": lambda **more: MatrixCapsNet(
+        *SIZE, CLASSES, conv_channels=6, primary_types=2, conv_types=(3, 3), pose_rows=2, **more
+    ),
+    "SegCaps": lambda **more: SegCaps(
+        *SIZE, CLASSES, conv_channels=3, types=2, dims=(2, 3), digit_dim=4, kernel_size=3, hidden=(5,), **more
+    ),
+    "StackedCapsuleAutoencoder": lambda **more: StackedCapsuleAutoencoder(
+        *SIZE, CLASSES, num_parts=3, num_objects=4, conv_channels=4, template_size=5, dim=4, hidden=8, **more
+    ),
+    "CapsNet": lambda **more: CapsNet(*SIZE, CLASSES, digit_dim=6, **PRIMARY, **more),
+}
+each_network = pytest.mark.parametrize("name", NETWORKS)
+# Those with a decoder that reconstruction=False leaves out.
+DECODED = ("CapsNet", "DeepCaps", "EfficientCapsNet", "InvertedAttentionCapsNet", "SegCaps")
+
+
+def network(name: str, **more: Any) -> nn.Module:
+    """In evaluation mode: without dropout, noise and statistics of the batch."""
+    torch.manual_seed(0)
+    return NETWORKS[name](**more).eval()  # type: ignore[no-any-return]
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(B, 2, 12, 10, dtype=dtype)
+
+
+def results(output: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+
+def loss_of(output: Any) -> Tensor:
+    return sum((each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results(output))  # type: ignore[return-value]
+
+
+def test_every_network_is_here() -> None:
+    own = {name for name in models.__all__ if isinstance(getattr(models, name), type)}
+    assert {*NETWORKS} == {name for name in own if issubclass(getattr(models, name), nn.Module)}
+
+
+@pytest.mark.rows(9)
+@each_network
+def test_copies(name: str) -> None:
+    model, x = network(name), images()
+    with torch.no_grad():
+        model.train()(x)  # changes statistics of the batch, which are part of the state
+    wanted = results(model.eval()(x))
+    loaded = NETWORKS[name](device="cpu").eval()
+    loaded.load_state_dict(model.state_dict())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False), loaded]
+    for other in others:
+        assert all(map(torch.equal, results(other(x)), wanted)) and repr(other) == repr(model)
+
+
+@pytest.mark.rows(9)
+@each_network
+def test_dtypes(name: str) -> None:
+    model, x = network(name), images()
+    wanted = results(model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = results(model(x))
+        loss_of(cast).backward()
+    assert {each.grad.dtype for each in model.parameters() if each.grad is not None} == {torch.float32}
+    assert all(each.isfinite().all() for each in cast)
+    if name not in ("MatrixCapsNet", "StackedCapsuleAutoencoder"):  # whose last steps are in float32
+        torch.testing.assert_close(cast[0].float(), wanted[0], rtol=0.1, atol=0.05)
+        assert {each.dtype for each in results(model.bfloat16()(x.bfloat16()))} == {torch.bfloat16}
+    exact = results(network(name, dtype=torch.float64)(x.double()))
+    assert {each.dtype for each in exact} == {torch.float64}
+
+
+@pytest.mark.rows(9)
+@each_network
+def test_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        found = results(NETWORKS[name]()(torch.empty(B, 2, 12, 10)))
+    assert [each.shape for each in found] == [each.shape for each in results(network(name)(images()))]
+    assert all(parameter.is_meta for parameter in NETWORKS[name](device="meta").parameters())
+
+
+@pytest.mark.rows(1)
+@each_network
+def test_graph_of_one_piece(name: str) -> None:
+    model, x = network(name), images()
+    torch._dynamo.reset()
+    found = []
+    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        output = each(x)
+        loss_of(output).backward()
+        found.append([*results(output), *(each.grad for each in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.rows(9)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in ("SegCaps", "StackedCapsuleAutoencoder")])
+def test_a_few_steps_of_training(name: str) -> None:
+    model, x = network(name).train(), images()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03 if name == "MatrixCapsNet" else 0.01)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        if name == "CapsAutoEncoder":
+            loss = ReconstructionLoss()(model(x).reconstruction, x)
+        else:
+            loss = CapsNetLoss(0.005)(model(x, LABELS), x, LABELS).total
+        loss.backward()
+        assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < (0.9 if name == "CapsAutoEncoder" else 0.5) * losses[0], losses
+    if name != "CapsAutoEncoder":
+        assert torch.equal(model(x).lengths.argmax(1), LABELS) and MarginLoss()(model(x).lengths, LABELS) < 0.5
+
+
+ROUTED = [
+    *((name, routing, {}) for name in ("CapsNet", "DeepCaps", "CapsAutoEncoder", "SegCaps") for routing in ROUTINGS),
+    *(("EfficientCapsNet", routing, {}) for routing in ROUTINGS),
+    *(("MatrixCapsNet", routing, {"competition": how}) for how in ("window", "child") for routing in ROUTINGS),
+]
+
+
+@pytest.mark.rows(30)
+@pytest.mark.parametrize(("name", "routing", "options"), ROUTED, ids=str)
+def test_every_routing(name: str, routing: str, options: dict[str, Any]) -> None:
+    if name == "SegCaps" and not ROUTINGS[routing].of_votes:
+        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must need only votes"):
+            network(name, routing=routing)
+        return
+    model, x = network(name, routing=routing, **options), images()
+    output = model(x)
+    assert output.lengths.shape[:2] == output.capsules.shape[:2] == (B, CLASSES)
+    capsules, activations = model.classify(x)
+    assert torch.equal(capsules, output.capsules) and torch.equal(activations, output.lengths)
+    if name in ("CapsNet", "DeepCaps", "EfficientCapsNet"):
+        assert torch.equal(output.reconstruction, model.reconstruct(capsules, activations.argmax(1)))
+        diagnosis = capsfast.diagnose(model.routing, model.encode(x), LABELS)
+        assert not any(each.name == "not finite" for each in diagnosis.findings)
+    loss_of(output).backward()
+    missing = [part for part, each in model.named_parameters() if each.grad is None or not each.grad.isfinite().all()]
+    if name == "MatrixCapsNet" and routing != "em":  # a routing that uses only poses gives activations no gradient
+        missing = [each for each in missing if each.endswith(".W") or each.startswith("conv.")]
+    assert not missing
+
+
+@pytest.mark.rows(9)
+@each_network
+def test_wrong_images(name: str) -> None:
+    model = network(name)
+    with pytest.raises(ValueError, match=rf"models\.{name}: images must be \[B, 2, 12, 10\], got \[4, 2, 10, 12\]"):
+        model(torch.rand(B, 2, 10, 12))
+    with pytest.raises(ValueError, match=rf"models\.{name}: images must have shape \[B, C, H, W\], got \[2, 12, 10\]"):
+        model(torch.rand(2, 12, 10))
+    with pytest.raises(TypeError, match=r"images must be float32, .* got uint8; convert it with images\.float"):
+        model(torch.zeros(B, 2, 12, 10, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_without_a_decoder(name: str) -> None:
+    whole, bare = network(name), network(name, reconstruction=False)
+    assert whole(images()).reconstruction.shape == (B, 2, 12, 10)
+    output = bare(images())
+    assert bare.decoder is None and output.reconstruction is None
+    assert {*whole.state_dict()} - {*bare.state_dict()} == {f"decoder.{each}" for each in whole.decoder.state_dict()}
+    with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
+        bare.reconstruct(output.capsules, LABELS)
+    if name != "SegCaps":
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 4\], got 5"):
+            whole(images(), LABELS + 1)
