@@ -76,15 +76,12 @@ def _no_plans() -> None:
 MARKERS = (
     "shapes(*shapes): run with each backend, op (if there is a parameter op) and shape that the backend has time for",
     "rows(n, **n_of_backend): how many rows of this test's table run in the first tier; a pair is for both tiers",
-    "of_the_weight(**values): values of parameters that need a weight: skipped for ops with given votes",
     "against_reference: compares with the backend reference, so does not run on it",
     "fused: only for backends with ops of their own",
-    "needs(*dtypes): only for backends that serve these dtypes and the dtype of a parameter dtype",
     "kernels: tests what kernels compute, also on the emulated backend",
     "passes: op is one of the two routing passes",
     "only(weight=..., linear=False): ops with (True) or without a weight; not backends that serve only linear passes",
     "every_op: op is any of the four functions, case a case of this function",
-    "linear: tests passes that are linear for some values of case, also on backends that serve only these",
     "emulated(**values): an emulated backend runs only these values of parameters; route_votes={...}: for this op",
 )
 
@@ -151,12 +148,9 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
         case = parameters.get("case")
         if isinstance(case, Case | PassCase) and not case.linear:
             return False
-        if item.get_closest_marker("passes") and not item.get_closest_marker("linear"):
+        if item.get_closest_marker("passes"):
             return False
-    needed = {parameters["dtype"]} if "dtype" in parameters else set()
-    for marker in item.iter_markers("needs"):
-        needed |= set(marker.args)
-    if not needed <= set(backend.dtypes):
+    if parameters.get("dtype", backend.dtypes[0]) not in backend.dtypes:
         return False
     return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("emulated") if backend.emulated)
 
@@ -185,10 +179,7 @@ def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
     for marker in item.iter_markers("only"):
         if isinstance(op, Op) and marker.kwargs.get("weight", "weight" in op.tensors) != ("weight" in op.tensors):
             return False
-    if not isinstance(op, Op) or "weight" in op.tensors:
-        return True
-    markers = item.iter_markers("of_the_weight")
-    return not any(parameters[name] in values for marker in markers for name, values in marker.kwargs.items())
+    return True
 
 
 def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest.Item]:

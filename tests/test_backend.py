@@ -1,6 +1,8 @@
 """Which backend serves a call: backends(), use_backend(), CAPSFAST_BACKEND, backend=, and refusals."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -23,6 +25,7 @@ from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, named, re
 from .support.problems import Case, call, make
 
 SHAPE = Shape(2, 3, 4, 5, 6)
+ROOT = Path(capsfast.__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -50,19 +53,11 @@ def ops_of(backend: str | None = None) -> list[str]:
     return ops
 
 
-def test_backends_says_what_there_is() -> None:
+def test_backends_says_what_there_is_and_why_not(no_extension: str) -> None:
     states = capsfast.backends()
     assert list(states)[-1] == "reference"
-    assert states["reference"] == (True, "", ("any",))
-    for name, state in states.items():
-        assert state.available == (not state.reason), name
-
-
-def test_backends_names_the_reason_of_an_absence(no_extension: str) -> None:
-    state = capsfast.backends()["cpp"]
-    assert not state.available
-    assert state.reason == no_extension
-    assert state.devices == ("cpu",)
+    assert states["reference"] == (True, "", ("any",)) and states["cpp"] == (False, no_extension, ("cpu",))
+    assert all(state.available == (not state.reason) for state in states.values())
 
 
 def test_the_fastest_available_is_the_default() -> None:
@@ -71,46 +66,27 @@ def test_the_fastest_available_is_the_default() -> None:
     assert fused == ({"capsfast::dynamic_routing"} if capsfast.backends()["cpp"].available else set())
 
 
-def test_backend_argument(backend: Backend) -> None:
-    assert_path(backend, "dynamic_routing", ops_of(backend.name), backward=False)
+def test_ways_to_choose(backend: Backend) -> None:
+    """An argument goes before use_backend(), the inner context before the outer one."""
 
+    def ran(name: str | None = None) -> None:
+        problem = make(SHAPE, Case(coupling=False), dtype=torch.float32, device=backend.device)
+        with recorded_ops() as ops:
+            call(problem, problem.inputs, name)
+        assert_path(backend, "dynamic_routing", ops, backward=False)
 
-def forced_ops(backend: Backend) -> list[str]:
-    """The ops that run if no call names a backend."""
-    problem = make(SHAPE, Case(coupling=False), dtype=torch.float32, device=backend.device)
-    with recorded_ops() as ops:
-        call(problem, problem.inputs, None)
-    return ops
-
-
-def test_use_backend_as_a_function(backend: Backend) -> None:
     before = ops_of()
     capsfast.use_backend(backend.name)
-    assert_path(backend, "dynamic_routing", forced_ops(backend), backward=False)
+    ran()
     capsfast.use_backend(None)
     assert ops_of() == before
-
-
-def test_use_backend_as_a_context(backend: Backend) -> None:
     with capsfast.use_backend("reference"):
-        with capsfast.use_backend(backend.name):
-            assert_path(backend, "dynamic_routing", forced_ops(backend), backward=False)
+        ran(backend.name)
+        with contextlib.suppress(KeyError), capsfast.use_backend(backend.name):
+            ran()
+            raise KeyError  # ends the context too
         assert choice._forced == "reference"
     assert choice._forced is None
-
-
-def test_use_backend_context_ends_with_an_error() -> None:
-    with pytest.raises(KeyError), capsfast.use_backend("reference"):
-        raise KeyError
-    assert choice._forced is None
-
-
-def test_an_argument_goes_before_use_backend(backend: Backend) -> None:
-    with capsfast.use_backend("reference"):
-        assert_path(backend, "dynamic_routing", ops_of(backend.name), backward=False)
-
-
-def test_a_module_passes_its_backend_on(backend: Backend) -> None:
     layer = capsfast.DynamicRouting(3, 4, 6, 5, backend=backend.name).to(backend.device)
     with recorded_ops() as ops:
         layer(torch.randn(2, 3, 6, device=backend.device))
@@ -124,15 +100,12 @@ def test_use_backend_rejects_unknown_names(name: str) -> None:
     assert choice._forced is None
 
 
-def test_use_backend_rejects_an_absent_backend(no_extension: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"capsfast.use_backend: backend 'cpp' is not available: {no_extension}"):
-        capsfast.use_backend("cpp")
-    assert choice._forced is None
-
-
 def test_a_demanded_backend_that_is_absent_is_an_error(no_extension: str) -> None:
     with pytest.raises(RuntimeError, match=rf"dynamic_routing: backend 'cpp' cannot serve this call: {no_extension}"):
         routed("cpp")
+    with pytest.raises(RuntimeError, match=rf"capsfast.use_backend: backend 'cpp' is not available: {no_extension}"):
+        capsfast.use_backend("cpp")
+    assert choice._forced is None
 
 
 @pytest.mark.parametrize("asked", ALL_DTYPES, ids=str)
@@ -258,39 +231,28 @@ def test_a_compiled_call_chooses_once_for_all_sizes(dynamic: bool | None, monkey
         assert len(graphs.ops) == 1
 
 
-def test_without_extension_the_reference_warns_once(no_extension: str) -> None:
-    with pytest.warns(RuntimeWarning, match=f"slow reference backend: {no_extension}") as caught:
-        routed()
-    assert [entry.category for entry in caught] == [RuntimeWarning]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        routed()
-
-
 @pytest.mark.parametrize("votes", [False, True])
-def test_the_warning_points_at_the_caller(no_extension: str, votes: bool) -> None:
-    with pytest.warns(RuntimeWarning) as caught:
+def test_without_extension_the_reference_warns_the_caller_once(no_extension: str, votes: bool) -> None:
+    def called() -> None:
         capsfast.votes_pass(torch.randn(2, 3, 4, 5)) if votes else capsfast.dynamic_routing(*layer(*SHAPE))
-    assert caught[0].filename == __file__
 
-
-def test_a_demanded_reference_does_not_warn(no_extension: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         routed("reference")
         with capsfast.use_backend("reference"):
-            routed()
+            called()
+    with pytest.warns(RuntimeWarning, match=f"slow reference backend: {no_extension}") as caught:
+        _ = [called(), called()]
+    assert [(entry.category, entry.filename) for entry in caught] == [(RuntimeWarning, __file__)]
 
 
 def test_meta_tensors_keep_their_shapes(backend: Backend) -> None:
-    u, weight = torch.empty(2, 3, 6, device="meta"), torch.empty(3, 4, 5, 6, device="meta")
-    v, c = capsfast.dynamic_routing(u, weight, return_coupling=True, backend=backend.name)
-    assert v.shape == (2, 4, 5)
-    assert c.shape == (2, 3, 4)
-    assert v.device.type == c.device.type == "meta"
-    v, c = capsfast.route_votes(torch.empty(2, 3, 4, 5, device="meta"), return_coupling=True, backend=backend.name)
-    assert v.shape == (2, 4, 5)
-    assert c.shape == (2, 3, 4)
+    u, weight, votes = (torch.empty(size, device="meta") for size in ((2, 3, 6), (3, 4, 5, 6), (2, 3, 4, 5)))
+    for found in (
+        capsfast.dynamic_routing(u, weight, return_coupling=True, backend=backend.name),
+        capsfast.route_votes(votes, return_coupling=True, backend=backend.name),
+    ):
+        assert [(each.shape, each.device.type) for each in found] == [((2, 4, 5), "meta"), ((2, 3, 4), "meta")]
 
 
 SCRIPT = """
@@ -310,23 +272,14 @@ print("done")
 """
 
 
-def in_a_new_process(name: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
-    root = Path(capsfast.__file__).parent.parent
-    environment = os.environ | {"CAPSFAST_BACKEND": name, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", SCRIPT, device]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.rows(triton=0, reference=0)
 def test_environment_variable(backend: Backend) -> None:
-    ran = in_a_new_process(backend.name, backend.device)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split("\n")[:-1] == ["ran a fused op"] * backend.fused + ["done"]
-
-
-@pytest.mark.slow
-def test_environment_variable_with_an_unknown_name() -> None:
-    ran = in_a_new_process("quick")
-    assert ran.returncode != 0
-    assert "ValueError: CAPSFAST_BACKEND: backend must be one of" in ran.stderr
-    assert "got 'quick'" in ran.stderr
+    wrong = "import os; os.environ['CAPSFAST_BACKEND'] = 'quick'\n"
+    for code in (SCRIPT, wrong + SCRIPT):
+        environment = os.environ | {"CAPSFAST_BACKEND": backend.name, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code, backend.device]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        if code is SCRIPT:
+            assert ran.stdout.split("\n")[:-1] == ["ran a fused op"] * backend.fused + ["done"], ran.stderr
+        else:
+            assert re.search("ValueError: CAPSFAST_BACKEND: backend must be one of .*got 'quick'", ran.stderr)

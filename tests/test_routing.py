@@ -131,7 +131,6 @@ FULL = (
     *(replace(case, spatial=(3, 5)) for case in (LOADED, EVERYTHING)),
 )
 each_full = pytest.mark.parametrize("case", FULL, ids=str)
-of_the_weight = pytest.mark.of_the_weight(case=[Case(shared=True)])
 
 
 def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape]:
@@ -145,7 +144,6 @@ def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape
 
 @pytest.mark.rows(triton=(4, 20))
 @pytest.mark.parametrize("case", [*CASES, *PASS_CASES, *POSES, *POSITIONS], ids=str)
-@of_the_weight
 @pytest.mark.emulated(route_votes={"case": [*COMBINED, *PASS_CASES]})
 @pytest.mark.against_reference
 def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
@@ -195,7 +193,7 @@ def test_every_shape(backend: Backend, op: Op, shape: Shape) -> None:
     if backend.name == "triton" and shape.J > 100:
         cases = (LOADED, LOADED_OUT, *EACH_WAY[:1])  # interpreted, a case takes ten seconds
     for case in cases:
-        if not op.takes(case) or (backend.linear and not case.linear) or (case.shared is True and "votes" in op.name):
+        if not op.takes(case) or (backend.linear and not case.linear):
             continue
         check(op.make(shape, case, torch.float32, backend.device), backend)
         if case == LOADED_OUT:
@@ -313,7 +311,6 @@ def test_defaults_are_those_of_the_paper(backend: Backend, op: Op) -> None:
 @pytest.mark.parametrize(
     "case", [PLAIN, Case(shared=True), Case(coupling=False), LINEAR, SHARED, PassCase(), *FULL], ids=str
 )
-@of_the_weight
 def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: AnyCase) -> None:
     problem = op.make(sizes(backend, case)[0], case, backend.widest, backend.device)
     with recorded_ops() as ops:
@@ -413,7 +410,6 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True), LINEAR, *EACH_WAY[:2]], ids=str)
-@of_the_weight
 @pytest.mark.against_reference
 def test_any_number_of_threads_is_exact_and_repeats_its_bits(
     backend: Backend, op: Op, case: AnyCase, threads: None

@@ -19,8 +19,10 @@ from capsfast import native
 from capsfast.export import decompositions, program, to_onnx, to_package
 from capsfast.ops import factored_routing
 
-from .support import passes, problems
 from .support.backends import Shape, named
+from .support.passes import CASES as PASS_CASES
+from .support.passes import EVERYTHING
+from .support.problems import CASES, OPS, PASS_OPS, Case, Op, registered
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "serve"
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
@@ -52,9 +54,6 @@ class Served(nn.Module):
         routed = capsfast.route_votes(poses.flatten(3).movedim(-1, 1), 2, backend="cpp")
         assert passed.second is not None and passed.lse is not None
         return v, coupling, self.low(u.bfloat16()), passed.second, passed.lse, moments.first, routed
-
-
-OPS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass")
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +107,17 @@ def test_convolutional_capsules_export(routing: str, strict: bool) -> None:
 
 ALONE = """
 import sys, torch
-folder, library = sys.argv[1:]
+folder, library, package = sys.argv[1:]
 torch.ops.load_library(library)
 images, wanted = torch.load(f"{folder}/case.pt")
 for model in (torch.export.load(f"{folder}/model.pt2").module(), torch.jit.load(f"{folder}/traced.pt")):
     for value, want in zip(model(images), wanted, strict=True):
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)
 assert "capsfast" not in sys.modules
+# After it, the package finds the ops defined.
+sys.path.insert(0, package)
+import capsfast
+assert capsfast.backends()["cpp"].available
 """
 
 
@@ -128,7 +131,7 @@ def test_saved_files_run_where_there_is_the_library_alone(
     images = torch.rand(5, 1, 8, 8)
     with torch.no_grad():
         torch.save((images, served(images)), tmp_path / "case.pt")
-    command = [sys.executable, "-c", ALONE, str(tmp_path), str(capsfast.export.library())]
+    command = [sys.executable, "-c", ALONE, str(tmp_path), str(capsfast.export.library()), str(EXAMPLE.parents[1])]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
 
@@ -191,24 +194,21 @@ def test_the_program_says_what_is_wrong(package: Path) -> None:
 
 @needs_extension
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", [*OPS, *PASS_OPS], ids=str)
+def test_decompositions_are_the_ops(op: Op, dtype: torch.dtype) -> None:
     """With every option. Compares only the outputs that functions return, not those for the backward."""
-    shape, decomposed, fused = Shape(3, 7, 4, 5, 6), decompositions(), named("cpp").op(op)
-    if op in ("dynamic_routing", "route_votes"):
-        more = [problems.Case(spatial=(3,))] if op == "route_votes" else []
-        calls = [problems.registered(problems.make(shape, case, op, dtype)) for case in (*problems.CASES, *more)]
-        outputs = 2
-    else:
-        more = [replace(passes.EVERYTHING, spatial=(3,), out_mask=False, prior=False)] if op == "votes_pass" else []
-        # The op does not make votes that all output capsules share.
-        cases = [case for case in (*passes.CASES, *more) if "J" not in case.shared]
-        calls = [problems.registered(passes.make(shape, case, op, dtype)) for case in cases]
-        outputs = 5
-    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-10
-    for arguments in calls:
+    decomposed, fused, tolerance = (
+        decompositions(),
+        named("cpp").op(op.name),
+        3e-2 if dtype == torch.bfloat16 else 1e-10,
+    )
+    spatial = (Case(spatial=(3,)), replace(EVERYTHING, spatial=(3,), out_mask=False, prior=False))
+    # The op does not make votes that all output capsules share.
+    cases = [case for case in PASS_CASES if "J" not in case.shared]
+    for case in filter(op.takes, (*CASES, *cases, *spatial)):
+        arguments = registered(op.make(Shape(3, 7, 4, 5, 6), case, dtype))
         pairs = zip(decomposed[fused](*arguments), fused(*arguments), strict=True)
-        for got, want in list(pairs)[:outputs]:
+        for got, want in list(pairs)[: 2 if op in OPS else 5]:
             assert (got.shape, got.dtype) == (want.shape, want.dtype)
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
@@ -299,30 +299,34 @@ def test_torch_jit_script_is_refused() -> None:
         torch.jit.script(nn.Sequential(capsfast.nn.RoutedCaps(6, 4, 6, 5)))
 
 
-def test_arguments_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, u = capsfast.DynamicRouting(6, 4, 6, 5), torch.randn(2, 6, 6)
-    with pytest.raises(ValueError, match=r"capsfast.export.program: model must be in evaluation mode.*model.eval\(\)"):
-        program(layer, u)
-    layer.eval()
-    with pytest.raises(ValueError, match=r"batch of 2 or more for dynamic_batch=True, got \[1, 6, 6\]"):
-        program(layer, u[:1])
-    assert_same(program(layer, [u[:1]], dynamic_batch=False).module()(u[:1]), layer, u[:1])
-    with pytest.raises(TypeError, match="example must be a tensor or a sequence of arguments, got int"):
-        program(layer, 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or an exported program, got function"):
-        program(capsfast.squash, u)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"to_package: file must end in .pt2, got 'model.so'"):
-        to_package(layer, u, tmp_path / "model.so")
-    with pytest.raises(ValueError, match=r"to_onnx: file must be in a folder that exists"):
-        to_onnx(layer, u, tmp_path / "absent" / "model.onnx")
-    with pytest.raises(ValueError, match="example must be None for an exported program"):
-        to_package(program(layer, u), u, tmp_path / "model.pt2")
+LAYER, U = capsfast.DynamicRouting(6, 4, 6, 5).eval(), torch.randn(2, 6, 6)
+WRONG: dict[str, Callable[[Path], Any]] = {
+    r"program: model must be in evaluation mode.*model.eval\(\)": lambda _: program(nn.Linear(6, 4), U),
+    r"batch of 2 or more for dynamic_batch=True, got \[1, 6, 6\]": lambda _: program(LAYER, U[:1]),
+    "example must be a tensor or a sequence of arguments, got int": lambda _: program(LAYER, 3),  # type: ignore[arg-type]
+    r"model must be a torch.nn.Module or an exported program, got function": lambda _: program(capsfast.squash, U),  # type: ignore[arg-type]
+    r"to_package: file must end in .pt2, got 'model.so'": lambda path: to_package(LAYER, U, path / "model.so"),
+    "to_onnx: file must be in a folder that exists": lambda path: to_onnx(LAYER, U, path / "absent" / "model.onnx"),
+    "example must be None for an exported program": lambda path: to_package(program(LAYER, U), U, path / "model.pt2"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_that_do_not_fit(message: str, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message](tmp_path)
+
+
+def test_one_sample_is_exported_without_a_batch() -> None:
+    assert_same(program(LAYER, [U[:1]], dynamic_batch=False).module()(U[:1]), LAYER, U[:1])
+
+
+def test_what_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModuleNotFoundError, match=r"to_onnx: needs the packages onnx and onnxscript; pip install"):
-            to_onnx(layer, u, tmp_path / "model.onnx")
-    with monkeypatch.context() as patched:
-        patched.setattr(native, "extension", None)
-        patched.setattr(native, "why_absent", "it was not built")
-        with pytest.raises(RuntimeError, match=r"capsfast.export.library: it was not built"):
-            capsfast.export.library()
+            to_onnx(LAYER, U, tmp_path / "model.onnx")
+    monkeypatch.setattr(native, "extension", None)
+    monkeypatch.setattr(native, "why_absent", "it was not built")
+    with pytest.raises(RuntimeError, match=r"capsfast.export.library: it was not built"):
+        capsfast.export.library()

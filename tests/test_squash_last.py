@@ -58,13 +58,6 @@ def test_every_layer_passes_it_on(name: str, num_iterations: int) -> None:
     assert "squash_last=False" in repr(sums)
 
 
-@pytest.mark.parametrize("softmax", ["out", "in"])
-def test_one_iteration_is_that_of_the_identity(softmax: str) -> None:
-    u, weight = numbers(B, I, K), numbers(I, J, D, K)
-    s = capsfast.dynamic_routing(u, weight, 1, softmax=softmax, squash_last=False)
-    torch.testing.assert_close(s, capsfast.dynamic_routing(u, weight, 1, softmax=softmax, squash="identity"))
-
-
 def test_a_network_takes_it_as_an_option() -> None:
     net = capsfast.models.CapsNet(1, 20, 3, conv_channels=4, primary_groups=2, squash_last=False)
     assert "squash_last=False" in repr(net)

@@ -23,6 +23,7 @@ B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
 WINDOWS: dict[str, dict[str, Any]] = {
     "3x3": {},
     "stride": {"stride": 2},
+    "apart": {"kernel_size": 2, "stride": 2},
     "padding": {"padding": (1, 2)},
     "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
 }
@@ -164,22 +165,6 @@ def test_children_choose_among_all_their_parents(
         plain.assert_alike(found, pair, leaves)
     else:
         plain.assert_alike(found, of_image, leaves)
-
-
-@pytest.mark.parametrize("gradient", ["full", "last"])
-@pytest.mark.parametrize("learned_logits", [False, True])
-def test_windows_that_do_not_overlap_do_not_compete(gradient: str, learned_logits: bool) -> None:
-    options: dict[str, Any] = {"gradient": gradient, "learned_logits": learned_logits, "init_std": 1.0, "dtype": f64}
-    alone, together = (ConvCaps2d(C, J, K, D, 2, 2, competition=how, **options) for how in ("window", "child"))
-    by_name = {name.rpartition(".")[2]: value for name, value in together.named_parameters()}
-    with torch.no_grad():
-        for name, value in alone.named_parameters():
-            by_name[name.rpartition(".")[2]].copy_(value)
-    poses = torch.randn(B, C, K, 4, 4, dtype=f64).requires_grad_()
-    wanted, found = alone(poses), together(poses)
-    leaves = [by_name[name.rpartition(".")[2]] for name, _ in alone.named_parameters()]
-    plain.assert_same(found, wanted)
-    plain.assert_same(gradients((found,), [poses, *leaves]), gradients((wanted,), [poses, *alone.parameters()]))
 
 
 @pytest.mark.parametrize("name", ["em", "dynamic", "variational"])

@@ -1,6 +1,7 @@
 """Input capsules on two processes (gloo): results and gradients as in one process, and errors."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ ROUTINGS = (
 LOCAL = {"u": 1, "weight": 0, "votes": 1, "activation": 1, "lse": 1, "mask": 1, "c": 1, "weights": 1}
 
 
-def slice_of(name: str, value: Tensor, rank: int, lse_of_inputs: bool = False) -> Tensor:
+def part(rank: int, name: str, value: Tensor, lse_of_inputs: bool = False) -> Tensor:
     """The part of a tensor of this name on a rank."""
     axis = value.dim() - 2 if name == "logits" else LOCAL.get(name)
     if name == "log_sum" and lse_of_inputs:
@@ -46,25 +47,18 @@ def slice_of(name: str, value: Tensor, rank: int, lse_of_inputs: bool = False) -
     return value[(slice(None),) * axis + (slice(CUT) if rank == 0 else slice(CUT, None),)]
 
 
-def compare(problem: Problem, rank: int, call: Callable[..., Any], **more: Any) -> None:
-    """Compares ``call`` on the rank's part with the same problem in one process."""
-    case = problem.case
-    inward = getattr(case, "normalize", "") == "out"
-    wanted = problems.run(problem, "reference")
-    inputs = {name: slice_of(name, value, rank).clone().requires_grad_() for name, value in problem.inputs.items()}
-    masks = {name: slice_of(name, value, rank) for name, value in problem.masks.items()}
-    if "weight" in inputs and inputs["weight"].shape[0] == 1:
+def compare(problem: Problem, rank: int, function: Callable[..., Any], **more: Any) -> None:
+    """Compares the function on the rank's part with the same problem in one process."""
+    sliced = partial(part, rank, lse_of_inputs=getattr(problem.case, "normalize", "") == "out")
+    if "weight" in problem.inputs and problem.inputs["weight"].shape[0] == 1:
         more["shared_weight"] = True
-    found = case.outputs(call(**inputs, **masks, **case.arguments, **more, backend="reference"))
-    seeds = [slice_of(name, problem.gradients[name], rank, inward) for name in found]
-    kept = [(value, seed) for value, seed in zip(found.values(), seeds, strict=True) if value.requires_grad]
-    gradients = torch.autograd.grad(
-        [value for value, _ in kept], list(inputs.values()), [seed for _, seed in kept], materialize_grads=True
-    )
-    for name, value in found.items():
-        close(value, slice_of(name, wanted[name], rank, inward), f"{name}, {case}")
-    for name, value in zip(inputs, gradients, strict=True):
-        close(value, slice_of(name, wanted[f"d{name}"], rank), f"d{name}, {case}")
+
+    def called(given: Problem, inputs: dict[str, Tensor], backend: str | None) -> Any:
+        return function(**inputs, **given.masks, **given.case.arguments, **more, backend=backend)
+
+    wanted = problems.run(problem, "reference")
+    for name, value in problems.run(problem.map(sliced), "reference", function=called).items():
+        close(value, sliced(name.removeprefix("d"), wanted[name]), f"{name}, {problem.case}")
 
 
 def close(value: Tensor, wanted: Tensor, of: str) -> None:
@@ -116,16 +110,16 @@ def second_derivatives(rank: int) -> None:
         found: Tensor = distributed.dynamic_routing(u, weight, *rest, **options)
         return found
 
-    found = twice(over_ranks, slice_of("u", u, rank), slice_of("weight", weight, rank))
+    found = twice(over_ranks, part(rank, "u", u), part(rank, "weight", weight))
     for name, value, want in zip(("u", "weight"), found, wanted, strict=True):
-        close(value, slice_of(name, want, rank), f"second derivative, {name}")
+        close(value, part(rank, name, want), f"second derivative, {name}")
 
 
 def sixteen_bits(rank: int) -> None:
     case = Case(gradient="last", logits="IJ", bias=True, coupling=False)
     problem = problems.make(SHAPE, case, dtype=torch.bfloat16)
     wanted = problems.run(problem.to(torch.float32), "reference")["v"]
-    inputs = {name: slice_of(name, value, rank).requires_grad_() for name, value in problem.inputs.items()}
+    inputs = {name: part(rank, name, value).requires_grad_() for name, value in problem.inputs.items()}
     v = distributed.dynamic_routing(**inputs, **case.arguments, backend="reference")
     assert v.dtype == torch.bfloat16
     torch.testing.assert_close(v.float(), wanted, rtol=0.02, atol=0.02)

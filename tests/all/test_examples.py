@@ -1,6 +1,5 @@
 """Runs the examples as a user does."""
 
-import dataclasses
 import importlib.util
 import os
 import signal
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import capsfast
 
@@ -78,48 +76,3 @@ def test_interest_capsules_hit_more_often_than_the_mean(capsys: pytest.CaptureFi
     found = imported("interests").compare(users=3000, epochs=15, dim=8, seed=0)
     assert found["interest capsules"][0] > 1.25 * found["mean pooling"][0] > 0.1
     assert "interest capsules: hit rate@10" in capsys.readouterr().out
-
-
-def test_demo_ends_with_what_was_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The numbers of training and record, the pictures, and commands that exist."""
-    from typer.main import get_command
-
-    from capsfast.bench import record
-    from capsfast.bench.cases import CANONICAL, DIRECTIONS
-    from capsfast.bench.contenders import COMPILED, EAGER, OURS
-    from capsfast.bench.measure import Row
-    from capsfast.bench.timing import Timing
-    from capsfast.cli.app import app
-
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setenv("COLUMNS", "200")
-    demo = imported("demo")
-    monkeypatch.chdir(tmp_path)
-
-    def bench(json: Path, **_: Any) -> None:
-        times = {OURS + "cpp": 1e-3, COMPILED: 7e-3, EAGER: 25e-3}
-        cases = [dataclasses.replace(CANONICAL, direction=each) for each in DIRECTIONS]
-        seconds = {name: dataclasses.asdict(Timing.of([time])) for name, time in times.items()}
-        rows = [Row(case, name, "ok", "", seconds[name], {"v": 0.0}) for case in cases for name in times]
-        record.save(json, record.environment(torch.device("cpu")), rows)
-
-    outcome = demo.digits.Outcome({"cpp": 0.9917, "reference": 0.9889}, {"cpp": 3.25, "reference": 15.5})
-    monkeypatch.setattr(demo.digits, "compare", lambda *_, **__: outcome)
-    monkeypatch.setattr(demo, "bench", bench)
-    demo.main()
-    said = capsys.readouterr().out
-    for shown in (
-        "cpp 99.17%; reference 98.89%",
-        "cpp 3.2 s; reference 15.5 s",
-        "forward 7.0x torch.compile einsum, 25.0x eager einsum; forward+backward 7.0x",
-        "out/curve.png, out/reconstructions.png, out/speed.png",
-    ):
-        assert shown in said, said
-    lines = [
-        line.split("capsfast ", 1)[1].split("  ")[0].split() for line in said.splitlines() if line.startswith("  ")
-    ]
-    assert len(lines) >= 3
-    for name, *words in lines:
-        get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]

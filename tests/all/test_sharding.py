@@ -1,6 +1,6 @@
 """The ops on DTensors of two processes (gloo): results and gradients as in one process, in the expected places."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import capsfast
 from capsfast import native
 
-from ..support.problems import LOADED, LOADED_OUT, Case, make
+from ..support.problems import LOADED, LOADED_OUT, AnyCase, Case, PassCase, Problem, call, make, run
 from ..support.ranks import on_two_ranks
 
 pytestmark = [
@@ -21,149 +20,83 @@ pytestmark = [
 ]
 
 SHAPE = (4, 6, 4, 5, 3)
-B, I, J, D, K = SHAPE
+# The axes of tensors and results; S: positions.
+AXES = {"u": "BIK", "weight": "IJDK", "votes": "BIJDS", "bias": "JD", "mask": "BIS", "out_mask": "BJ", "prior": "BJ"}
+AXES |= {**dict.fromkeys(("query", "precision", "center", "v", "first", "second"), "BJDS"), "activation": "BIS"}
+AXES |= {"lse": "BIS", "mass": "BJS", "c": "BIJS", "weights": "BIJS"}
+PASS = PassCase(query=True, precision=True, center=True, prior=True, logits="IJ", activation=True)
+MORE = replace(PASS, second=True, weights=True)
 
 
-def in_place(axes: str, axis: str) -> Any:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return Shard(axes.index(axis)) if axis and axis in axes else Replicate()
-
-
-def check(
-    function: Callable[..., Any],
-    tensors: dict[str, tuple[str, Tensor]],
-    axis: str,
-    outputs: dict[str, str],
-    sums: str | None = None,
-) -> None:
+def check(problem: Problem, axis: str, sums: str | None = None) -> None:
     """Compares one process with a run where every tensor is split along ``axis``, a letter of its axes.
 
-    outputs: the axes of each result; results without the axis are partial sums. sums: inputs whose gradients are
-    partial sums too; None compares only values, not placements.
+    Results without the axis are partial sums. sums: inputs whose gradients are partial sums too; None compares only
+    values, not placements.
     """
-    from torch.distributed.tensor import DTensor, Partial, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
-    floating = [name for name, (_, value) in tensors.items() if value.is_floating_point()]
-    plain = {name: value.clone().requires_grad_(name in floating) for name, (_, value) in tensors.items()}
-    split = {
-        name: distribute_tensor(value, mesh, [in_place(axes, axis)]).requires_grad_(name in floating)
-        for name, (axes, value) in tensors.items()
-    }
-    one, both = (list(function(**inputs)) for inputs in (plain, split))
-    for (name, axes), want, got in zip(outputs.items(), one, both, strict=True):
-        assert isinstance(got, DTensor)
-        if sums is not None:
-            assert got.placements == (Partial() if axis and axis not in axes else in_place(axes, axis),), name
-        torch.testing.assert_close(got.full_tensor(), want, msg=name)
-    seeds = [
-        torch.randn(value.shape, generator=torch.Generator().manual_seed(n)).to(value) for n, value in enumerate(one)
-    ]
-    wanted = torch.autograd.grad(one, [plain[name] for name in floating], seeds)
-    places = [in_place(axes, axis) for axes in outputs.values()]
-    ours = [distribute_tensor(seed, mesh, [place]) for seed, place in zip(seeds, places, strict=True)]
-    found = torch.autograd.grad(both, [split[name] for name in floating], ours)
-    for name, want, got in zip(floating, wanted, found, strict=True):
-        if sums is not None:
-            place = Partial() if name in sums.split() else in_place(tensors[name][0], axis)
-            assert got.placements == (place,), name
-        torch.testing.assert_close(got.full_tensor(), want, msg=name)
+    case, mesh = problem.case, init_device_mesh("cpu", (2,))
+    axes = {**AXES, "logits": case.logits, "log_sum": "BJ" if getattr(case, "normalize", "") == "in" else "BI"}
+    axes |= {"weight": "1JDK"} if case.shared else {}
 
+    def place(name: str) -> Any:
+        return Shard(axes[name].index(axis)) if axis and axis in axes[name] else Replicate()
 
-AXES = {"u": "BIK", "weight": "IJDK", "votes": "BIJD", "bias": "JD", "mask": "BI", "out_mask": "BJ"}
+    def split(name: str, value: Tensor) -> Tensor:
+        return distribute_tensor(value, mesh, [place(name)])
 
+    wanted = run(problem, "cpp")
+    placements: dict[str, Any] = {}
 
-def routing(case: Case, op: str, axis: str, sums: str | None = None) -> None:
-    problem = make(SHAPE, case, op)
-    axes = {**AXES, "logits": case.logits, **({"weight": "1JDK"} if case.shared else {})}
-    tensors = {name: (axes[name], value) for name, value in (problem.inputs | problem.masks).items()}
+    def called(given: Problem, inputs: dict[str, Tensor], backend: str | None) -> Any:
+        found = call(given, inputs, backend)
+        for name, value in case.outputs(found).items():
+            assert isinstance(value, DTensor)
+            placements[name] = Partial() if axis and axis not in axes[name] else place(name)
+            assert sums is None or value.placements == (placements[name],), name
+        return found
 
-    def call(**inputs: Tensor) -> tuple[Tensor, ...]:
-        found = getattr(capsfast, op)(**inputs, **case.arguments, backend="cpp")
-        return found if case.coupling else (found,)
-
-    check(call, tensors, axis, {"v": "BJD", **({"c": "BIJ"} if case.coupling else {})}, sums)
-
-
-def passes(normalize: str, op: str, axis: str, sums: str | None = None, **options: Any) -> None:
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return 0.5 * torch.randn(size, generator=draw, dtype=torch.float64)
-
-    tensors = {
-        "u": ("BIK", normal(B, I, K)),
-        "weight": ("IJDK", normal(I, J, D, K)),
-        "votes": ("BIJD", normal(B, I, J, D)),
-        **{name: ("BJD", normal(B, J, D).abs()) for name in ("query", "precision", "center")},
-        "prior": ("BJ", normal(B, J)),
-        "logits": ("IJ", normal(I, J)),
-        "activation": ("BI", normal(B, I)),
-    }
-    for name in ("votes",) if op == "routing_pass" else ("u", "weight"):
-        del tensors[name]
-    if normalize == "lse":
-        tensors["lse"] = ("BI", 2 + normal(B, I))
-    if normalize in ("out", "in"):
-        options["return_lse"] = True
-    outputs = (
-        {"mass": "BJ", "first": "BJD", "second": "BJD"} if options.get("second") else {"mass": "BJ", "first": "BJD"}
-    )
-    if options.get("return_weights"):
-        outputs["weights"] = "BIJ"
-    if options.get("return_lse"):
-        outputs["lse"] = "BI" if normalize == "out" else "BJ"
-
-    def call(**inputs: Tensor) -> list[Tensor]:
-        found = getattr(capsfast, op)(**inputs, normalize=normalize, **options, backend="cpp")
-        return [value for value in found if value is not None]
-
-    check(call, tensors, axis, outputs, sums)
-
-
-def positions(softmax: str, axis: str, sums: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    tensors = {
-        "votes": ("BIJDS", torch.randn(B, I, J, D, 6, generator=draw, dtype=torch.float64)),
-        "logits": ("IJ", torch.randn(I, J, generator=draw, dtype=torch.float64)),
-        "mask": ("BIS", torch.rand(B, I, 6, generator=draw) > 0.3),
-    }
-
-    def call(**inputs: Tensor) -> tuple[Tensor, ...]:
-        return capsfast.route_votes(**inputs, softmax=softmax, return_coupling=True, backend="cpp")
-
-    check(call, tensors, axis, {"v": "BJDS", "c": "BIJS"}, sums)
+    gradients = {name: value for name, value in problem.gradients.items() if name in wanted}
+    given = replace(problem, gradients=gradients).map(split)
+    for name, got in run(given, "cpp", function=called).items():
+        if name in {f"d{each}" for each in problem.inputs} and sums is not None:
+            expected = Partial() if name[1:] in sums.split() else place(name[1:])
+            assert got.placements == (expected,), name  # type: ignore[attr-defined]
+        torch.testing.assert_close(got.full_tensor(), wanted[name], msg=name)  # type: ignore[attr-defined]
 
 
 def every_rule(rank: int) -> None:
+    def of(case: AnyCase, axis: str, sums: str | None = None, op: str = "") -> None:
+        check(make(SHAPE, case, op), axis, sums)
+
     # One op with several options in turn: this would show a rule that was cached for other options.
-    routing(LOADED_OUT, "dynamic_routing", "B", "weight logits bias")
-    routing(LOADED, "dynamic_routing", "B", "weight bias")
-    routing(LOADED, "dynamic_routing", "J", "u")
-    routing(Case(shared=True, softmax="in", coupling=False), "dynamic_routing", "J", "u")
-    routing(Case(shared=True, coupling=False), "dynamic_routing", "B", "weight")
-    routing(LOADED_OUT, "dynamic_routing", "", "")
+    of(LOADED_OUT, "B", "weight logits bias")
+    of(LOADED, "B", "weight bias")
+    of(LOADED, "J", "u")
+    of(Case(shared=True, softmax="in", coupling=False), "J", "u")
+    of(Case(shared=True, coupling=False), "B", "weight")
+    of(LOADED_OUT, "", "")
     # Without a rule tensors are gathered first.
-    routing(LOADED_OUT, "dynamic_routing", "J")
-    routing(LOADED, "dynamic_routing", "I")
-    routing(LOADED_OUT, "route_votes", "B", "logits bias")
-    routing(LOADED, "route_votes", "J")
-    passes("out", "routing_pass", "B", "weight logits", second=True, return_weights=True)
-    passes("in", "routing_pass", "B", "weight logits", second=True, return_weights=True)
-    passes("in", "routing_pass", "J", "u activation", second=True, return_weights=True)
-    passes("in", "routing_pass", "I", second=True, return_weights=True)
-    passes("sigmoid", "routing_pass", "J", "u activation")
-    passes("lse", "routing_pass", "J", "u activation lse", second=True)
-    passes("none", "routing_pass", "J", "u activation")
+    of(LOADED_OUT, "J")
+    of(LOADED, "I")
+    of(LOADED_OUT, "B", "logits bias", "route_votes")
+    of(LOADED, "J", None, "route_votes")
+    of(replace(MORE, lse=True), "B", "weight logits")
+    of(replace(MORE, lse=True, normalize="in"), "B", "weight logits")
+    of(replace(MORE, lse=True, normalize="in"), "J", "u activation")
+    of(replace(MORE, lse=True, normalize="in"), "I")
+    of(replace(PASS, normalize="sigmoid"), "J", "u activation")
+    of(replace(PASS, normalize="lse", second=True), "J", "u activation lse")
+    of(replace(PASS, normalize="none"), "J", "u activation")
     summed = "query precision center prior"
-    passes("out", "routing_pass", "I", summed, second=True, return_weights=True)
-    passes("lse", "routing_pass", "I", summed, second=True)
-    passes("out", "votes_pass", "B", "logits")
-    passes("none", "votes_pass", "I", summed)
-    passes("sigmoid", "votes_pass", "J")
+    of(replace(MORE, lse=True), "I", summed)
+    of(replace(PASS, normalize="lse", second=True), "I", summed)
+    of(replace(PASS, lse=True), "B", "logits", "votes_pass")
+    of(replace(PASS, normalize="none"), "I", summed, "votes_pass")
+    of(replace(PASS, normalize="sigmoid"), "J", None, "votes_pass")
     for axis in "BS":
-        positions("in", axis, "logits")
+        of(Case(softmax="in", logits="IJ", mask=True, spatial=(6,)), axis)
 
 
 def test_dtensors_on_two_ranks(tmp_path: Path) -> None:

@@ -358,8 +358,9 @@ class Op:
         return self.tensors[0]
 
     def takes(self, case: Any) -> bool:
-        """Whether the function takes the case: pose matrices need a weight, positions need given votes."""
-        return isinstance(case, self.family) and not (case.spatial if "weight" in self.tensors else case.poses)
+        """Whether the function has the case: pose matrices need a weight, positions need given votes."""
+        alien = case.spatial if "weight" in self.tensors else case.poses or case == Case(shared=True)
+        return isinstance(case, self.family) and not alien
 
     def fit(self, shape: Sizes) -> Shape:
         """The shape for this op: given votes have no K."""
