@@ -85,10 +85,10 @@ def test_which_gpus_it_is_compiled_for(configure: Configure, toolkit: Path) -> N
     # This toolkit does not know the GPU.
     assert "for 8.0 9.0+PTX" in configure(gpus="12.0", CUDA_HOME=home).said
     assert "for 8.0 9.0+PTX" in configure(CAPSFAST_CUDA="1", CUDA_HOME=home).said
-    assert "for 8.0 8.6 8.9 9.0+PTX" in configure(TORCH_CUDA_ARCH_LIST="all", CUDA_HOME=home).said
+    assert "for 7.5 8.0 9.0+PTX" in configure(TORCH_CUDA_ARCH_LIST="all", CUDA_HOME=home).said
 
 
-@pytest.mark.parametrize("gpus", ["", "7.5"])
+@pytest.mark.parametrize("gpus", ["", "7.0"])
 @pytest.mark.parametrize("cuda_of_torch", [None, "12.4"])
 def test_no_cuda_kernels_without_a_gpu_unless_asked(
     configure: Configure, toolkit: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, cuda_of_torch: str | None
@@ -119,7 +119,7 @@ def test_the_list_of_architectures_is_honoured(configure: Configure, toolkit: Pa
     [
         ("Hopper", "must list compute capabilities such as '8.0 9.0+PTX', or be 'all', got 'Hopper'"),
         ("10.0", "asks for 10.0, which the CUDA toolkit 12.4 in"),
-        ("7.5", "need compute capability 8.0 or newer, got 7.5"),
+        ("5.0", "need compute capability 7.5 or newer, got 5.0"),
     ],
 )
 def test_architectures_that_cannot_be_built_are_errors(
