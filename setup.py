@@ -30,11 +30,11 @@ ROOT = Path(__file__).parent
 # The LibTorch stable ABI: one binary serves this torch and every newer one.
 TORCH_TARGET = "2.10"
 TORCH_TARGET_VERSION = "0x020a000000000000"
-# Ampere to Blackwell have bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for later GPUs.
-ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# Turing to Blackwell. Code for 8.0 also runs on GPUs of 8.6 and 8.9. The newest is also kept as PTX, for later GPUs.
+ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 # For CAPSFAST_CUDA=1 on a machine without a GPU: the GPUs of data centres, and PTX for later GPUs.
 WITHOUT_GPU = ("8.0", "9.0")
-OLDEST_GPU = (8, 0)
+OLDEST_GPU = (7, 5)
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
@@ -172,7 +172,8 @@ def architectures(found: Toolkit) -> list[str]:
                 f"{found.version[1]} in {found.home} does not know ({', '.join(sorted(found.known))})"
             )
         if as_numbers(number) < OLDEST_GPU:
-            raise SystemExit(f"capsfast: the CUDA kernels need compute capability 8.0 or newer, got {number}")
+            oldest = ".".join(map(str, OLDEST_GPU))
+            raise SystemExit(f"capsfast: the CUDA kernels need compute capability {oldest} or newer, got {number}")
     return asked
 
 
@@ -184,7 +185,8 @@ def gencode(names: list[str]) -> list[str]:
     """nvcc's flags. Machine code comes from the PTX of the oldest listed architecture of the same major version.
 
     Making PTX is the longer half of the work, and PTX for another minor version would be the same: kernels only ask
-    whether the architecture is 9.0 or newer. An architecture with a letter, such as 9.0a, has features of its own.
+    whether the architecture is 8.0 or newer, and 9.0 or newer. An architecture with a letter, such as 9.0a, has
+    features of its own.
     """
     plain = [name.removesuffix("+PTX") for name in names]
     flags = []

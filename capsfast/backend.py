@@ -60,8 +60,9 @@ class _Backend(NamedTuple):
     refuses: Callable[[Call], str] | None = None
 
 
-# backend=None tries them in this order. On a GPU Triton goes first: no record says yet which of the two is faster
-# (docs/routing.md). The lambdas look their function up at each call, so that a test can replace it.
+# backend=None tries them in this order. On a GPU Triton goes first until a record of `make gpu-check` for its compute
+# capability is committed; then the faster one by that record (docs/routing.md). The lambdas look their function up at
+# each call, so that a test can replace it.
 BACKENDS = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
     "triton": _Backend(

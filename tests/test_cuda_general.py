@@ -51,6 +51,31 @@ def test_votes(shape: Shape, case: Case, dtype: torch.dtype) -> None:
     check(problem, EMULATED)
 
 
+@pytest.mark.parametrize("dtype", EMULATED.dtypes, ids=str)
+@pytest.mark.parametrize("case", [PLAIN, ROUTED_IN], ids=str)
+def test_a_gpu_before_tensor_cores_of_tf32(case: Case, dtype: torch.dtype) -> None:
+    with emulator.device(architecture=75, shared_bytes=63 * 1024, clusters=False):
+        emulator.take_launches()
+        check(make_routing(Shape(5, 9, 3, 16, 8), case, dtype=dtype), EMULATED)
+        check(PASS_OPS[0].make(Shape(5, 9, 3, 16, 8), LINEAR, dtype), EMULATED)
+    assert not any(name.startswith("rows::") for name in emulator.take_launches())
+
+
+def test_a_block_may_have_shared_memory_that_no_plan_asked_for() -> None:
+    shape = Shape(33, 2, 12, 16, 16)
+
+    def plans(kib: int, fixed: int) -> list[dict[str, int]]:
+        with emulator.device(shared_bytes=kib * 1024, fixed_shared_bytes=fixed):
+            return [emulator.rows_plan(*shape, backward) for backward in (False, True)]
+
+    # Devices on which the largest plan would fit if the block had nothing else.
+    narrow = [kib for kib in range(80, 229) if plans(kib, 0) != plans(kib, 1024)]
+    assert narrow
+    for kib in narrow:
+        with emulator.device(shared_bytes=kib * 1024, fixed_shared_bytes=1024):
+            run(make_routing(shape, Case(coupling=False), dtype=torch.float32), emulator.NAME)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", [*LINEAR_WAYS, PassCase(query=True, logits="IJ", prior=True)], ids=str)
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)

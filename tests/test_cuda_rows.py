@@ -129,13 +129,13 @@ def test_clusters_add_up_their_sums() -> None:
 @pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "refusal",
-    [{"cooperative": False}, {"crowded": True}],
-    ids=["no-device", "crowded"],
+    [{"cooperative": False}, {"crowded": True}, {"capturing": True}],
+    ids=["no-device", "crowded", "graph"],
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 60, 3, 16, 8), Shape(2, 90, 10, 8, 4)], ids=str)
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
-    """If the device does not run all blocks of a launch at the same time, every step is a launch."""
+    """If the device does not run all blocks of a launch together, or a graph is captured, every step is a launch."""
     problem = make(shape, case, dtype=torch.float32)
     emulator.take_launches()
     with emulator.device(**(LARGE | refusal)):
@@ -271,7 +271,7 @@ def test_one_product_where_torch_allows_tf32(shape: Shape, case: Case, request: 
             assert 1e-5 < error < 1e-2, (name, error)
 
 
-@pytest.mark.parametrize(("allowed", "most"), [(False, 6e-8), (True, 6e-5)], ids=["exact", "single"])
+@pytest.mark.parametrize(("allowed", "most"), [(False, 2e-7), (True, 6e-5)], ids=["exact", "single"])
 def test_bits_that_products_drop_make_gradients_no_smaller(
     allowed: bool, most: float, request: pytest.FixtureRequest
 ) -> None:

@@ -15,12 +15,13 @@ import torch.multiprocessing
 from torch import nn
 
 import capsfast
+from capsfast import toolchain
 from capsfast.bench.cases import CANONICAL
 from capsfast.bench.contenders import EAGER, OURS, contender
 from capsfast.bench.memory import peak_growth
 
 from .support.accuracy import assert_accurate, cosine_to, plain_results, relative_l2
-from .support.backends import Backend, Shape, assert_path, available, recorded_ops
+from .support.backends import Backend, Shape, assert_path, available, named, recorded_ops
 from .support.on_gpu import (
     assert_as_accurate_as_einsum,
     assert_replays,
@@ -30,7 +31,7 @@ from .support.on_gpu import (
     overwrite,
     tensors_of,
 )
-from .support.problems import LOADED, LOADED_OUT, Case, make, run
+from .support.problems import LOADED, LOADED_OUT, Case, make, registered, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,24 +57,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "order"),
-    [
-        ("dynamic_routing", SMALL, ("cuda", "triton")),
-        ("dynamic_routing", SMALL._replace(J=13), ("triton", "cuda")),
-        ("route_votes", SMALL, ("triton", "cuda")),
-    ],
-    ids=["rows", "other sizes", "votes"],
-)
-def test_the_backend_that_goes_first(op: str, shape: Shape, order: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_the_backend_that_goes_first(op: str) -> None:
     there = {backend.name: backend for backend in available() if backend.device == "cuda"}
-    first = next((there[name] for name in order if name in there), None)
-    if first is None:
-        pytest.skip("no fused backend for GPUs")
-    problem = make(shape, QUIET, op, torch.float32, "cuda")
+    if not there or toolchain.too_old_for_triton(torch.device("cuda")):
+        pytest.skip("no choice between fused backends for GPUs")
     with recorded_ops() as ops:
-        run(problem, None)
-    assert_path(first, op, ops)
+        run(make(SMALL, QUIET, op, torch.float32, "cuda"), None)
+    assert_path(there.get("triton", there.get("cuda")), op, ops)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
@@ -112,6 +103,17 @@ def test_work_goes_to_the_device_of_the_tensors(gpu: Backend, op: str) -> None:
     assert torch.cuda.current_device() == 0
     wanted = run(problem.to(torch.float32, "cuda:0"), gpu.name)
     assert_same_bits({name: value.to("cuda:0") for name, value in got.items()}, wanted)
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_on_two_devices_are_refused_by_the_op_itself(op: str) -> None:
+    arguments = registered(make(SMALL, LOADED, op, torch.float32, "cuda"))
+    moved = [
+        value.to("cuda:1") if isinstance(value, torch.Tensor) and value.dim() == 2 else value for value in arguments
+    ]
+    with pytest.raises(RuntimeError, match="tensors must be on one device, got cuda:0 and cuda:1"):
+        named("cuda").op(op)(*moved)
 
 
 @pytest.fixture

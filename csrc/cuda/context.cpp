@@ -44,9 +44,11 @@ Context::Context(const torch::stable::Tensor& tensor)
   const int device = tensor.get_device_index();
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
-  shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
   clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
-  cooperative_ = cooperative_wanted() && attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream_), &capture), "cudaStreamIsCapturing");
+  cooperative_ = cooperative_wanted(capture != cudaStreamCaptureStatusNone) &&
+                 attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
 }
 
 Context::~Context() = default;

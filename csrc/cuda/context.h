@@ -11,13 +11,15 @@
 namespace capsfast::gpu {
 
 // Whether launches may be cooperative. A cooperative launch needs the whole device, so it waits for kernels that stay
-// on some multiprocessors for long, such as communication kernels. The environment variable is read once.
-inline bool cooperative_wanted() {
-  static const bool wanted = [] {
+// on some multiprocessors for long, such as communication kernels. In a graph that is captured a refusal would come when
+// the graph is instantiated, too late for another kind of launch; there only CAPSFAST_COOPERATIVE=1 makes launches
+// cooperative, and 0 never. The environment variable is read once.
+inline bool cooperative_wanted(bool capturing) {
+  static const std::string_view asked = [] {
     const char* value = std::getenv("CAPSFAST_COOPERATIVE");
-    return value == nullptr || std::string_view(value) != "0";
+    return std::string_view(value == nullptr ? "" : value);
   }();
-  return wanted;
+  return asked == "1" || (asked != "0" && !capturing);
 }
 
 class Context {
@@ -30,8 +32,6 @@ class Context {
 
   void* stream() const { return stream_; }
   int64_t multiprocessors() const { return multiprocessors_; }
-  // The most shared memory that a block may ask for, in bytes.
-  int64_t shared_bytes() const { return shared_bytes_; }
   // Whether the device has clusters, and whether it has cooperative launches and they are wanted.
   bool clusters() const { return clusters_; }
   bool cooperative() const { return cooperative_; }
@@ -40,7 +40,7 @@ class Context {
   struct Guard;
   std::unique_ptr<Guard> guard_;
   void* stream_ = nullptr;
-  int64_t multiprocessors_ = 1, shared_bytes_ = 0;
+  int64_t multiprocessors_ = 1;
   bool clusters_ = false, cooperative_ = false;
 };
 

@@ -50,6 +50,7 @@ CAPSFAST_DEVICE int64_t block_y() { return blockIdx.y; }
 CAPSFAST_DEVICE int64_t block_z() { return blockIdx.z; }
 CAPSFAST_DEVICE int64_t blocks_x() { return gridDim.x; }
 CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
+CAPSFAST_DEVICE int64_t blocks_z() { return gridDim.z; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
 // A barrier of all threads of a cooperative launch. After the barrier every thread sees what any thread wrote before
@@ -60,6 +61,13 @@ CAPSFAST_DEVICE void grid_barrier();
 // memory. Before architecture 9.0 every block is a cluster of one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define CAPSFAST_CLUSTERS 1
+#endif
+// Whether the code may copy asynchronously and multiply in TF32. A kernel that needs this is empty without; the host
+// asks architecture() before it launches one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kTensorCores = false;
+#else
+constexpr bool kTensorCores = true;
 #endif
 CAPSFAST_DEVICE int cluster_size() {
 #ifdef CAPSFAST_CLUSTERS
@@ -303,10 +311,10 @@ inline int Driver::shared_bytes(int device) {
   return bytes;
 }
 
-inline int Driver::fixed_shared_bytes(const void* kernel) {
-  cudaFuncAttributes compiled{};
-  check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
-  return static_cast<int>(compiled.sharedSizeBytes);
+inline Driver::Compiled Driver::compiled(const void* kernel) {
+  cudaFuncAttributes found{};
+  check(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
+  return {static_cast<int>(found.sharedSizeBytes), found.ptxVersion};
 }
 
 inline void Driver::allow_shared(const void* kernel, int bytes) {
@@ -321,9 +329,7 @@ inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int sh
 }
 
 inline int64_t Driver::max_active_clusters(const void* kernel, int size, int threads, int shared_bytes) {
-  cudaFuncAttributes compiled{};
-  check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
-  if (compiled.ptxVersion < 90) return 0;  // PTX translated for a newer device keeps the abilities of the older one
+  if (compiled(kernel).architecture < 90) return 0;
   const Launching launching({size, 1, 1}, threads, shared_bytes, nullptr, {size, false});
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launching.config()), "an occupancy query");

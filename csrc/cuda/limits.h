@@ -18,8 +18,12 @@ struct Driver {
   static int device();  // the current one
   // The most shared memory that a block may have, in bytes.
   static int shared_bytes(int device);
-  // The shared memory that every block of the kernel has without asking for it.
-  static int fixed_shared_bytes(const void* kernel);
+  // The shared memory that every block of the kernel has without asking for it, and the architecture that its code was
+  // compiled for, such as 75 or 90. For code translated from PTX it is the architecture of the PTX.
+  struct Compiled {
+    int shared_bytes, architecture;
+  };
+  static Compiled compiled(const void* kernel);
   // Sets how much shared memory blocks of the kernel may ask for on the current device.
   static void allow_shared(const void* kernel, int bytes);
   static int64_t max_active_blocks(const void* kernel, int threads, int shared_bytes);
@@ -38,17 +42,23 @@ class Limits {
   // threads, so it must never shrink. Above the default limit it is set to all that the device has.
   void allow_shared(const void* kernel, int bytes) {
     if (bytes == 0) return;
-    const int device = Driver::device();
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = allowed_.find({kernel, device});
-    if (known != allowed_.end() && bytes <= known->second) return;
-    const int fixed = Driver::fixed_shared_bytes(kernel);
-    int allowed = kUsualSharedBytes - fixed;
-    if (bytes > allowed) {
-      allowed = Driver::shared_bytes(device) - fixed;
-      Driver::allow_shared(kernel, allowed);
-    }
-    allowed_[{kernel, device}] = allowed;
+    Known& known = about(kernel);
+    if (bytes <= known.allowed) return;
+    Driver::allow_shared(kernel, known.most);
+    known.allowed = known.most;
+  }
+
+  // The most shared memory that blocks of the kernel may ask for, in bytes.
+  int shared_bytes(const void* kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return about(kernel).most;
+  }
+
+  // See Driver::Compiled.
+  int architecture(const void* kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return about(kernel).architecture;
   }
 
   // How many clusters of `size` blocks the device runs at the same time. With size 0: how many blocks a multiprocessor
@@ -69,15 +79,36 @@ class Limits {
   static constexpr int kUsualSharedBytes = 48 * 1024;
   static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
+  struct Known {
+    int allowed, most, architecture;  // shared memory, in bytes: asked for so far, and possible
+  };
+  Known& about(const void* kernel) {
+    const int device = Driver::device();
+    const auto known = known_.find({kernel, device});
+    if (known != known_.end()) return known->second;
+    const auto [fixed, architecture] = Driver::compiled(kernel);
+    return known_[{kernel, device}] = {kUsualSharedBytes - fixed, Driver::shared_bytes(device) - fixed, architecture};
+  }
+
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;
-  std::map<std::pair<const void*, int>, int> allowed_;
+  std::map<std::pair<const void*, int>, Known> known_;
   std::map<Question, int64_t> active_;
 };
 
 template <class Args>
 void allow_shared(Kernel<Args> kernel, int bytes) {
   Limits::get().allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+}
+
+template <class Args>
+int shared_bytes(Kernel<Args> kernel) {
+  return Limits::get().shared_bytes(reinterpret_cast<const void*>(kernel));
+}
+
+template <class Args>
+int architecture(Kernel<Args> kernel) {
+  return Limits::get().architecture(reinterpret_cast<const void*>(kernel));
 }
 
 template <class Args>

@@ -26,7 +26,7 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float bf16_to_float(u
 }
 
 CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_bf16(float x) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint16_t h;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;

@@ -41,6 +41,7 @@ class Stack {
   Stack& operator>>(T& argument) {
     STD_TORCH_CHECK(taken_ < arguments_, "capsfast: a schema and its kernel differ");
     argument = torch::stable::detail::to<T>(values_[taken_++]);
+    check_device(argument);
     return *this;
   }
 
@@ -58,9 +59,23 @@ class Stack {
   }
 
  private:
+  // All tensors must be on one device: the kernels of one GPU would read the memory of another.
+  void check_device(const Tensor& tensor) {
+    const int32_t device = tensor.get_device_index();  // -1 on the CPU
+    if (device_ < 0) device_ = device;
+    STD_TORCH_CHECK(device < 0 || device == device_, "capsfast: tensors must be on one device, got cuda:", device_,
+                    " and cuda:", device);
+  }
+  void check_device(const OptionalTensor& tensor) {
+    if (tensor.has_value()) check_device(*tensor);
+  }
+  template <class T>
+  void check_device(const T&) {}
+
   StableIValue* values_;
   const uint64_t arguments_, results_;
   uint64_t taken_ = 0;
+  int32_t device_ = -1;
 };
 
 // A kernel as torch calls it.

@@ -76,6 +76,12 @@ def test_tensor_core_products() -> None:
     np.testing.assert_array_equal(out.reshape(16, 8), left @ right)
 
 
+def test_sums_of_tensor_cores_are_cut_off() -> None:
+    values = np.zeros(128)
+    values[0], values[1], values[8] = 1, 1.5 * 2.0**-12, 2.0**-12  # 1 + 1.5 / 2^24 is nearer to 1 + 2 / 2^24
+    assert run("product", size=128, values=values)[1].reshape(16, 8)[0, 0] == 1.0
+
+
 def test_tensor_core_products_have_ten_bits_of_mantissa() -> None:
     values = np.zeros(128)
     values[0] = 1 + 2.0**-11 + 2.0**-12  # between two numbers of 10 bits, nearer to the larger one

@@ -190,7 +190,7 @@ def test_threads_ask_the_device_once() -> None:
         take_questions(kernels="planted")
         answers = list(pool.map(max_active_blocks, sizes * 4))
         assert answers == [2] * len(answers)
-        assert take_questions(kernels="planted") == len(sizes)
+        assert take_questions(kernels="planted") == len(sizes) + 1  # and the limit of a block
 
 
 def test_answers_do_not_pile_up() -> None:
@@ -209,10 +209,10 @@ def test_a_device_is_restored() -> None:
     with device():
         assert settings() == usual  # settings without arguments are the defaults
     with device(multiprocessors=3, cooperative=False):
-        assert settings() == [3, 99 * 1024, 100 * 1024, 1, 0, 0]
+        assert settings()[:6] == [3, 99 * 1024, 100 * 1024, 1, 0, 0]
         with device(shared_bytes=1000, shared_bytes_together=5000, clusters=False):
-            assert settings() == [2, 1000, 5000, 0, 1, 0]
-        assert settings() == [3, 99 * 1024, 100 * 1024, 1, 0, 0]
+            assert settings()[:6] == [2, 1000, 5000, 0, 1, 0]
+        assert settings()[:6] == [3, 99 * 1024, 100 * 1024, 1, 0, 0]
     with pytest.raises(RuntimeError, match="within"), device(multiprocessors=3):
         raise RuntimeError("within")
     assert settings() == usual

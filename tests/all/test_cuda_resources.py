@@ -1,9 +1,13 @@
 """Registers, stack and shared memory of each compiled CUDA kernel, by architecture."""
 
 import re
+import shutil
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
 from ..support.sass import Kernel, built_for, why_not
 from ..support.sass import kernels as read
@@ -59,3 +63,15 @@ def test_kernels_stay_within_what_a_multiprocessor_has(kernels: tuple[Kernel, ..
     for kernel in kernels:
         assert kernel.registers <= MOST_REGISTERS, kernel
         assert kernel.shared <= STATIC_SHARED, kernel
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["f16", "rows_12_24"])
+def test_a_t4_gets_the_general_kernels_and_empty_ones(name: str, tmp_path: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    source = Path(__file__).parents[2] / "csrc" / "ops" / "cuda" / "instantiations" / f"{name}.cu"
+    flags = ["-std=c++17", "-O1", f"-I{include}", "-arch=sm_75", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "out")]
+    ran = subprocess.run(["nvcc", *flags, str(source)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    registers = [int(found) for found in re.findall(r"Used (\d+) registers", ran.stderr)]
+    assert registers and (max(registers) < 16) == name.startswith("rows"), registers

@@ -85,18 +85,18 @@ SAID: list[tuple[str, dict[str, str], str]] = [
     ("8.9 8.9", {}, "CUDA 12.4 in TOOLKIT, for 8.9\n"),
     ("12.0", {}, "for 8.0 9.0+PTX"),  # this toolkit does not know the GPU
     ("", {"CAPSFAST_CUDA": "1"}, "for 8.0 9.0+PTX"),
-    ("", {ARCHITECTURES: "all"}, "for 8.0 8.6 8.9 9.0+PTX"),
+    ("", {ARCHITECTURES: "all"}, "for 7.5 8.0 9.0+PTX"),
     *(("8.9", {ARCHITECTURES: asked}, "for 8.0 9.0+PTX") for asked in ("8.0;9.0+PTX", "8.0 9.0+PTX", "8.0, 9.0+PTX")),
     # A laptop with a toolkit and a CUDA torch must not spend minutes to compile kernels that it cannot run.
-    *((gpus, {}, "without CUDA kernels: no GPU here that runs them (CAPSFAST_CUDA=1 compiles") for gpus in ("", "7.5")),
-    ("7.5", {ARCHITECTURES: "9.0"}, "for 9.0\n"),
+    *((gpus, {}, "without CUDA kernels: no GPU here that runs them (CAPSFAST_CUDA=1 compiles") for gpus in ("", "7.0")),
+    ("7.0", {ARCHITECTURES: "9.0"}, "for 9.0\n"),
     ("8.0", {"CAPSFAST_CUDA": "0"}, ""),
     ("8.0", {"CUDA_HOME": "/nowhere"}, "building without CUDA kernels: no CUDA toolkit with bin/nvcc and include/"),
 ]
 WRONG: list[tuple[dict[str, str], str]] = [
     ({ARCHITECTURES: "Hopper"}, "must list compute capabilities such as '8.0 9.0+PTX', or be 'all', got 'Hopper'"),
     ({ARCHITECTURES: "10.0"}, "asks for 10.0, which the CUDA toolkit 12.4 in"),
-    ({ARCHITECTURES: "7.5"}, "need compute capability 8.0 or newer, got 7.5"),
+    ({ARCHITECTURES: "5.0"}, "need compute capability 7.5 or newer, got 5.0"),
     ({"CAPSFAST_CUDA": "yes"}, "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'"),
     (
         {"CUDA_HOME": "/nowhere", "CAPSFAST_CUDA": "1"},

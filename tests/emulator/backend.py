@@ -71,12 +71,16 @@ def device(
     clusters: bool = True,
     cooperative: bool = True,
     crowded: bool = False,
+    capturing: bool = False,
+    fixed_shared_bytes: int = 0,
+    architecture: int = 90,
     kernels: str = "ops",
 ) -> Iterator[None]:
     """Calls in the block run on this device.
 
     Without ``shared_bytes_together`` a multiprocessor holds one largest block. ``crowded``: the device refuses
-    cooperative launches that would fit.
+    cooperative launches that would fit. ``capturing``: a graph captures the launches. ``fixed_shared_bytes``: what each
+    block has without asking for it.
     """
     least = shared_bytes + 1024
     together = least if shared_bytes_together is None else shared_bytes_together
@@ -84,7 +88,17 @@ def device(
         given = f"{multiprocessors} multiprocessors with {together} bytes each, {least} of them for one block"
         raise ValueError(f"no device has {given}")
     exchange = ctypes.CDLL(str(library(kernels))).capsfast_exchange_device
-    settings = (ctypes.c_int64 * 6)(multiprocessors, shared_bytes, together, clusters, cooperative, crowded)
+    settings = (ctypes.c_int64 * 9)(
+        multiprocessors,
+        shared_bytes,
+        together,
+        clusters,
+        cooperative,
+        crowded,
+        capturing,
+        fixed_shared_bytes,
+        architecture,
+    )
     exchange(settings)
     try:
         yield

@@ -11,9 +11,8 @@ struct Context::Guard {};
 Context::Context(const torch::stable::Tensor&) {
   const emulator::Machine& machine = emulator::Machine::current();
   multiprocessors_ = machine.multiprocessors;
-  shared_bytes_ = machine.shared_bytes;
-  clusters_ = machine.clusters;
-  cooperative_ = cooperative_wanted() && machine.cooperative;
+  clusters_ = machine.clusters != 0;
+  cooperative_ = cooperative_wanted(machine.capturing != 0) && machine.cooperative != 0;
 }
 
 Context::~Context() = default;

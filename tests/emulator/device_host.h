@@ -19,6 +19,7 @@ namespace capsfast::gpu {
 
 using emulator::Block;
 using emulator::fault;
+using emulator::Machine;
 using emulator::Together;
 using Grid = emulator::Dim;
 
@@ -33,6 +34,8 @@ inline int64_t block_y() { return Block::current().place().index.y; }
 inline int64_t block_z() { return Block::current().place().index.z; }
 inline int64_t blocks_x() { return Block::current().place().grid.x; }
 inline int64_t blocks_y() { return Block::current().place().grid.y; }
+inline int64_t blocks_z() { return Block::current().place().grid.z; }
+constexpr bool kTensorCores = true;
 inline void barrier(int line = __builtin_LINE()) { Block::current().barrier(line); }
 inline void warp_barrier(int line = __builtin_LINE()) { Block::current().warp_barrier(line); }
 inline void grid_barrier(int line = __builtin_LINE()) { Block::current().grid_barrier(line); }
@@ -195,6 +198,7 @@ Shared<T> shared(int offset, int count) {
 template <class T>
 void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
   constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+  Machine::current().check_tensor_cores();
   to.check(at, kCount);
   from.check(n, kCount);
   Block::current().copy_ahead(
@@ -226,22 +230,23 @@ void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Strea
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
-  if (together.grid && emulator::Machine::current().crowded) return false;
+  if (together.grid && Machine::current().crowded) return false;
   launch(kernel, grid, threads, shared_bytes, stream, args, together);
   return true;
 }
 
-inline int Driver::device() { return emulator::Machine::current().number; }
-inline int Driver::shared_bytes(int) { return static_cast<int>(emulator::Machine::asked().shared_bytes); }
-inline int Driver::fixed_shared_bytes(const void*) { return 0; }
-inline void Driver::allow_shared(const void* kernel, int bytes) {
-  emulator::Machine::asked().allow_shared(kernel, bytes);
+inline int Driver::device() { return Machine::current().number; }
+inline int Driver::shared_bytes(int) { return static_cast<int>(Machine::asked().shared_bytes); }
+inline Driver::Compiled Driver::compiled(const void*) {
+  const Machine& machine = Machine::current();
+  return {static_cast<int>(machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
 }
+inline void Driver::allow_shared(const void* kernel, int bytes) { Machine::asked().allow_shared(kernel, bytes); }
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
-  return emulator::Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
+  return Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
 }
 inline int64_t Driver::max_active_clusters(const void* kernel, int size, int threads, int shared_bytes) {
-  return emulator::Machine::asked().max_active_clusters(kernel, size, threads, shared_bytes);
+  return Machine::asked().max_active_clusters(kernel, size, threads, shared_bytes);
 }
 
 }  // namespace capsfast::gpu

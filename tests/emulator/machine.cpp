@@ -20,17 +20,18 @@ Machine& Machine::asked() {
 }
 
 void Machine::allow_shared(const void* kernel, int64_t bytes) {
-  if (bytes < 0 || bytes > shared_bytes) fault("no block has " + std::to_string(bytes) + " bytes of shared memory");
+  if (bytes < 0 || bytes + fixed_shared_bytes > shared_bytes)
+    fault("no block has " + std::to_string(bytes) + " bytes of shared memory");
   allowed[kernel] = bytes;
 }
 
 void Machine::check_block(const void* kernel, int threads, int64_t shared) const {
   if (threads <= 0 || threads % kWarp != 0 || threads > kMostThreads)
     fault("a block has whole warps, 1024 threads at most");
-  if (shared < 0 || shared > shared_bytes)
+  if (shared < 0 || shared + fixed_shared_bytes > shared_bytes)
     fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
   const auto set = allowed.find(kernel);
-  const int64_t most = std::max<int64_t>(48 * 1024, set == allowed.end() ? 0 : set->second);
+  const int64_t most = std::max<int64_t>(48 * 1024 - fixed_shared_bytes, set == allowed.end() ? 0 : set->second);
   if (shared > most)
     fault(std::to_string(shared) + " bytes of shared memory, the kernel may ask for " + std::to_string(most));
 }
@@ -43,6 +44,10 @@ int64_t Machine::max_active_blocks(const void* kernel, int threads, int64_t shar
 int64_t Machine::max_active_clusters(const void* kernel, int size, int threads, int64_t shared) const {
   const int64_t blocks = max_active_blocks(kernel, threads, shared) * multiprocessors;
   return clusters ? blocks / size : 0;
+}
+
+void Machine::check_tensor_cores() const {
+  if (architecture < 80) fault("an instruction of architecture 80 on a device of " + std::to_string(architecture));
 }
 
 void Machine::check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared,
@@ -68,21 +73,12 @@ void Machine::check_launch(const void* kernel, const Dim& grid, int threads, int
 
 }  // namespace capsfast::emulator
 
-// Exchanges the settings of the device with those in `values`, in the order of the fields of Machine.
-extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(int64_t* values) {
+// Exchanges the settings of the device with `values`.
+extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(capsfast::emulator::Settings* values) {
   capsfast::emulator::Machine& now = capsfast::emulator::Machine::current();
-  const capsfast::emulator::Machine before = now;
-  now.multiprocessors = values[0];
-  now.shared_bytes = values[1];
-  now.shared_bytes_together = values[2];
-  now.clusters = values[3] != 0;
-  now.cooperative = values[4] != 0;
-  now.crowded = values[5] != 0;
+  std::swap(static_cast<capsfast::emulator::Settings&>(now), *values);
   ++now.number;
   now.allowed.clear();
-  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together,
-                         before.clusters,        before.cooperative,  before.crowded};
-  std::copy(old, old + 6, values);
 }
 
 // How often the host queried or configured the device since the last call.

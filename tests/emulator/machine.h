@@ -30,13 +30,19 @@ struct Together {
   bool grid = false;
 };
 
-// The settings of the device. Few multiprocessors, so that kernels cut even small shapes into several blocks. Every
-// architecture from 8.0 on has this much shared memory, in bytes.
-struct Machine {
+// The settings of the device, in the order of `device` in backend.py. Few multiprocessors, so that kernels cut even
+// small shapes into several blocks. Every architecture from 8.0 on has this much shared memory, in bytes.
+struct Settings {
   int64_t multiprocessors = 2, shared_bytes = 99 * 1024, shared_bytes_together = 100 * 1024;
-  bool clusters = true, cooperative = true;
-  bool crowded = false;  // cooperative launches are refused, as if other processes used the device
-  int number = 0;        // of the device: new settings give it a new number
+  int64_t clusters = 1, cooperative = 1;
+  int64_t crowded = 0;             // cooperative launches are refused, as if other processes used the device
+  int64_t capturing = 0;           // launches are captured in a graph
+  int64_t fixed_shared_bytes = 0;  // that every block has without asking for them
+  int64_t architecture = 90;
+};
+
+struct Machine : Settings {
+  int number = 0;  // of the device: new settings give it a new number
   int64_t questions = 0;
   // How much shared memory blocks of a kernel may ask for. Without an entry it is 48 KiB.
   std::map<const void*, int64_t> allowed;
@@ -50,6 +56,8 @@ struct Machine {
   int64_t max_active_blocks(const void* kernel, int threads, int64_t shared) const;
   // How many clusters of `size` blocks the device runs at the same time. A cluster may span all multiprocessors.
   int64_t max_active_clusters(const void* kernel, int size, int threads, int64_t shared) const;
+  // Faults if the architecture has neither asynchronous copies nor products of TF32 numbers.
+  void check_tensor_cores() const;
   // Faults if a GPU would refuse the launch.
   void check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared, const Together& together) const;
 

@@ -65,7 +65,7 @@ def device(**settings: Any) -> AbstractContextManager[None]:
 
 def settings() -> list[int]:
     """The settings of the device, in the order of ``device``."""
-    values = (ctypes.c_int64 * 6)()
+    values = (ctypes.c_int64 * 9)()
     _loaded().capsfast_exchange_device(values)
     found = list(values)
     _loaded().capsfast_exchange_device(values)

@@ -11,8 +11,9 @@
 
 namespace capsfast::cuda {
 
-// Null if the rows family serves the call, else the reason why not. capsfast/ops/dynamic_routing.py says the same.
-inline const char* why_no_rows(const Problem& p) {
+// Null if the rows family serves the call, else the reason why not. architecture: that the kernels were compiled for.
+inline const char* why_no_rows(const Problem& p, int architecture) {
+  if (architecture < 80) return "tensor cores multiply TF32 numbers from compute capability 8.0 on";
   if (p.votes_given) return "votes are given";
   if (p.moments) return "it is a pass of its own, with mass";
   if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";

@@ -74,7 +74,8 @@ class Call {
         squash{problem.squash, operand(problem.bias, {problem.J, problem.D})},
         memory_(like) {
     if constexpr (kNarrow) {
-      if (why_no_rows(problem) == nullptr) by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
+      if (why_no_rows(problem, gpu::architecture(join_kernel<float>)) == nullptr)
+        by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
     }
   }
 
@@ -140,7 +141,7 @@ class Call {
 
   // An accumulating pass of the general kernel. There are input capsules.
   void general_accumulate(const AccumulateArgs<T>& pass) const {
-    kernels().accumulate(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
+    kernels().accumulate(pass, {{plan.out_tiles, grid_rows(plan.tiles), plan.splits}, context.stream()});
   }
 
   // Memory for `count` normalisers [B, I] of the softmax over the output capsules.

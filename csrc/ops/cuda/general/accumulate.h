@@ -21,8 +21,8 @@ struct Accumulation {
   const Inputs& in = a.in;
   Scores tile{in};
   // The input capsules [i_begin, i_end) of the block's split.
-  const int64_t split = gpu::block_x(), i_begin = in.I * split / gpu::blocks_x(),
-                i_end = in.I * (split + 1) / gpu::blocks_x();
+  const int64_t split = gpu::block_z(), i_begin = in.I * split / gpu::blocks_z(),
+                i_end = in.I * (split + 1) / gpu::blocks_z();
   // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, the
   // factor that rescales the sum so far, and the sum of exp(b - max).
   Shared<T> max = Scores::array(Scores::elements, columns);
@@ -104,7 +104,7 @@ CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
 accumulate_kernel(AccumulateArgs<T> a) {
   Accumulation<T, E, kVotes> block{a};
   auto& tile = block.tile;
-  tile.j0 = gpu::block_z() * AccumulateTile<T>::outputs;
+  tile.j0 = gpu::block_x() * AccumulateTile<T>::outputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
     for (tile.i0 = block.i_begin; tile.i0 < block.i_end; tile.i0 += AccumulateTile<T>::inputs) block.add_tile();
   }

@@ -279,6 +279,7 @@ CAPSFAST_CALLED void after_pass(const Steps& steps, int n) {
 template <class Tr, bool kBackward>
 CAPSFAST_KERNEL(32 * kMostWarps, 1)
 accumulate_kernel(CAPSFAST_IN_PLACE AccumulateArgs<kBackward> a) {
+  if constexpr (!gpu::kTensorCores) return;
   for (int n = a.begin; n < a.end; ++n) {
     if (n >= 0) {
       accumulate_segments<Tr, kBackward>(a.pass(n), a.work, a.shape);

@@ -312,6 +312,7 @@ CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<T
 template <class Tr>
 CAPSFAST_KERNEL(32 * kMostWarps, 1)
 gradient_kernel(GradientArgs a) {
+  if constexpr (!gpu::kTensorCores) return;
   const Shape& shape = a.shape;
   const ThreadCoord at = thread_coord();
   const GradientMemory<Tr> memory(a.in, shape);

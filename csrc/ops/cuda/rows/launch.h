@@ -44,6 +44,9 @@ class Launcher {
         in(inputs),
         on(context),
         kernels(choose(problem, with_coupling)),
+        shared_bytes_(std::min(backward ? gpu::shared_bytes(std::get<1>(kernels.accumulate))
+                                        : gpu::shared_bytes(std::get<0>(kernels.accumulate)),
+                               gpu::shared_bytes(kernels.gradient))),
         plan_(backward ? plan_accumulate(std::get<1>(kernels.accumulate))
                        : plan_accumulate(std::get<0>(kernels.accumulate))) {}
 
@@ -113,7 +116,7 @@ class Launcher {
         shape.tiles_log = log_of(wide);
         shape.streams = warps / wide;
         shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
-        if (bytes(shape) <= on.shared_bytes()) return shape;
+        if (bytes(shape) <= shared_bytes_) return shape;
       }
     }
     return shape;
@@ -149,6 +152,7 @@ class Launcher {
   const Inputs& in;
   const gpu::Context& on;
   const Kernels kernels;
+  const int shared_bytes_;  // that a block may ask for
   const AccumulatePlan plan_;
 };
 
