@@ -4,9 +4,8 @@ Shares no code with capsfast. The reference backend is compared with it; layers 
 """
 
 import math
-from typing import Any
-
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
