@@ -255,8 +255,8 @@ class Steps:
 
     def warm(self) -> list[Step]:
         """Beside the smoke calls the compilers fill their caches on the disk, so that the times need no compiling."""
-        shares = 1 if self.rehearse else 6
-        return [self.own(f"warm {n}", 100, "--share", f"{n}/{shares}", quiet=True) for n in range(1, shares + 1)]
+        shares, few = 1 if self.rehearse else 6, {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        return [self.own(f"warm {n}", 100, "--share", f"{n}/{shares}", quiet=True, **few) for n in range(1, shares + 1)]
 
     def smoke(self) -> list[Step]:
         """Families, directions and modes, each in a process: cooperative launches, none, in a CUDA graph."""
