@@ -267,7 +267,9 @@ class Steps:
                 for direction in ("forward", "both"):
                     more = {"CAPSFAST_COOPERATIVE": "0"} if mode == "not-cooperative" else {}
                     words = ["--family", name, "--direction", direction, *["--graph"] * (mode == "graph")]
-                    found.append(self.own(" ".join(filter(None, ("smoke", name, direction, mode))), 60, *words, **more))
+                    step = " ".join(filter(None, ("smoke", name, direction, mode)))
+                    # Triton compiles on the way.
+                    found.append(self.own(step, 60 if family.backend == "cuda" else 120, *words, **more))
         return sorted(found, key=lambda step: ("graph" in step.name, "not-cooperative" in step.name))
 
     def tests(self) -> list[Step]:
