@@ -195,10 +195,8 @@ class Check:
         self.write_page()
 
     def write_page(self) -> None:
-        draft = self.folder / "check.md.part"
         with self.lock:
-            draft.write_text(self.page(), encoding="utf-8")
-            draft.replace(self.folder / "check.md")
+            (self.folder / "check.md").write_text(self.page(), encoding="utf-8")
 
     def page(self) -> str:
         """The machine, a line for each step, the kernels of a call, the tables of times."""
@@ -240,10 +238,10 @@ class Steps:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
 
-    def own(self, name: str, seconds: float, *words: str, quiet: bool = False, why_not: str = "", **more: str) -> Step:
+    def own(self, name: str, seconds: float, *words: str, quiet: bool = False, **more: str) -> Step:
         """A step of gpu_steps.py; its first word is the name up to a blank."""
         command = [sys.executable, "-m", "benchmarks.gpu_steps", name.split()[0], "--device", self.device, *words]
-        return Step(name, command, seconds, {**self.environment, **more}, why_not, quiet=quiet)
+        return Step(name, command, seconds, {**self.environment, **more}, quiet=quiet)
 
     def build(self, capability: str) -> Step:
         """The extension in place, for this compute capability alone."""
@@ -327,7 +325,7 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
         if wanted:
             check.run(*wanted, at_once=at_once)
 
-    check.run(steps.own("machine", 30, why_not=missing("torch")))
+    check.run(steps.own("machine", 30))
     if not check.of("machine"):
         check.say("there is nothing to check here")
         return 2
