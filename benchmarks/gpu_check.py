@@ -310,9 +310,16 @@ class Steps:
         return [Step("counters", [program or "", *words, *watched.command], 120, self.environment, why_not, quiet=True)]
 
     def sweep(self) -> list[Step]:
-        record = self.out / f"sweep{'-rehearsal' * self.rehearse}.json"
         words = ["--sweep", "smoke" if self.rehearse else "all", "--op", "both", "--device", self.device]
-        command = [sys.executable, "-m", "capsfast", "bench", *words, "--json", str(record)]
+        command = [
+            sys.executable,
+            "-m",
+            "capsfast",
+            "bench",
+            *words,
+            "--json",
+            str(self.out / "gpu-check" / "sweep.json"),
+        ]
         return [Step("sweep", command, 3600, self.environment, missing("typer", "rich"))]
 
 
@@ -338,7 +345,9 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
         check.say(f"CAPSFAST_COOPERATIVE=0 from here on, because not ok: {', '.join(cooperative)}")
         steps.environment["CAPSFAST_COOPERATIVE"] = "0"
     without = ["--no-graph"] if check.bad("smoke") else []
-    chosen(steps.own("times", 180, "--out", str(steps.out), *without))
+    # The record of a rehearsal is none that `capsfast report` should find.
+    out = check.folder if steps.rehearse else steps.out
+    chosen(steps.own("times", 180, "--out", str(out), *without))
     chosen(*steps.tests(), at_once=2)
     for name in also:
         chosen(*getattr(steps, name)(), at_once=4 if name == "sanitizers" else 1)

@@ -164,7 +164,7 @@ def times(asked: argparse.Namespace, device: torch.device) -> None:
     """All contenders on every case: eager, in a CUDA graph, the host, peak memory; saved after every case."""
     surroundings, real = record.environment(device), device.type == "cuda"
     surroundings["limits"] = rates(device) if real else {}
-    path = asked.out / f"{record.machine_name(surroundings['machine'])}{'' if real else '-rehearsal'}.json"
+    path = asked.out / f"{record.machine_name(surroundings['machine'])}.json"
     rows: list[Row] = []
     for case in cases(device):
         how = {"seconds": 0.0, "least_rounds": 3 if real else 1, "with_memory": real, "with_graph": not asked.no_graph}
