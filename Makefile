@@ -66,7 +66,7 @@ bench: ready-examples $(EXTENSION) ## all benchmarks: the record of this machine
 	$(PY) -m capsfast bench --sweep all --op both --record $(ARGS)
 	$(PY) -m capsfast report --out docs
 
-gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, benchmarks, tests, sanitizers, ncu
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, smoke calls, times, tests (8 minutes)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays

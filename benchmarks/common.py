@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capsfast.bench.checkout import why_not_this_one
 from capsfast.bench.record import environment
 from capsfast.bench.timing import interleave
 from capsfast.files import write_text
@@ -28,9 +27,6 @@ def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=seconds, help="for each measurement")
     given = parser.parse_args()
-    hides = why_not_this_one(f"benchmarks.{name}")
-    if hides:
-        parser.error(hides)
     torch.set_num_threads(given.threads)
     return given
 

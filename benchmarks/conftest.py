@@ -12,7 +12,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import capsfast
 from capsfast.bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
-from capsfast.bench.checkout import why_not_this_one
 from capsfast.bench.contenders import OURS, Contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
@@ -35,9 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hides = why_not_this_one("pytest benchmarks")
-    if hides:
-        raise pytest.UsageError(hides)
     if "cuda" in devices(config) and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device")
     # So that `pytest benchmarks` finds the file.

@@ -195,10 +195,8 @@ class Check:
         self.write_page()
 
     def write_page(self) -> None:
-        draft = self.folder / "check.md.part"
         with self.lock:
-            draft.write_text(self.page(), encoding="utf-8")
-            draft.replace(self.folder / "check.md")
+            (self.folder / "check.md").write_text(self.page(), encoding="utf-8")
 
     def page(self) -> str:
         """The machine, a line for each step, the kernels of a call, the tables of times."""
@@ -240,10 +238,10 @@ class Steps:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
 
-    def own(self, name: str, seconds: float, *words: str, quiet: bool = False, why_not: str = "", **more: str) -> Step:
+    def own(self, name: str, seconds: float, *words: str, quiet: bool = False, **more: str) -> Step:
         """A step of gpu_steps.py; its first word is the name up to a blank."""
         command = [sys.executable, "-m", "benchmarks.gpu_steps", name.split()[0], "--device", self.device, *words]
-        return Step(name, command, seconds, {**self.environment, **more}, why_not, quiet=quiet)
+        return Step(name, command, seconds, {**self.environment, **more}, quiet=quiet)
 
     def build(self, capability: str) -> Step:
         """The extension in place, for this compute capability alone."""
@@ -255,8 +253,8 @@ class Steps:
 
     def warm(self) -> list[Step]:
         """Beside the smoke calls the compilers fill their caches on the disk, so that the times need no compiling."""
-        shares = 1 if self.rehearse else 6
-        return [self.own(f"warm {n}", 100, "--share", f"{n}/{shares}", quiet=True) for n in range(1, shares + 1)]
+        shares, few = 1 if self.rehearse else 6, {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        return [self.own(f"warm {n}", 100, "--share", f"{n}/{shares}", quiet=True, **few) for n in range(1, shares + 1)]
 
     def smoke(self) -> list[Step]:
         """Families, directions and modes, each in a process: cooperative launches, none, in a CUDA graph."""
@@ -267,7 +265,9 @@ class Steps:
                 for direction in ("forward", "both"):
                     more = {"CAPSFAST_COOPERATIVE": "0"} if mode == "not-cooperative" else {}
                     words = ["--family", name, "--direction", direction, *["--graph"] * (mode == "graph")]
-                    found.append(self.own(" ".join(filter(None, ("smoke", name, direction, mode))), 60, *words, **more))
+                    step = " ".join(filter(None, ("smoke", name, direction, mode)))
+                    # Triton compiles on the way.
+                    found.append(self.own(step, 60 if family.backend == "cuda" else 120, *words, **more))
         return sorted(found, key=lambda step: ("graph" in step.name, "not-cooperative" in step.name))
 
     def tests(self) -> list[Step]:
@@ -310,9 +310,16 @@ class Steps:
         return [Step("counters", [program or "", *words, *watched.command], 120, self.environment, why_not, quiet=True)]
 
     def sweep(self) -> list[Step]:
-        record = self.out / f"sweep{'-rehearsal' * self.rehearse}.json"
         words = ["--sweep", "smoke" if self.rehearse else "all", "--op", "both", "--device", self.device]
-        command = [sys.executable, "-m", "capsfast", "bench", *words, "--json", str(record)]
+        command = [
+            sys.executable,
+            "-m",
+            "capsfast",
+            "bench",
+            *words,
+            "--json",
+            str(self.out / "gpu-check" / "sweep.json"),
+        ]
         return [Step("sweep", command, 3600, self.environment, missing("typer", "rich"))]
 
 
@@ -325,7 +332,7 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
         if wanted:
             check.run(*wanted, at_once=at_once)
 
-    check.run(steps.own("machine", 30, why_not=missing("torch")))
+    check.run(steps.own("machine", 30))
     if not check.of("machine"):
         check.say("there is nothing to check here")
         return 2
@@ -338,7 +345,9 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
         check.say(f"CAPSFAST_COOPERATIVE=0 from here on, because not ok: {', '.join(cooperative)}")
         steps.environment["CAPSFAST_COOPERATIVE"] = "0"
     without = ["--no-graph"] if check.bad("smoke") else []
-    chosen(steps.own("times", 180, "--out", str(steps.out), *without))
+    # The record of a rehearsal is none that `capsfast report` should find.
+    out = check.folder if steps.rehearse else steps.out
+    chosen(steps.own("times", 180, "--out", str(out), *without))
     chosen(*steps.tests(), at_once=2)
     for name in also:
         chosen(*getattr(steps, name)(), at_once=4 if name == "sanitizers" else 1)

@@ -1,11 +1,7 @@
-"""Finds the checkout that the package was imported from, and an installation that the checkout hides."""
+"""Finds the checkout that the package was imported from, and its extension."""
 
-import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-
-from .. import native
-from .._install import in_the_checkout
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -18,23 +14,3 @@ def checkout() -> Path | None:
 
 def has_extension(package: Path) -> bool:
     return any((package / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
-
-
-def hidden_installation() -> Path | None:
-    """If this capsfast has no extension: another capsfast in ``sys.path`` that has one."""
-    if has_extension(PACKAGE):
-        return None
-    packages = (Path(entry or ".").resolve() / "capsfast" for entry in sys.path)
-    return next((each for each in packages if each != PACKAGE and has_extension(each)), None)
-
-
-def why_not_this_one(command: str) -> str:
-    """Why ``command`` would measure the wrong capsfast, and the remedy; "" if it would not."""
-    hidden = hidden_installation()
-    if hidden is None:
-        return ""
-    return (
-        f"{command}: {PACKAGE} was imported, which has no extension, and not the installed {hidden}, which has one: "
-        f"build it {in_the_checkout()}, or start from another folder to measure the "
-        f"installed one; this one can't be measured because {native.why_absent}"
-    )

@@ -14,7 +14,7 @@ from rich.table import Table
 from .._install import in_the_checkout
 from ..bench import record
 from ..bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
-from ..bench.checkout import checkout, why_not_this_one
+from ..bench.checkout import checkout
 from ..bench.contenders import OURS, contenders, missing
 from ..bench.measure import Row, measure, multiply_adds
 from ..bench.report import describe, page, write
@@ -79,9 +79,6 @@ def bench(
         raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
     if png is not None:
         _need_matplotlib("--png")
-    hides = why_not_this_one("capsfast bench")
-    if hides:
-        raise stop(hides, 2)
     if threads is not None:
         torch.set_num_threads(threads)
     surroundings = record.environment(where)

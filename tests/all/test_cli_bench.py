@@ -55,7 +55,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: SMALL)
     monkeypatch.setattr(measuring, "contenders", lambda: [OURS, contenders.contender(EAGER)])
     monkeypatch.setattr(measuring, "multiply_adds", lambda: {RATE: 4e11})
-    monkeypatch.setattr(measuring, "why_not_this_one", lambda command: "")
     monkeypatch.setattr(measuring, "checkout", lambda: tmp_path)
     monkeypatch.setattr(measuring, "measure", measured)
     return measured

@@ -142,7 +142,7 @@ def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:
     assert {name for name, each in status.items() if each == "left out"} == {"build", "counters"}
     assert set(status.values()) == {"ok", "left out"}
     assert {"smoke cpp-routing both graph", "smoke cpp-em both", "warm 1", "times", "test_gpu"} < set(status)
-    surroundings, rows = record.load(tmp_path / facts(folder, "record")["times"])
+    surroundings, rows = record.load(folder / facts(folder, "record")["times"])
     assert surroundings["machine"]["cpu"] and {row.status for row in rows} == {"ok"}
     assert len({row.case for row in rows}) == 5
     page = (folder / "check.md").read_text()

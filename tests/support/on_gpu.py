@@ -12,7 +12,7 @@ from .problems import Case, Problem, run
 
 
 def tensors_of(problem: Problem) -> list[Tensor]:
-    return [*problem.inputs.values(), *problem.masks.values(), problem.dv, problem.dc]
+    return [*problem.inputs.values(), *problem.masks.values(), *problem.gradients.values()]
 
 
 def copied(problem: Problem) -> Problem:
