@@ -103,29 +103,6 @@ def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_holds_the_fused_ops_with_any_batch_size(backend: Backend, strict: bool) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, bias=True, backend=backend.name)
-
-        def forward(self, u: Tensor) -> Tensor:
-            query = self.layer(u)
-            return capsfast.routing_pass(u, self.layer.W, query=query, backend=backend.name).first
-
-    model = Both().to(backend.device)
-    shapes = {"u": {0: torch.export.Dim("B")}}
-    example = torch.randn(3, 7, 6, device=backend.device)
-    program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=strict)
-    for B in (2, 3, 17):
-        u = torch.randn(B, 7, 6, device=backend.device)
-        torch.testing.assert_close(program.module()(u), model(u))
-    targets = {str(node.target) for node in program.graph.nodes}
-    for name in ("dynamic_routing", "routing_pass"):
-        assert (f"capsfast.{backend.prefix}{name}.default" in targets) == backend.fused
-
-
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, LINEAR, LOADED_PASS, QUADRATIC], ids=str)
 def test_func_grad_and_vmap(backend: Backend, op: Op, case: AnyCase) -> None:
     problem = op.make(small(backend), case, backend.widest, backend.device)
