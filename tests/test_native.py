@@ -173,13 +173,7 @@ ABSENT: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
     ),
     # An editable install offers its library to any package of this name, even if imported from elsewhere.
     "another checkout": (
-        [
-            (
-                native.importlib.util,
-                "find_spec",
-                lambda name: SimpleNamespace(origin=THERE, submodule_search_locations=[]),
-            )
-        ],
+        [(native.importlib.util, "find_spec", lambda name: THERE)],
         "^there is no extension",
     ),
     "another libtorch": (
