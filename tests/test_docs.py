@@ -13,7 +13,6 @@ import capsfast
 from capsfast.bench import record
 from capsfast.bench.cases import Case
 from capsfast.bench.contenders import COMPILED, EAGER
-from capsfast.bench.plots import batch_plot
 from capsfast.bench.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,10 +59,6 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("block", blocks(README), ids=lambda block: f"line {len(block) - len(block.lstrip())}")
 def test_python_blocks_of_the_readme_run_alone(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(README, [block])
-
-
-def test_blocks_are_found() -> None:
-    assert len(blocks(README)) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -188,17 +183,6 @@ def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
         f"capsfast was {min(known):.1f} to {max(known):.1f} times as fast",
     ):
         assert said in text
-
-
-def test_pictures_of_batches_are_those_of_the_records(tmp_path: Path) -> None:
-    """`python -m capsfast report` draws them anew."""
-    pytest.importorskip("matplotlib")
-    image = pytest.importorskip("PIL.Image")
-    machine = "amd-epyc-zen-4-2-threads"
-    drawn = batch_plot(of_record(machine), "dynamic_routing", tmp_path, machine)
-    assert drawn is not None
-    with image.open(drawn) as new, image.open(ROOT / "docs" / "images" / drawn.name) as old:
-        assert new.text["Description"] == old.text["Description"]
 
 
 def test_readme_names_every_routing() -> None:

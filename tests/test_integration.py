@@ -1,9 +1,7 @@
-"""The ops with the rest of torch: compile, export, func, autocast, second derivatives, DDP."""
+"""The ops with the rest of torch: compile, export, func, autocast, second derivatives."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +10,11 @@ from torch.autograd import forward_ad
 
 import capsfast
 
-from .support import interpreter
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import OP_OF, Backend, Shape, assert_path, recorded_ops
 from .support.passes import EVERYTHING, LINEAR, QUADRATIC, SHARED, normalized
 from .support.passes import LOADED as LOADED_PASS
 from .support.problems import LOADED, LOADED_OUT, PLAIN, AnyCase, Case, Op, PassCase, call, make, run
-from .support.ranks import on_two_ranks
 
 pytestmark = pytest.mark.every_op
 
@@ -101,29 +97,6 @@ def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
             results.append([v.detach(), leaf.grad, layer.W.grad, network[0].weight.grad])
         for got, wanted in zip(*results, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_holds_the_fused_ops_with_any_batch_size(backend: Backend, strict: bool) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, bias=True, backend=backend.name)
-
-        def forward(self, u: Tensor) -> Tensor:
-            query = self.layer(u)
-            return capsfast.routing_pass(u, self.layer.W, query=query, backend=backend.name).first
-
-    model = Both().to(backend.device)
-    shapes = {"u": {0: torch.export.Dim("B")}}
-    example = torch.randn(3, 7, 6, device=backend.device)
-    program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=strict)
-    for B in (2, 3, 17):
-        u = torch.randn(B, 7, 6, device=backend.device)
-        torch.testing.assert_close(program.module()(u), model(u))
-    targets = {str(node.target) for node in program.graph.nodes}
-    for name in ("dynamic_routing", "routing_pass"):
-        assert (f"capsfast.{backend.prefix}{name}.default" in targets) == backend.fused
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, LINEAR, LOADED_PASS, QUADRATIC], ids=str)
@@ -249,26 +222,3 @@ def test_checkpointing_gives_the_same_gradients(backend: Backend) -> None:
     plain = torch.autograd.grad(layer(u).square().sum(), leaves)
     again = torch.autograd.grad(torch.utils.checkpoint.checkpoint(layer, u, use_reentrant=False).square().sum(), leaves)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
-
-
-def _gradients_of_half(name: str, device: str, folder: Path, rank: int) -> None:
-    interpreter.prepare()
-    torch.manual_seed(0)
-    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name).to(device)
-    u = torch.randn(6, 7, 6).to(device)
-    parallel = nn.parallel.DistributedDataParallel(layer)
-    parallel(u[3 * rank : 3 * rank + 3]).square().sum().backward()
-    torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, folder / f"gradients{rank}.pt")
-
-
-@pytest.mark.slow
-def test_distributed_data_parallel(backend: Backend, tmp_path: Path) -> None:
-    on_two_ranks(partial(_gradients_of_half, backend.name, backend.device, tmp_path), tmp_path)
-    torch.manual_seed(0)
-    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=backend.name).to(backend.device)
-    layer(torch.randn(6, 7, 6).to(backend.device)).square().sum().backward()
-    for rank in range(2):
-        found = torch.load(tmp_path / f"gradients{rank}.pt")
-        for key, value in layer.named_parameters():
-            assert value.grad is not None
-            torch.testing.assert_close(2 * found[key], value.grad.cpu(), rtol=1e-4, atol=1e-6)

@@ -7,6 +7,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "capsfast"
 PAGE = ROOT / "docs" / "contributing.md"
@@ -44,13 +46,9 @@ def graph(node: Callable[[Path], str]) -> dict[str, set[str]]:
     return found
 
 
-def test_imports_make_no_circle() -> None:
-    TopologicalSorter(graph(part)).prepare()
-
-
-def test_files_make_no_circle() -> None:
-    files = graph(name)
-    TopologicalSorter(files).prepare()
+@pytest.mark.parametrize("node", [part, name])
+def test_imports_make_no_circle(node: Callable[[Path], str]) -> None:
+    TopologicalSorter(graph(node)).prepare()
 
 
 def test_imports_follow_the_order_of_the_page() -> None:

@@ -154,56 +154,60 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
     assert int(passed[1]) > (300 if everything else 60)
 
 
-def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    extension, reason = native._load()
-    assert extension is None
-    assert "needs torch 2.10 or newer, this is torch 2.9.1+cpu" in reason
+def fail(name: str) -> None:
+    raise ImportError("undefined symbol: aoti_torch_new_empty")
+
+
+HERE = SimpleNamespace(origin=str(Path(native.__file__).with_name("_C.so")))
+THERE = SimpleNamespace(origin="/elsewhere/_C.so", submodule_search_locations=["/elsewhere"])
+# What is changed, and the reason that is given.
+ABSENT: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
+    "an old torch": (
+        [(torch, "__version__", "2.9.1+cpu")],
+        r"needs torch 2\.10 or newer, this is torch 2\.9\.1\+cpu",
+    ),
+    # A library whose ops take other arguments would misread the arguments.
+    "other sources": (
+        [(native, "SCHEMAS", native.SCHEMAS[1:])],
+        "built from older or newer sources than these; build it in the checkout",
+    ),
+    # An editable install offers its library to any package of this name, even if imported from elsewhere.
+    "another checkout": (
+        [(native.importlib.util, "find_spec", lambda name: THERE)],
+        "^there is no extension",
+    ),
+    "another libtorch": (
+        [
+            (native.importlib, "import_module", fail),
+            (native.importlib.util, "find_spec", lambda name: HERE),
+        ],
+        f"does not load into torch {re.escape(torch.__version__)}: undefined symbol",
+    ),
+}
 
 
 @needs_extension
-def test_a_build_from_other_sources_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library whose ops take other arguments would misread the arguments."""
-    monkeypatch.setattr(native, "SCHEMAS", native.SCHEMAS[1:])
+@pytest.mark.parametrize("case", ABSENT)
+def test_why_it_is_absent(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, said = ABSENT[case]
+    for change in changes:
+        monkeypatch.setattr(*change)
     extension, reason = native._load()
-    assert extension is None
-    assert "built from older or newer sources than these; build it in the checkout" in reason
+    assert extension is None and re.search(said, reason), reason
 
 
-def test_a_build_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+@pytest.mark.parametrize("other", [True, False], ids=["a build for another Python", "no build"])
+def test_what_lies_in_the_folder_is_named(other: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if other:
+        (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     monkeypatch.setattr(capsfast, "__path__", [str(tmp_path)])
     monkeypatch.setattr(capsfast.__spec__, "submodule_search_locations", [str(tmp_path)])
     reason = native._absent()
-    assert "_C.cpython-39-x86_64-linux-gnu.so" in reason
-    assert f"this is Python {sys.version_info[0]}.{sys.version_info[1]}" in reason
-
-
-def test_a_missing_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capsfast.__spec__, "submodule_search_locations", [str(tmp_path)])
-    reason = native._absent()
-    assert "there is no extension" in reason
-    assert "pip install" in reason
-
-
-def test_the_library_of_another_checkout_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An editable install offers its library to any package of this name, even if imported from elsewhere."""
-    other = SimpleNamespace(origin=str(tmp_path / "_C.so"), submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: other)
-    extension, reason = native._load()
-    assert extension is None and reason.startswith("there is no extension")
-
-
-def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError("undefined symbol: aoti_torch_new_empty")
-
-    monkeypatch.setattr(native.importlib, "import_module", fail)
-    beside = SimpleNamespace(origin=str(Path(native.__file__).with_name("_C.so")))
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: beside)
-    extension, reason = native._load()
-    assert extension is None
-    assert f"does not load into torch {torch.__version__}: undefined symbol" in reason
+    if other:
+        assert "_C.cpython-39-x86_64-linux-gnu.so" in reason
+        assert f"this is Python {sys.version_info[0]}.{sys.version_info[1]}" in reason
+    else:
+        assert "there is no extension" in reason and "pip install" in reason
 
 
 @needs_extension

@@ -172,24 +172,12 @@ def test_a_package_runs_in_a_program_without_python(served: Served, package: Pat
     ran = subprocess.run(command, capture_output=True, text=True, env={"LD_DEBUG": "files"})
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "libtorch_cpu" in ran.stderr and "libpython" not in ran.stderr and "libtorch_python" not in ran.stderr
+    wrong = subprocess.run(command[:-1], capture_output=True, text=True)
+    assert wrong.returncode != 0 and "as many numbers" in wrong.stderr
     shapes = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
     numbers = torch.from_numpy(numpy.fromfile(package / "output", dtype=numpy.float32))
     parts = numbers.split([int(numpy.prod(shape)) for shape in shapes])
     assert_same(tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), served, images)
-
-
-@needs_extension
-def test_the_program_says_what_is_wrong(package: Path) -> None:
-    def error(*words: object) -> str:
-        ran = subprocess.run([str(word) for word in (package / "serve", *words)], capture_output=True, text=True)
-        assert ran.returncode != 0
-        return ran.stderr
-
-    library, model = capsfast.export.library(), package / "model.pt2"
-    (package / "short").write_bytes(b"1234")
-    assert error() == "serve LIBRARY PACKAGE INPUT OUTPUT SIZE...\n"
-    assert "cannot open shared object file" in error("absent.so", model, "input", "output", 1)
-    assert "as many numbers" in error(library, model, package / "short", package / "output", 2, 1, 8, 8)
 
 
 @needs_extension

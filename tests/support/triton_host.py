@@ -1,17 +1,14 @@
-"""Measures what an eager call of the Triton backend costs the host, by plans and by Triton's ordinary launches.
+"""Compares what the launches of plans and Triton's ordinary launches give to the driver.
 
 Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and a stub in place of the launcher records
-its arguments. So the time of the driver is missing, and the allocator's time is measured with CPU tensors.
+its arguments.
 
-    python -m tests.support.triton_host          µs, for people
-    python -m tests.support.triton_host json     µs for a layer that compiles faster, and where launches of plans differ
-                                                 from launches by Triton's ordinary path
+    python -m tests.support.triton_host
 """
 
 import json
 import os
 import sys
-import timeit
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,35 +67,6 @@ def ordinary() -> Iterator[None]:
         plan.stream_of = before
 
 
-def measure(J: int, D: int) -> dict[str, float]:
-    """Microseconds of a call in the quickest round, because other work of the machine only adds time."""
-    import torch
-
-    import capsfast
-
-    torch.set_num_threads(1)
-    # The host's time does not depend on B and I, but torch's own ops run on the CPU here. Two tiles of the batch and
-    # few input capsules split the batch, so partial dW are added up.
-    plain = [torch.randn(33, 2, 8), torch.randn(2, J, D, 8)]
-    needing = [value.clone().requires_grad_() for value in plain]
-
-    def forward(given: list[Any]) -> Any:
-        return capsfast.dynamic_routing(*given, backend="triton")
-
-    v = forward(needing)
-    dv = torch.randn_like(v)
-    rows = {
-        "forward": lambda: forward(plain),
-        "forward under autograd": lambda: forward(needing),
-        "backward": lambda: torch.autograd.grad(v, needing, dv, retain_graph=True),
-    }
-    found = {name: min(timeit.repeat(call, number=10, repeat=300)) * 1e5 for name, call in rows.items()}
-    with ordinary():
-        for name, call in rows.items():
-            found[f"{name}, ordinary"] = min(timeit.repeat(call, number=10, repeat=100)) * 1e5
-    return found
-
-
 def differences(launched: Launches) -> list[str]:
     """Where a plan and Triton's own path give the launcher different arguments. Addresses differ only by alignment."""
     import torch
@@ -144,9 +112,4 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # The backend sends calls to Triton as if Triton's interpreter ran.
     toolchain.interpreting = lambda: True
-    launched = stub()
-    if sys.argv[1:] == ["json"]:
-        json.dump({"microseconds": measure(4, 8), "differences": differences(launched)}, sys.stdout)
-    else:
-        for name, took in measure(10, 16).items():
-            print(f"{name:48}{took:8.1f} µs")
+    json.dump(differences(stub()), sys.stdout)
