@@ -181,14 +181,8 @@ def load(
     """Images and labels of a data set, without augmentation.
 
     Args:
-        data: ``digits`` (8 x 8, from scikit-learn), ``mnist``, ``fashion-mnist``, ``kmnist``, ``cifar10``, ``svhn``,
-            ``smallnorb`` (stereo pairs as 2 channels); a folder with a sub-folder of pictures for each class, or with
-            four IDX files named as MNIST's; an .npz file; the path in Python of a class or function that makes a data
-            set of (image, label); or a pair of such data sets, for training and for tests.
-        data_dir: folder with the files, or with a sub-folder NAME that has them. Default: ``$CAPSFAST_DATA/NAME``, then
-            ``~/.cache/capsfast/NAME``, then Debian's folder.
-        image_size: resize the images to a square with this many pixels per side.
-        download: let torchvision download missing files into data_dir or ``~/.cache/capsfast/NAME``.
+        data, data_dir, image_size, download: see :class:`capsfast.train.ImageData`; without ``multi:`` and ``affine:``,
+            but ``data`` may also be a pair of data sets of (image, label), for training and for tests.
 
     Raises:
         FileNotFoundError: files are missing; the message says where they are expected and how to get them.

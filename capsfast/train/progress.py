@@ -95,9 +95,6 @@ class Lines(ProgressBar):
         self._steps = steps
         self._seconds = seconds
 
-    def enable(self) -> None:
-        self._enabled = True
-
     def disable(self) -> None:
         self._enabled = False
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,27 +56,25 @@ def test_lines_of_steps_tests_and_checkpoints(
     assert len(found) == len(steps) + len(tests) + len(wrote)
 
 
+@pytest.mark.parametrize(("tick", "expected"), [(2.0, [1, 4, 7, 10, 13, 16]), (20.0, [1, 3, 5, 7, 9, 11, 13, 15])])
 def test_a_line_waits_for_steps_and_for_seconds(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tick: float, expected: list[int]
 ) -> None:
     """With two seconds a step, 5 seconds are 3 steps; with 20 seconds a step, the minimum of two steps takes longer."""
-    for tick, expected in ((2.0, [1, 4, 7, 10, 13, 16]), (20.0, [1, 3, 5, 7, 9, 11, 13, 15])):
-        clock = [0.0]
-
-        def monotonic(clock: list[float] = clock, tick: float = tick) -> float:
-            clock[0] += tick
-            return clock[0]
-
-        monkeypatch.setattr(progress.time, "monotonic", monotonic)
-        monkeypatch.setattr(run, "bar_or_lines", lambda: Lines(steps=2, seconds=5))
-        # Lightning's checkpoints read the clock as well.
-        monkeypatch.setattr(run, "ModelCheckpoint", lambda **_: progress.Callback())
-        monkeypatch.setattr(run, "Stop", lambda *_: progress.Callback())
-        trained(folder, tmp_path / str(tick), progress=True, limit_val_batches=0, enable_checkpointing=False)
-        found = lines_of(capsys)
-        assert [step for step, _, _ in found] == expected
-    # 15 steps took 300 s of this clock; one step is left, at the same rate.
-    assert found[-1][2].endswith("0:05:00 elapsed, 0:00:20 left")
+    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=SimpleNamespace(ready=1)))
+    trainer: Any = SimpleNamespace(
+        global_step=0, progress_bar_metrics={}, estimated_stepping_batches=16, max_epochs=2, fit_loop=loop
+    )
+    monkeypatch.setattr(progress.time, "monotonic", lambda: trainer.global_step * tick)
+    lines = Lines(steps=2, seconds=5)
+    lines.on_train_start(trainer, trainer)
+    for trainer.global_step in range(1, 17):
+        lines.on_train_batch_end(trainer)
+    found = lines_of(capsys)
+    assert [step for step, _, _ in found] == expected
+    if tick == 20:
+        # One step is left, at the same rate.
+        assert found[-1][2] == "0:05:00 elapsed, 0:00:20 left"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,3 @@ def test_progress_shows_no_details() -> None:
     metrics = {"loss": 1.0, "image": 2.0, "images_per_s": 3.0, "test_accuracy": 0.5, "test_iou": 0.25}
     assert shown(metrics, tests=False) == ["loss 1", "image 2"]
     assert shown(metrics, tests=True) == ["test accuracy 0.5", "test iou 0.25"]
-
-
-def test_no_progress_is_no_progress(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(folder, tmp_path / "out", progress=False, epochs=1)
-    assert capsys.readouterr().out == ""
