@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
 from ..nn.dynamic_routing import fully_connected
-from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
@@ -156,7 +155,3 @@ class EfficientCapsNet(DecodedCapsules):
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
         return self.primary(self.convs(images))  # type: ignore[no-any-return]
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return self.routing.capsules(self.encode(images))
