@@ -24,12 +24,11 @@ class CNN(Network):
     Parts: ``convs``, ``hidden``, ``dropout``, ``classes``, ``decoder`` (None).
 
     Args:
-        in_channels, image_size, num_classes: as in :class:`CapsNet`.
+        in_channels, image_size, num_classes, device, dtype: as in :class:`CapsNet`.
         channels: channels of the convolutions. They have stride 1, keep the size of the image, and a ReLU follows each.
         kernel_size: kernel of the convolutions, odd.
         hidden: widths of the fully connected layers before the output layer.
         dropout: dropout probability after the last hidden layer.
-        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, their logarithms
     ``[B, J, 1]``, None.

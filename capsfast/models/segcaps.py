@@ -77,15 +77,13 @@ class SegCaps(Network):
         types: capsule types of the inner layers; an int, or an int for each of dims.
         dims: capsule sizes of the inner layers, for the full image and then for each level.
         kernel_size: kernel of all convolutions, odd; transposed convolutions of ``"r3"`` have 4.
-        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.SlimConvCaps2d`.
-        reconstruction: whether there is a decoder.
+        num_iterations, routing: as for :class:`capsfast.nn.SlimConvCaps2d`.
+        reconstruction, device, dtype: as for :class:`CapsNet`.
         hidden: channels between the decoder's convolutions.
         squash: squash of all dynamic routings; default ``"exp"``, for ``"r3"`` ``"paper"``.
         gradient, eps: of all dynamic routings.
         backend: backend of all routings.
         routing_options: further options of SlimConvCaps2d, for the layers with ``routing``.
-        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and, to decode by, ``classes`` bool ``[B, J, H, W]`` to
     :class:`SegCapsOutput`.
