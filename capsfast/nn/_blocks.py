@@ -24,6 +24,7 @@ GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
 AT_ONCE = 5
 
 Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
+Routed = Tensor | Capsules  # the output capsules; without activations from dynamic routing
 Made = Sequence[Any]  # the inputs of a block's routing, tensors and None
 
 

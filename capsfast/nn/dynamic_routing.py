@@ -109,7 +109,7 @@ class DynamicRouting(RoutedCaps):
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         return_coupling: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """``u [B, I, K]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J / groups]``.
 
         ``logits``, whose last axis is as long as the last axis of ``c``, are added to learned logits.
@@ -124,7 +124,7 @@ class DynamicRouting(RoutedCaps):
         if hooked or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
         u, weight = held.product(u, *[getattr(self, name) for name in self._names])
-        return dynamic_routing(
+        return dynamic_routing(  # type: ignore[no-any-return]
             u,
             weight,
             **routing.options(),
@@ -138,11 +138,11 @@ class DynamicRouting(RoutedCaps):
 
     def _by_votes(
         self, u: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, return_coupling: bool
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The same as a call of the part ``routing``, whose hooks run."""
         votes = self.votes(u, mask, out_mask)
         if not return_coupling:
-            return self.routing(votes, logits=logits).poses
+            return self.routing(votes, logits=logits).poses  # type: ignore[no-any-return]
         recorded = RecordedVotes(votes, last=True)
         return self.routing(recorded, logits=logits).poses, recorded.weights[-1]
 
