@@ -21,6 +21,7 @@ from capsfast.nn import (
 
 from .support import plain
 from .support.backends import Backend
+from .support.refusals import Refusal, refusals
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 from .test_docs import ROOT, table_rows
@@ -304,7 +305,7 @@ def test_a_reset_forgets_the_statistics_of_a_batch() -> None:
     torch.testing.assert_close(layer.routing.state_dict(), fresh)
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "one number": (
         lambda: InvertedAttentionRouting(2, 2, 2, 1),
         ValueError,
@@ -333,8 +334,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

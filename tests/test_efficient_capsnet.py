@@ -13,6 +13,7 @@ from capsfast.nn import DepthwisePrimaryCaps
 from .support import plain
 from .support.backends import Backend, recorded_ops
 from .support.plain import assert_alike, assert_same, on_cpu
+from .support.refusals import Refusal, refusals
 from .test_models import parameters_of
 
 B = 4
@@ -170,7 +171,7 @@ def test_depthwise_capsules_are_a_convolution_of_each_map() -> None:
     assert_same(found.view(B, 2, 3, 3, 3).movedim(-1, 2), plain.squash(poses.movedim(2, -1), "exp").movedim(-1, 2))
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "small": (
         lambda: EfficientCapsNet(1, (8, 2)),
         ValueError,
@@ -201,8 +202,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

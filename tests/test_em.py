@@ -13,6 +13,7 @@ from capsfast.nn import EMRouting, RoutedCaps
 
 from .support import plain
 from .support.backends import Backend
+from .support.refusals import Refusal, refusals
 from .test_routings import gradients
 
 f64 = torch.float64
@@ -104,7 +105,7 @@ def test_scale_of_the_cost() -> None:
     plain.assert_same(tuple(by_inputs((u, weight))), tuple(by_number((u, weight))))
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "schedule": (lambda: em(inverse_temperature=[1, 2]), ValueError, "must hold num_iterations=3 numbers, got 2"),
     "schedule's kind": (lambda: em(inverse_temperature="hot"), TypeError, "None, a number or a sequence"),
     "negative": (lambda: em(inverse_temperature=[1, 2, -1]), ValueError, "inverse_temperature must be positive"),
@@ -118,8 +119,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

@@ -14,6 +14,7 @@ from capsfast.nn import recorded
 from .support import plain
 from .support.backends import Backend, recorded_ops
 from .support.plain import assert_alike, assert_same, on_cpu
+from .support.refusals import Refusal, refusals
 from .test_models import parameters_of
 
 B = 4
@@ -164,7 +165,7 @@ def test_activations_are_those_of_the_classifier() -> None:
         bare.reconstruct(capsules)
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "one number": (
         lambda: InvertedAttentionCapsNet(primary_dim=1),
         ValueError,
@@ -174,8 +175,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from capsfast.models import CapsNetOutput
 from capsfast.nn import CapsNetLoss, CouplingEntropy, MarginLoss, ReconstructionLoss, SpreadLoss
 
+from .support.refusals import Refusal, refusals
+
 B, J, D = 5, 4, 6
 LABELS = torch.tensor([3, 0, 0, 2, 1])
 SEVERAL = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0]])
@@ -211,7 +213,7 @@ def test_compilation_and_copies(name: str) -> None:
     assert not list(loss.parameters())
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "targets": (lambda: MarginLoss()(torch.rand(B, J), LABELS + 1), ValueError, r"targets must be in \[0, 3\], got 4"),
     "targets batch": (lambda: MarginLoss()(torch.rand(B, J), LABELS[1:]), ValueError, r"targets must be \[B\] = \[5\]"),
     "targets float": (lambda: MarginLoss()(torch.rand(B, J), LABELS.float()), TypeError, "targets must be int64"),
@@ -241,8 +243,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

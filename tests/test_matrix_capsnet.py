@@ -13,6 +13,7 @@ from capsfast.nn import ClassCaps2d, PrimaryMatrixCaps
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
+from .support.refusals import Refusal, refusals
 from .support.routings import convolutional_variational, randomize, variational
 
 f64 = torch.float64
@@ -240,7 +241,7 @@ def test_network_takes_any_image_size(size: Any) -> None:
         model.reconstruct(output.capsules)
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
     "coordinates": (
         lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=0.1),
@@ -286,8 +287,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

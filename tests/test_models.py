@@ -16,6 +16,7 @@ from capsfast.nn import CapsNetLoss
 from .support import plain
 from .support.backends import Backend, recorded_ops
 from .support.plain import assert_alike, assert_same, on_cpu
+from .support.refusals import Refusal, refusals
 
 B = 4
 # image, kernel, places of the primary capsules
@@ -295,7 +296,7 @@ def test_gradients_of_single_samples() -> None:
         assert_same([found[name][b] for name, _ in model.named_parameters()], list(wanted))
 
 
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "size": (lambda: CapsNet(1, (28, 28, 1)), TypeError, "models.CapsNet: image_size must be an int or two of them"),
     "dims": (lambda: DeepCaps(dims=(4, 8)), ValueError, "the last two of dims must be alike"),
     "a dim": (lambda: DeepCaps(dims=8), TypeError, "DeepCaps: dims must be a sequence of ints, got 8"),
@@ -303,11 +304,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)
 
 
 def test_diagnosis_of_a_fresh_capsnet_is_clean() -> None:

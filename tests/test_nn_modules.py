@@ -41,6 +41,10 @@ def dense(**options: Any) -> nn.Module:
     return capsfast.DynamicRouting(I, J, K, D, **options)
 
 
+def interests(**options: Any) -> nn.Module:
+    return InterestCapsules(J, K, D, max_length=I, **options)
+
+
 def of_weight(weight: Weight) -> Callable[[], nn.Module]:
     return lambda: dense(weight=weight)
 
@@ -67,7 +71,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
     "matrices": (lambda: PrimaryMatrixCaps(3, 4, 4), ((3, 5, 5),)),
     "decoder": (lambda: Decoder(J, D, (1, 6, 6)), ((J, D),)),
     "conv decoder": (lambda: ConvDecoder(J, D, (1, 6, 6), class_independent=True), ((J, D),)),
-    "interests": (lambda: InterestCapsules(J, K, D, max_length=I, projection="linear"), ((I, K),)),
+    "interests": (lambda: interests(projection="linear"), ((I, K),)),
+    "interests by passes": (lambda: interests(update="overwrite", squash_power=0.5), ((I, K),)),
+    "interests by votes": (lambda: interests(weight="output", gradient="last", count="floor"), ((I, K),)),
     "vectors": (lambda: VectorRouting(I, J, K, D, normalize=False), ((I, K),)),
     "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), ((I, K),)),
     "scored matrices": (lambda: MatrixRouting(I, J, 4, 6, 2), ((I, 4), (I,))),

@@ -23,6 +23,7 @@ from capsfast.nn.routing.base import Routing
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
 from .support.plain import assert_alike, assert_same, gradients, on_cpu
+from .support.refusals import Refusal, refusals
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 
@@ -350,7 +351,7 @@ def test_text_and_state() -> None:
     assert sum(each.numel() for each in SlimConvCaps3d(I, J, K, D).parameters()) == J * D * K * 27
 
 
-CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+CALLS: dict[str, Refusal] = {
     "kernel": (
         lambda: SlimConvCaps3d(I, J, K, D, (3, 3)),
         TypeError,
@@ -417,8 +418,4 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = CALLS[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(CALLS)

@@ -21,6 +21,7 @@ from capsfast.nn.routing.votes import STRIDE, votes_of
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
+from .support.refusals import Refusal, refusals
 from .support.routings import ALONE, cases, randomize
 from .support.routings import ROUTINGS as ROWS
 
@@ -344,7 +345,7 @@ def test_a_routing_without_the_options_that_a_layer_adds(routing: type[Routing])
         RoutedCaps(I, J, K, D, routing=routing, dtype=torch.float64)
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "name": (lambda: RoutedCaps(3, 2, 4, 4, routing="magic"), ValueError, "RoutedCaps: routing must be one of 'dyn"),
     "kind": (lambda: RoutedCaps(3, 2, 4, 4, routing=3), TypeError, "must be a name or a Routing class, got int"),
     "not a routing": (
@@ -483,8 +484,4 @@ def test_what_votes_lack_is_named() -> None:
         votes.moments(query=torch.zeros(2, 4, 5))
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

@@ -11,6 +11,7 @@ from capsfast.models import SegCaps, SegCapsOutput
 
 from .support import plain
 from .support.plain import assert_same, on_cpu
+from .support.refusals import Refusal, refusals
 
 B, J = 2, 3
 SMALL: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3, 4), "digit_dim": 4, "kernel_size": 3}
@@ -183,7 +184,7 @@ def test_levels_and_options() -> None:
         assert model(torch.rand(B, 1, 9, 9)).reconstruction.shape == (B, 1, 9, 9)
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
     "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
     "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
@@ -208,8 +209,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

@@ -16,6 +16,7 @@ from capsfast.passes import Moments
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
+from .support.refusals import Refusal, refusals
 from .support.routings import randomize
 
 f64 = torch.float64
@@ -259,7 +260,7 @@ def test_competition_in_other_forms() -> None:
     assert 0.3 < vectors(poses).norm() / same(poses).norm() < 3
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG: dict[str, Refusal] = {
     "competition": (lambda: ConvCaps2d(2, 2, 4, 4, competition="all"), ValueError, "competition must be one of"),
     "start": (lambda: ConvCaps2d(2, 2, 4, 4, competition="child", start="all"), ValueError, "start must be one of"),
     "start of windows": (
@@ -270,8 +271,4 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()
+test_wrong_arguments = refusals(WRONG)

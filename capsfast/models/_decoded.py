@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 
 from ..nn.routing.base import Capsules
-from ._capsules import class_of
 from ._network import Network
 from .output import CapsNetOutput
 
@@ -15,7 +14,7 @@ class DecodedCapsules(Network):
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        raise NotImplementedError(f"{self._op}: a network overrides classify")
+        return self.routing.capsules(self.encode(images))  # type: ignore[no-any-return, operator, union-attr]
 
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest capsule.
@@ -32,5 +31,6 @@ class DecodedCapsules(Network):
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         """``labels [B]``: the capsules that are decoded; default the capsules with the largest activations."""
         found = self.classify(images)
-        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
+        chosen = found.activations.detach().argmax(1) if labels is None else labels
+        images_again = None if self.decoder is None else self.reconstruct(found.poses, chosen)
         return CapsNetOutput(found.activations, found.poses, images_again)

@@ -1,13 +1,14 @@
 """The convolutional baseline."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..nn import _arguments
 from ..nn._arguments import Made
+from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ._images import check_images, image_shape
 from ._network import Network
@@ -23,12 +24,11 @@ class CNN(Network):
     Parts: ``convs``, ``hidden``, ``dropout``, ``classes``, ``decoder`` (None).
 
     Args:
-        in_channels, image_size, num_classes: as in :class:`CapsNet`.
+        in_channels, image_size, num_classes, device, dtype: as in :class:`CapsNet`.
         channels: channels of the convolutions. They have stride 1, keep the size of the image, and a ReLU follows each.
         kernel_size: kernel of the convolutions, odd.
         hidden: widths of the fully connected layers before the output layer.
         dropout: dropout probability after the last hidden layer.
-        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, their logarithms
     ``[B, J, 1]``, None.
@@ -61,15 +61,10 @@ class CNN(Network):
         hidden = _arguments.sizes(op, "hidden", hidden)
         if dropout >= 1:
             raise ValueError(f"{op}: dropout must be below 1, got {dropout}")
-        convs: list[nn.Module] = []
-        for before, after in pairwise((in_channels, *channels)):
-            convs += [nn.Conv2d(before, after, kernel_size, padding=kernel_size // 2, **made), nn.ReLU()]
-        self.convs = nn.Sequential(*convs)
+        conv = partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2, **made)
+        self.convs = perceptron((in_channels, *channels), conv, nn.ReLU())
         features = channels[-1] * self.image_shape[1] * self.image_shape[2]
-        layers: list[nn.Module] = []
-        for before, after in pairwise((features, *hidden)):
-            layers += [nn.Linear(before, after, **made), nn.ReLU()]
-        self.hidden = nn.Sequential(*layers)
+        self.hidden = perceptron((features, *hidden), partial(nn.Linear, **made), nn.ReLU())
         self.dropout = nn.Dropout(dropout)
         self.classes = nn.Linear(hidden[-1], num_classes, **made)
         self.decoder = None

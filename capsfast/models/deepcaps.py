@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, PrimaryCaps, SlimConvCaps2d, _arguments
+from ..nn._blocks import WindowLayer
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import fully_connected
-from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
-from ._capsules import image_lengths, with_lengths
+from ._capsules import through
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
 
@@ -48,12 +48,7 @@ class CapsCell(Layer):
         halved = self.down(F.pad(maps, (width % 2, 1, height % 2, 1)))
         channels = halved.flatten(1, 2)
         deep = self.second(self.first(channels).flatten(1, 2))
-        if isinstance(self.skip, PrimaryCaps):
-            skipped = self.skip(channels)
-        elif self.skip.uses_poses_alone:
-            skipped = self.skip(halved)
-        else:
-            skipped = with_lengths(self.skip(halved, image_lengths(halved)))
+        skipped = through(self.skip, halved) if isinstance(self.skip, WindowLayer) else self.skip(channels)
         return deep + skipped  # type: ignore[no-any-return]
 
 
@@ -164,7 +159,3 @@ class DeepCaps(DecodedCapsules):
             seen.append(cell(maps))
             maps = seen[-1].flatten(1, 2)
         return torch.cat([image.permute(0, 3, 4, 1, 2).flatten(1, 3) for image in (seen[-1], seen[-2])], 1)
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return self.routing.capsules(self.encode(images))

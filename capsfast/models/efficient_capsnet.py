@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
 from ..nn.dynamic_routing import fully_connected
-from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
@@ -77,22 +76,15 @@ class EfficientCapsNet(DecodedCapsules):
         in_channels, image_size: channels and size of the images; an int or (height, width), at least 3. If less than
             3 x 3 places would be left (by default for images below 15 pixels), convolutions with stride 1 are padded to
             keep the size.
-        num_classes: number of classes, J.
-        conv_channels: channels of the first convolution; the next two have twice as many.
-        primary_groups, primary_dim: types and size of the primary capsules. The last convolution has primary_groups ·
-            primary_dim channels.
+        conv_channels: channels of the first convolution; the next two have twice as many, the last has primary_groups ·
+            primary_dim.
         kernel_sizes, strides: of the four convolutions.
         norm: ``"batch"``, with eps 1e-3 and momentum 0.01; or ``"instance"``, after a LeakyReLU of slope 0.3.
-        digit_dim: size of the class capsules.
-        num_iterations: of a routing that iterates; None for its default.
-        routing: ``"self-attention"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
-        reconstruction: whether there is a decoder.
-        decoder_hidden: widths of its hidden layers.
         kernel_size, primary_stride: of the primary capsules; the kernel by default 9 or, where the maps are smaller,
             their size. Larger maps have primary capsules at several places.
-        device, dtype, routing_options: as for :class:`capsfast.models.CapsNet`.
+        all others: as for :class:`CapsNet`, as are shapes and errors.
 
-    Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations of the routing.
+    The lengths of its output are the activations of the routing.
     """
 
     def __init__(
@@ -156,7 +148,3 @@ class EfficientCapsNet(DecodedCapsules):
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
         return self.primary(self.convs(images))  # type: ignore[no-any-return]
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return self.routing.capsules(self.encode(images))

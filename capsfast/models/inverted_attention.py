@@ -124,8 +124,6 @@ class InvertedAttentionCapsNet(DecodedCapsules):
     of each, a ConvCaps2d or RoutedCaps, makes one update.
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width).
-        num_classes: J.
         conv_channels: of the first convolution, of 3 x 3 with a stride of 2.
         primary_groups, primary_dim: types and size of the primary capsules, at least 2 numbers.
         types: of the convolutional capsules, whose windows are 3 x 3 places (or all there are) with a stride of 2.
@@ -135,9 +133,9 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         concurrent: False routes one layer to its end before the next.
         scaled: as in :class:`capsfast.nn.InvertedAttentionRouting`.
         reconstruction: whether there is a decoder, which the paper has not.
-        backend, device, dtype: of the routing, of the parameters.
+        all others: as for :class:`CapsNet`, as are shapes and errors.
 
-    Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations.
+    The lengths of its output are the activations.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
 from ..nn.routing.base import Capsules
 from ..nn.routing.em import EMRouting
 from ..nn.routing.names import RoutingChoice, routing_class
-from ._capsules import image_lengths
 from ._images import check_images, image_shape
 from ._network import Network
 from .output import CapsNetOutput
@@ -173,11 +172,7 @@ class MatrixCapsNet(Network):
         features = self.conv(images)
         poses, activations = self.primary(F.relu(features if self.norm is None else self.norm(features)))
         for layer in self.conv_caps:
-            if layer.uses_poses_alone:
-                poses = layer(poses)
-                activations = image_lengths(poses)
-            else:
-                poses, activations = layer(poses, activations)
+            poses, activations = layer.capsules(poses, activations)  # type: ignore[operator]
         return Capsules(self.routing.flatten(poses), activations.flatten(1))
 
     def classify(self, images: Tensor) -> Capsules:

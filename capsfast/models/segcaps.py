@@ -1,7 +1,8 @@
 """Segmentation by slim convolutional capsules."""
 
 from collections.abc import Sequence
-from itertools import pairwise, zip_longest
+from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,9 +11,10 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
+from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
-from ._capsules import image_lengths, with_lengths
+from ._capsules import through
 from ._images import check_images, image_shape
 from ._network import Network
 
@@ -75,15 +77,13 @@ class SegCaps(Network):
         types: capsule types of the inner layers; an int, or an int for each of dims.
         dims: capsule sizes of the inner layers, for the full image and then for each level.
         kernel_size: kernel of all convolutions, odd; transposed convolutions of ``"r3"`` have 4.
-        num_iterations: iterations of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another routing as for :class:`capsfast.nn.SlimConvCaps2d`.
-        reconstruction: whether there is a decoder.
+        num_iterations, routing: as for :class:`capsfast.nn.SlimConvCaps2d`.
+        reconstruction, device, dtype: as for :class:`CapsNet`.
         hidden: channels between the decoder's convolutions.
         squash: squash of all dynamic routings; default ``"exp"``, for ``"r3"`` ``"paper"``.
         gradient, eps: of all dynamic routings.
         backend: backend of all routings.
         routing_options: further options of SlimConvCaps2d, for the layers with ``routing``.
-        device, dtype: device and dtype of the parameters.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and, to decode by, ``classes`` bool ``[B, J, H, W]`` to
     :class:`SegCapsOutput`.
@@ -186,28 +186,25 @@ class SegCaps(Network):
         self.decoder: nn.Sequential | None = None
         if reconstruction:
             widths = [num_classes * digit_dim, *hidden, in_channels]
-            layers: list[nn.Module] = []
-            for before, after in pairwise(widths):
-                layers += [nn.Conv2d(before, after, 1, **made), nn.ReLU()]
-            self.decoder = nn.Sequential(*layers[:-1], nn.Sigmoid())
+            self.decoder = perceptron(widths, partial(nn.Conv2d, kernel_size=1, **made), nn.Sigmoid())
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""
         check_images(self._op, images, self.image_shape)
         poses = F.relu(self.conv(images)).unsqueeze(1)
-        poses = poses if self.start is None else _through(self.start, poses)
+        poses = poses if self.start is None else through(self.start, poses)
         passed = []
         for down, route in zip(self.down, self.route_down, strict=True):
             passed.append(poses)
             if self.form == "r3":
                 poses = F.pad(poses, (1, 2, 1, 2))
-            poses = _through(route, _through(down, poses))
+            poses = through(route, through(down, poses))
         for up, route in zip_longest(self.up, self.route_up):
             beside = passed.pop()
-            larger = _through(up, poses, size=beside.shape[3:])
+            larger = through(up, poses, size=beside.shape[3:])
             poses = torch.cat([larger, beside], 1)
-            poses = poses if route is None else _through(route, poses)
-        return _routed(self.classes, poses)
+            poses = poses if route is None else through(route, poses)
+        return self.classes.capsules(poses)
 
     def reconstruct(self, capsules: Tensor, classes: Tensor) -> Tensor:
         """``capsules [B, J, D, H, W]`` to images, at each pixel from the capsules that ``classes [B, J, H, W]`` keeps.
@@ -239,17 +236,3 @@ class SegCaps(Network):
         if self.decoder is not None:
             images_again = self.reconstruct(capsules, activations > PRESENT if classes is None else classes)
         return SegCapsOutput(activations, capsules, images_again)
-
-
-def _routed(layer: nn.Module, poses: Tensor) -> Capsules:
-    if layer.uses_poses_alone:
-        found = layer(poses)
-        return Capsules(found, image_lengths(found))
-    return layer(poses, image_lengths(poses))  # type: ignore[no-any-return]
-
-
-def _through(layer: nn.Module, poses: Tensor, **options: Any) -> Tensor:
-    """Between layers capsules say by their length how present they are, which poses of other routings need not."""
-    if layer.uses_poses_alone:
-        return layer(poses, **options)  # type: ignore[no-any-return]
-    return with_lengths(_routed(layer, poses))

@@ -69,11 +69,6 @@ def integer(op: str, name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
 
-def integers(op: str, **values: object) -> None:
-    for name, value in values.items():
-        integer(op, name, value)
-
-
 def batch_size(op: str, value: object, votes: Tensor) -> None:
     """Checks a batch size, which some code passes with the votes. torch.jit.trace turns sizes into 0-d tensors."""
     if value is None:

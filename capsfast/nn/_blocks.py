@@ -13,6 +13,7 @@ from .. import checks
 from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
 from ._layer import Layer
+from .routing.base import Capsules, image_lengths
 
 # The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
 BLOCK_BYTES = 8 * 2**20
@@ -23,6 +24,7 @@ GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
 AT_ONCE = 5
 
 Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
+Routed = Tensor | Capsules  # the output capsules; without activations from dynamic routing
 Made = Sequence[Any]  # the inputs of a block's routing, tensors and None
 
 
@@ -32,10 +34,18 @@ class WindowLayer(Layer):
     Then memory never holds all unfolded poses or all votes. The backward makes them again for each block.
     """
 
+    uses_poses_alone: bool  # dynamic routing, whose activations are the lengths of the poses
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+
+    def capsules(self, poses: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
+        """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""
+        if self.uses_poses_alone:
+            found = self(poses, **given)
+            return Capsules(found, image_lengths(found))
+        return self(poses, image_lengths(poses) if activation is None else activation, **given)  # type: ignore[no-any-return]
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         """The positions that these windows cover, which may lie outside the image."""

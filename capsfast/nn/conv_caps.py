@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..precision import wide_dtype
 from . import _arguments
-from ._blocks import Box, Made, WindowLayer
+from ._blocks import Box, Made, Routed, WindowLayer
 from .dynamic_routing import fully_connected
 from .routed_caps import RoutedCaps, pose_sizes
 from .routing.agreement import starting_std
@@ -247,7 +247,9 @@ class ConvCaps2d(WindowLayer):
         layer.competing = self._competing(size)
         return layer
 
-    def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
+    def forward(
+        self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False
+    ) -> Routed | tuple[Routed, Tensor]:
         """With ``return_coupling`` also the coupling of the last pass, ``c [B, H', W', I, out_types / groups]``."""
         op = self._op
         if activation is not None and self.uses_poses_alone:

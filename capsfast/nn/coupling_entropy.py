@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
 
@@ -32,7 +33,7 @@ class CouplingEntropy(Layer):
     def forward(self, coupling: Tensor) -> Tensor:
         _arguments.floats(self._op, "coupling", coupling, "[B, I, J]")
         dim = 2 if self.softmax == "out" else 1
-        c = coupling.float() if coupling.dtype in (torch.float16, torch.bfloat16) else coupling
+        c = coupling.to(wide_dtype(coupling.dtype))
         # log 1 instead of log 0: c log c is 0 there, and its derivative must be finite.
         entropy = -(c * torch.where(c > 0, c, 1).log()).sum(dim)
         filled = (coupling.detach() > 0).any(dim)

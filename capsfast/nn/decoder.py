@@ -1,6 +1,7 @@
 """Decoders, which make images from capsules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -14,6 +15,12 @@ from ._layer import Layer
 from .readout import Mask
 
 FIRST = 16  # feature maps that a ConvDecoder starts from
+
+
+def perceptron(widths: Sequence[int], layer: Callable[[int, int], nn.Module], last: nn.Module) -> nn.Sequential:
+    """Layers between these widths with ReLU between them, and ``last`` behind the last layer."""
+    layers = [each for before, after in pairwise(widths) for each in (layer(before, after), nn.ReLU())]
+    return nn.Sequential(*layers[:-1], last)
 
 
 class _MaskedDecoder(Layer):
@@ -82,10 +89,7 @@ class Decoder(_MaskedDecoder):
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
         C, H, W = self.image_shape
         widths = [self.in_features, *_arguments.sizes(self._op, "hidden", hidden, 0), C * H * W]
-        layers: list[nn.Module] = []
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after, **made), nn.ReLU()]
-        self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
+        self.layers = perceptron(widths, partial(nn.Linear, **made), nn.Sigmoid())
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         return self.layers(self._chosen(capsules, labels)).unflatten(1, self.image_shape)  # type: ignore[no-any-return]

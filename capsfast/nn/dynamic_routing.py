@@ -1,5 +1,6 @@
 """Fully connected capsules with dynamic routing."""
 
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -7,6 +8,7 @@ from typing_extensions import Unpack
 
 from .. import checks, kinds
 from ..functional import dynamic_routing
+from ..options import Options
 from ._arguments import AgreementKeywords
 from ._checkpoints import foreign_weights
 from .routed_caps import RoutedCaps
@@ -27,19 +29,6 @@ def _refuse_votes(op: str, u: object, *others: object) -> NoReturn:
         f"layer(votes) or layer(votes, batch_size), use capsfast.nn.RoutingByAgreement or "
         f"capsfast.compat.DynamicRouting(num_iterations); see {kinds.TABLE}"
     )
-
-
-class _OfRouting:
-    """An attribute of the part ``routing``, under its name in the layer."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, layer: Any, owner: type) -> Any:
-        return self if layer is None else getattr(layer.routing, self.name)
-
-    def __set__(self, layer: Any, value: object) -> None:
-        setattr(layer.routing, self.name, value)
 
 
 class DynamicRouting(RoutedCaps):
@@ -73,9 +62,8 @@ class DynamicRouting(RoutedCaps):
     _op = "capsfast.DynamicRouting"
     _others = kinds.FORMS
     routing: AgreementRouting
-    num_iterations, softmax, gradient, leaky = _OfRouting(), _OfRouting(), _OfRouting(), _OfRouting()
-    squash, eps, squash_last, backend = _OfRouting(), _OfRouting(), _OfRouting(), _OfRouting()
-    logits, bias = _OfRouting(), _OfRouting()
+    logits: Tensor | None
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -121,7 +109,7 @@ class DynamicRouting(RoutedCaps):
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         return_coupling: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """``u [B, I, K]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J / groups]``.
 
         ``logits``, whose last axis is as long as the last axis of ``c``, are added to learned logits.
@@ -136,7 +124,7 @@ class DynamicRouting(RoutedCaps):
         if hooked or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
         u, weight = held.product(u, *[getattr(self, name) for name in self._names])
-        return dynamic_routing(
+        return dynamic_routing(  # type: ignore[no-any-return]
             u,
             weight,
             **routing.options(),
@@ -150,11 +138,11 @@ class DynamicRouting(RoutedCaps):
 
     def _by_votes(
         self, u: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, return_coupling: bool
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The same as a call of the part ``routing``, whose hooks run."""
         votes = self.votes(u, mask, out_mask)
         if not return_coupling:
-            return self.routing(votes, logits=logits).poses
+            return self.routing(votes, logits=logits).poses  # type: ignore[no-any-return]
         recorded = RecordedVotes(votes, last=True)
         return self.routing(recorded, logits=logits).poses, recorded.weights[-1]
 
@@ -172,6 +160,15 @@ class DynamicRouting(RoutedCaps):
                 state_dict[f"{prefix}W"] = given[0]
             lists[-1].extend(foreign_weights(self._op, state_dict, prefix, W))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+def _of_routing(name: str) -> property:
+    """An attribute of the part ``routing``, under its name in the layer."""
+    return property(attrgetter(f"routing.{name}"), lambda layer, value: setattr(layer.routing, name, value))
+
+
+for _name in (*Options._fields, "backend", "logits", "bias"):
+    setattr(DynamicRouting, _name, _of_routing(_name))
 
 
 class DigitCaps(DynamicRouting):

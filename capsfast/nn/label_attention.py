@@ -8,6 +8,7 @@ from torch.overrides import has_torch_function
 
 from .. import checks
 from .._overrides import instead
+from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
 
@@ -102,7 +103,7 @@ class LabelAwareAttention(Layer):
 
     def _weights(self, scores: Tensor, absent: Tensor | None) -> Tensor:
         if self.power != 1:
-            scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+            scores = scores.to(wide_dtype(scores.dtype))
             limit = LARGEST ** (1 / self.power) if self.power else math.inf
             scores = scores.clamp(-limit, limit)
             scores = _signed_power(scores, self.power) if self.signed and self.power else scores**self.power

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..kinds import LOSSES
+from ..precision import wide_dtype
 from . import _arguments
 from ._arguments import Reduction
 from ._layer import Layer
@@ -15,7 +16,7 @@ from .readout import class_indices, one_hot
 
 
 def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return values.to(wide_dtype(values.dtype))
 
 
 def _reduced(per_sample: Tensor, reduction: str) -> Tensor:

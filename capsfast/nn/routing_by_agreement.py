@@ -53,14 +53,14 @@ class RoutingByAgreement(Agreement, Layer):
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         return_coupling: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """``votes [B, I, J, D]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J]``.
 
         ``batch_size`` exists because some code passes it; if given, it must be B.
         """
         _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
         _arguments.batch_size(self._op, batch_size, votes)
-        return route_votes(
+        return route_votes(  # type: ignore[no-any-return]
             votes,
             **self.options(),
             logits=logits,

@@ -14,7 +14,7 @@ from ..options import SOFTMAX
 from ..positions import to_samples
 from ..reference.squash import squash
 from . import _arguments
-from ._blocks import Box, Made, WindowLayer
+from ._blocks import Box, Made, Routed, WindowLayer
 from .routing.agreement import starting_std
 from .routing.base import Capsules
 from .routing.names import RoutingChoice, make_routing, routing_name
@@ -189,13 +189,15 @@ class SlimConvCaps2d(WindowLayer):
         means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
         return means
 
-    def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
+    def forward(
+        self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False
+    ) -> Routed | tuple[Routed, Tensor]:
         """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``."""
         return self._forward(poses, activation, None, return_coupling)
 
     def _forward(
         self, poses: Tensor, activation: Tensor | None, size: Sequence[int] | None, return_coupling: bool
-    ) -> Any:
+    ) -> Routed | tuple[Routed, Tensor]:
         grid = self._grid_of(poses, size)
         if activation is not None:
             if self.uses_poses_alone:
@@ -374,7 +376,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         *,
         size: Sequence[int] | None = None,
         return_coupling: bool = False,
-    ) -> Any:
+    ) -> Routed | tuple[Routed, Tensor]:
         """``size``: size of the output, instead of output_padding; at most stride - 1 above the size without it."""
         return self._forward(poses, activation, size, return_coupling)
 

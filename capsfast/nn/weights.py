@@ -1,8 +1,8 @@
 """The ways in which a layer holds its transformation matrices."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from . import _arguments
 Shape = tuple[int, ...]
 # All parameters that a weight may have, in the order in which a layer has them.
 PARAMETERS = ("W", "A", "U", "V")
-FACTORS = ("WA", "UV")
 
 
 def types_of(op: str, in_caps: int, positions: int | None) -> int:
@@ -37,11 +36,6 @@ def at_positions(weight: Tensor, positions: int | None) -> Tensor:
     return weight.unsqueeze(1).expand(-1, positions, *weight.shape[1:]).flatten(0, 1)
 
 
-def _check_positions(weight: Any) -> None:
-    if weight.positions is not None:
-        _arguments.integer(f"capsfast.nn.{type(weight).__name__}", "positions", weight.positions)
-
-
 class Weight:
     """How a layer holds its matrices: its parameters, and the input capsules and weight of a pass.
 
@@ -55,6 +49,10 @@ class Weight:
     groups: int = 1
     # Whether a pass takes the input capsules unchanged.
     keeps_u: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            _arguments.option(f"capsfast.nn.{type(self).__name__}", each.name, each.type, getattr(self, each.name))
 
     def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
         """Shapes of the parameters for matrices of shape ``(D, K)``, or ``(Q, R)`` for pose matrices.
@@ -89,9 +87,6 @@ class FullWeight(Weight):
     """
 
     positions: int | None = 1
-
-    def __post_init__(self) -> None:
-        _check_positions(self)
 
     @property
     def axes(self) -> dict[str, int | None]:  # type: ignore[override]
@@ -130,14 +125,8 @@ class LowRank(Weight):
     """
 
     rank: int
-    factors: str = "WA"
+    factors: Literal["WA", "UV"] = "WA"
     positions: int | None = 1
-
-    def __post_init__(self) -> None:
-        op = "capsfast.nn.LowRank"
-        _arguments.integer(op, "rank", self.rank)
-        checks.choice(op, "factors", self.factors, FACTORS)
-        _check_positions(self)
 
     @property
     def axes(self) -> dict[str, int | None]:  # type: ignore[override]
@@ -191,10 +180,11 @@ class Groups(Weight):
     keeps_u: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        op = "capsfast.nn.Groups"
-        _arguments.integer(op, "groups", self.groups)
+        super().__post_init__()
         if not isinstance(self.weight, (FullWeight, LowRank)):
-            raise TypeError(f"{op}: weight must be a FullWeight, SharedWeight or LowRank, got {self.weight!r}")
+            raise TypeError(
+                f"capsfast.nn.Groups: weight must be a FullWeight, SharedWeight or LowRank, got {self.weight!r}"
+            )
 
     @property
     def axes(self) -> dict[str, int | None]:  # type: ignore[override]
@@ -228,8 +218,6 @@ def chosen(op: str, weight: Weight | None, shared_weight: bool, positions: int) 
     Raises:
         TypeError, ValueError: not a weight, or several of the arguments.
     """
-    checks.boolean(op, "shared_weight", shared_weight)
-    _arguments.integer(op, "positions", positions)
     if weight is not None and not isinstance(weight, Weight):
         names = ", ".join(("FullWeight", "SharedWeight", "LowRank", "Groups"))
         raise TypeError(f"{op}: weight must be one of capsfast.nn's {names}, got {checks.shown(weight)}")

@@ -17,14 +17,6 @@ from .votes import Votes
 class Agreement(Layer):
     """Holds the options of dynamic routing as attributes."""
 
-    num_iterations: int
-    softmax: str
-    gradient: str
-    leaky: bool
-    squash: str
-    eps: float
-    squash_last: bool
-
     def _hold(self, num_iterations: int, given: Any) -> dict[str, Any]:
         """Holds the options in ``given``; returns what else is there."""
         own = {name: given.pop(name) for name in Options._fields if name in given}

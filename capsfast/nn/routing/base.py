@@ -24,6 +24,11 @@ def lengths(poses: Tensor) -> Tensor:
     return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
 
 
+def image_lengths(poses: Tensor) -> Tensor:
+    """``[B, J, D, *spatial]`` to ``[B, J, *spatial]``."""
+    return torch.linalg.vector_norm(poses, dim=2)  # type: ignore[no-any-return]
+
+
 class Routing(Layer):
     """Routes votes to output capsules. It holds the routing's own parameters, but not the weight.
 
