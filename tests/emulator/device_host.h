@@ -266,6 +266,7 @@ inline int Driver::fixed_shared_bytes(const void*) { return 0; }
 inline void Driver::allow_shared(const void* kernel, int bytes) {
   emulator::Machine::asked().allow_shared(kernel, bytes);
 }
+inline void Driver::prefer_shared(const void*, int) { ++emulator::Machine::current().questions; }
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
   return emulator::Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
 }
