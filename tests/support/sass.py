@@ -1,7 +1,7 @@
 """The machine code of the CUDA kernels: registers, stack, and the instructions that a warp executes.
 
-Reads the built extension, or another file with machine code. ``python -m tests.support.sass [FILE]`` prints the table of
-docs/cuda-kernels.md.
+Reads the built extension, or another file with machine code. ``python -m tests.support.sass [FILE]`` prints the table
+of docs/cuda-kernels.md.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from capsfast import native
 
-from .listing import Code, Counts, Instruction, Loop, count_kind
+from .listing import Code, Counts, Instruction, Loop
 
 ARCHITECTURE = "sm_90"
 # The counted layer: ten output capsules of D = 16, K = 8, three iterations.
@@ -169,8 +169,11 @@ def gradients(exact: bool, file: str | None = None) -> Executed:
     """The gradient pass: votes, the loop over iterations 1 and later, du, dweight, and its sum in memory."""
     kernel = plain_kernel("gradient_kernel", exact, file=file)
     found = code(kernel.symbol, file=file)
-    (loop,) = (loop for loop in found.loops if _turn(found, loop)["FFMA"] >= 16 * TILES and not found.loops_within(loop)
-               and not _turn(found, loop)["HMMA"])
+    (loop,) = (
+        loop
+        for loop in found.loops
+        if _turn(found, loop)["FFMA"] >= 16 * TILES and not found.loops_within(loop) and not _turn(found, loop)["HMMA"]
+    )
     chunk = _around(found, loop)
     # Sums over several input capsules, for a shared weight.
     shared = frozenset(
