@@ -411,6 +411,14 @@ inline void Driver::allow_shared(const void* kernel, int bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
 }
 
+inline void Driver::prefer_shared(const void* kernel, int bytes) {
+  int most = 0;
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device()), "cudaDeviceGetAttribute");
+  constexpr int kReserved = 1024;  // of each block
+  const int percent = static_cast<int>((100LL * (bytes + kReserved) + most - 1) / most);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent), "cudaFuncSetAttribute");
+}
+
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
   int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)),

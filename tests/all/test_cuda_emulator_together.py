@@ -34,6 +34,7 @@ RIGHT = {
     "both": PAIRS + 1000 * PAIRS[::-1],
     "ahead": np.roll(NUMBERS, -1) + np.roll(NUMBERS, -5),
     "ahead remote": BLOCKS[1::-1],
+    "bulk": 2 * np.roll(NUMBERS, -1),
 }
 
 
@@ -88,6 +89,13 @@ def test_faults_between_blocks_are_found(kernel: str, fault: str, message: str) 
         ("ahead", "beyond the source", "index 61 of 64 elements in memory"),
         ("ahead", "before the source", "index -4 of 64 elements in memory"),
         ("ahead", "beyond the destination", "index 64 of 64 elements in shared memory"),
+        ("bulk", "not released", "copy to shared memory that thread"),
+        ("bulk", "begins without a barrier", "an Arrival that begins without a barrier before its use"),
+        ("bulk", "too few bytes", "a thread waits for copies that do not arrive"),
+        ("bulk", "beyond the source", "index 16 of 256 elements in memory"),
+        ("bulk", "nobody waits", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "wrong turn", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "copied over too soon", "race: copy to shared memory that thread"),
         ("ahead remote", "waited for after the barrier", "belonged to a copy that was not waited for at the last"),
     ],
 )

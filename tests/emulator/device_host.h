@@ -271,6 +271,7 @@ inline Driver::Compiled Driver::compiled(const void*) {
   return {static_cast<int>(machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
 }
 inline void Driver::allow_shared(const void* kernel, int bytes) { Machine::asked().allow_shared(kernel, bytes); }
+inline void Driver::prefer_shared(const void*, int) { ++Machine::current().questions; }
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
   return Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
 }

@@ -1,5 +1,5 @@
-// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As in update.h, a warp has
-// one output capsule of a sample at a time.
+// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As in update.h, half
+// of a warp has one output capsule of a sample at a time.
 #pragma once
 
 #include "update.h"
@@ -10,7 +10,7 @@ namespace capsfast::cuda {
 template <class T>
 CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const Operand& from, const Global<T>& to) {
   const bool counts = from.data && in.out_mask.at(at.b, at.j);
-  for (int64_t d = gpu::thread() % 32; d < in.D; d += 32)
+  for (int64_t d = at.number(); d < in.D; d += UpdateCoord::kLanes)
     to[at.row * in.D + d] = counts ? from.template read<T>(from.at(at.b, at.j, d)) : T(0);
 }
 
@@ -44,16 +44,15 @@ struct MomentGradientArgs {
 template <class T>
 CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
-  const int lane = gpu::thread() % 32;
   load_output(in, at, a.dfirst, a.ds);
   if (!a.mean) return;
   const auto scalar = [&](const Operand& x) { return x.template read<T>(x.at(at.b, at.j)); };
   T mean = T(0);
-  if (lane == 0 && a.dmass.data) mean += scalar(a.dmass) * scalar(a.mass);
-  for (int64_t d = lane; d < in.D; d += 32)
+  if (at.number() == 0 && a.dmass.data) mean += scalar(a.dmass) * scalar(a.mass);
+  for (int64_t d = at.number(); d < in.D; d += UpdateCoord::kLanes)
     mean += a.ds[at.row * in.D + d] * a.first.template read<T>(a.first.at(at.b, at.j, d));
-  mean = lane_sum(add_coupling<T>(in, at, a.weights, a.dweights, mean), 32);
-  if (lane == 0) a.mean[at.row] = mean;
+  mean = lane_sum(add_coupling<T>(in, at, a.weights, a.dweights, mean), UpdateCoord::kLanes);
+  if (at.number() == 0) a.mean[at.row] = mean;
 }
 
 template <class T>

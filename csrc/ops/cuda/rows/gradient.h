@@ -130,16 +130,18 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
 // Writes elements n and n + 1 of a contiguous tensor with a last axis of K; the elements are components k and k + 1.
 template <class Tr>
 CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
-  if (K % 2 != 0) {  // an n may be odd, and the second be missing
-    to.write<float>(n, x);
-    if (k + 1 < K) to.write<float>(n + 1, y);
-  } else if ((Tr::plain && Tr::exact) || to.storage == Storage::f32) {
-    to.data.as<Run<float, 2>>()[n / 2] = {x, y};
-  } else if (to.storage == Storage::bf16) {
-    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_bf16(x), float_to_bf16(y)};
-  } else {
-    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_half(x), float_to_half(y)};
-  }
+  with_element<Tr>(to.storage, [&](auto e) {
+    using E = decltype(e);
+    Run<E, 2> two;
+    narrow(x, &two.value[0]);
+    narrow(y, &two.value[1]);
+    if (K % 2 == 0) {
+      to.data.as<Run<E, 2>>()[n / 2] = two;
+      return;
+    }
+    to.data.as<E>()[n] = two.value[0];
+    if (k + 1 < K) to.data.as<E>()[n + 1] = two.value[1];
+  });
 }
 
 // du^T [K, 16] = W^T dvotes^T, a sum over columns, which a product may take in any order. A lane's two rows of the
@@ -293,8 +295,8 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
   const int begin = a.shared_weight ? at.warp : at.warp & (a.shape.strips() - 1);
   const int step = a.shared_weight ? a.shape.warps() : a.shape.strips();
   if (capsule >= count) return;
-  const Global<float> to =
-      a.dweight.from((a.shared_weight ? part : part * a.in.I + i + capsule) * J * D * K, int64_t{J} * D * K);
+  const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
+  const Global<float> to = a.dweight.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
   const bool whole = K % 4 == 0;
 #pragma unroll 1
   for (int four = at.lane; four < kMostD * Tr::components / 4; four += 32) {
@@ -307,15 +309,17 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
       const auto each = [&](const auto& f) {
         unrolled<kTogether>([&](int m) {
           const int j = j0 + m * step;
-          if (j < J) f(m, j, (j * D + d) * K + k);
+          if (j < J) f(m, j, static_cast<unsigned>((j * D + d) * K + k));
         });
       };
       if (!first && whole) {
-        each([&](int m, int, int n) { sum[m] = to.template vector_once<Four>(n); });
+        each([&](int m, int, unsigned n) { sum[m] = to.template vector_once<Four>(n); });
       } else if (!first) {
-        each([&](int m, int, int n) { unrolled<4>([&](int e) { sum[m].value[e] = k + e < K ? to[n + e] : 0.0f; }); });
+        each([&](int m, int, unsigned n) {
+          unrolled<4>([&](int e) { sum[m].value[e] = k + e < K ? to[n + e] : 0.0f; });
+        });
       }
-      each([&](int m, int j, int n) {
+      each([&](int m, int j, unsigned n) {
         const int from = (capsule << a.shape.strips_log) * Tr::weight + j * kMostD * Tr::components + 4 * four;
         Four added = sums.template vector<Four>(from);
         if (strips == kMostGradientStrips) add(added.value, sums.template vector<Four>(from + Tr::weight));

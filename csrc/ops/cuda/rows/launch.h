@@ -56,9 +56,11 @@ class Launcher {
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const AccumulateArgs<kBackward> args{
         steps, plan_.work, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end)};
-    return gpu::try_launch(
-        std::get<kBackward>(kernels.accumulate), {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(),
-        kernels.accumulate_bytes(in, plan_.shape), on.stream(), args, {plan_.cluster, together});
+    const auto kernel = std::get<kBackward>(kernels.accumulate);
+    const int bytes = kernels.accumulate_bytes(in, plan_.shape);
+    gpu::prefer_shared(kernel, bytes);
+    return gpu::try_launch(kernel, {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(), bytes, on.stream(),
+                           args, {plan_.cluster, together});
   }
 
   GradientPlan plan_gradient(bool with_dlogits) const {
@@ -88,8 +90,9 @@ class Launcher {
     args.all = order().size(p.B);
     args.scale = kernels.plain ? static_cast<float>(p.J) : 1.0f;
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
-    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(),
-                kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args);
+    const int bytes = kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits));
+    gpu::prefer_shared(kernels.gradient, bytes);
+    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream(), args);
   }
 
  private:

@@ -104,12 +104,14 @@ class Weights {
     const int length = static_cast<int>(in.J * in.D * in.K), size = element_bytes(in.matrix.storage);
     if (bulk && gpu::reread_thread_idx() > 0) return;
     if (bulk) arrival(stage).expect(count * length * size);
+    // Input capsules that are neighbours here and there are one bulk copy.
+    const int together = bulk && in.matrix.stride[0] == length && length == Tr::weight ? count : 1;
 #pragma unroll 1
-    for (int capsule = 0; capsule < count; ++capsule) {
+    for (int capsule = 0; capsule < count; capsule += together) {
       const int64_t from = (i + capsule) * in.matrix.stride[0];
-      const int to = place(stage, capsule);
+      const int to = place(stage, capsule), copied = together * length;
       if (bulk) {
-        arrival(stage).copy(ring(to, length), in.matrix.data, from * size, length * size);
+        arrival(stage).copy(ring(to, copied), in.matrix.data, from * size, copied * size);
       } else {
         start_capsule(from, length, to);
       }
