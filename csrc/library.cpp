@@ -109,96 +109,88 @@ double peak_flops() {
   return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
 }
 
-// The plan the CPU kernels choose for a shape, without logits and with contiguous storage. With positions: the plan of
-// the first slice of positions.
-py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
-                     int64_t itemsize, bool shared_weight, int64_t threads, int64_t positions) {
-  Problem p;
-  p.B = B;
-  p.I = I;
-  p.J = J;
-  p.D = D;
-  p.K = votes_given ? 1 : K;
-  p.iterations = num_iterations;
-  p.votes_given = votes_given;
-  p.shared_weight = shared_weight;
-  p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
-  p.weight.stride[0] = shared_weight ? 0 : J * D * K;
-  const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
-  const int64_t registers = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
-  const int64_t tile = wide == 8 ? tile_kernels<double>(isa()).L : tile_kernels<float>(isa()).L;
+// How p is routed if sums are formed in T. `positions`: of the first slice, if votes have positions.
+template <class T>
+py::dict plan_of(Problem p, int64_t positions, int64_t threads, bool gather_rows) {
+  constexpr int64_t size = sizeof(T);
+  const int64_t registers = kernels<T>(isa()).L, tile = kernels<T>(isa(), true).L;
   if (positions > 0) {
     p.positions = positions;
-    p.B = B = std::min(make_slices(p, tile, used, wide, false).samples, positions);
+    p.B = std::min(make_slices(p, tile, threads, size, false).samples, positions);
     p.positions = -1;
-    p.votes_given = votes_given = p.side_by_side = true;
+    p.votes_given = p.side_by_side = true;
     p.K = 1;
   }
   // The samples that fill whole tiles; the rest is a small batch.
-  const int64_t filled = samples_in_tiles(p, registers, wide), in_tiles = filled > 0 ? filled : B;
-  p.tiled = filled > 0;
+  const int64_t filled = samples_in_tiles(p, registers, size);
   Problem rest = p;
-  rest.tiled = false;
-  rest.B = B - in_tiles;
-  p.B = in_tiles;
-  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
-  const Parts parts = make_parts(p, tile, used, wide);
-  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, registers, used, wide));
-  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, registers, used, wide));
-  const Plan whole = make_plan(p, lanes, used, wide);
+  rest.B = filled > 0 ? p.B - filled : 0;
+  p.B -= rest.B;
+  p.tiled = filled > 0;
+  const Kernels<T>& table = driver::kernels_for<T>(p, threads);
+  const Plan whole = make_plan(p, table.L, threads, size);
   // A small batch makes its votes first; a second problem, with these votes given, routes them.
   Problem routed = p;
   if (whole.small_batch) {
     routed.votes_given = routed.side_by_side = routed.capsule_lanes = true;
     routed.K = 1;
   }
-  const Slices slices = votes_given && !p.side_by_side ? make_slices(routed, lanes, used, wide, false) : Slices{};
+  const Slices slices =
+      p.votes_given && !p.side_by_side ? make_slices(routed, table.L, threads, size, false) : Slices{};
   // If the batch is cut into slices, each task routes whole slices alone: a few samples, planned for one thread.
+  const int64_t tasks = std::max<int64_t>(1, slices.tasks), members = slices.tasks > 0 ? 1 : threads;
   if (slices.tasks > 0) routed.B = slices.samples;
-  Plan plan = make_plan(routed, lanes, slices.tasks > 0 ? 1 : used, wide);
-  plan.gather_rows = itemsize < wide && plan.lanes;
+  Plan plan = make_plan(routed, table.L, members, size);
+  plan.gather_rows = gather_rows && plan.lanes;
   // Each thread has its own scratch memory, and its own arrays for a slice.
-  const bool in_lanes = plan.lanes || routed.capsule_lanes;
-  const int64_t tasks = std::max<int64_t>(1, slices.tasks), together = std::min(tasks, used);
-  const int64_t scratches = slices.tasks > 0 ? 1 : used;
-  const int64_t accumulate = in_lanes ? LanesAccumulateScratch<float>(routed, plan, nullptr).size
-                                      : RowsAccumulateScratch<float>(routed, plan, nullptr).size;
-  const int64_t gradient = in_lanes ? LanesGradientScratch<float>(routed, plan, num_iterations, nullptr).size
-                                    : RowsGradientScratch<float>(routed, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : routed.B) * J * D;
+  const int64_t accumulate = driver::accumulate_scratch<T>(routed, plan),
+                gradient = driver::gradient_scratch<T>(routed, plan, p.iterations),
+                vectors = driver::Layout(routed, plan).vectors(), sums = 2 * plan.splits * vectors;
   const Problem& small = whole.small_batch ? p : rest;
-  const int64_t kept_samples = std::min(small.B, samples_kept(small, registers, wide));
-  const int64_t kept =
-      (whole.small_batch || rest.B > 0 ? kept_samples : 0) * ((I + registers - 1) / registers) * registers * J * D;
+  const int64_t blocks = (p.I + registers - 1) / registers * registers,
+                kept = std::min(small.B, samples_kept(small, registers, size)) * blocks * p.J * p.D;
+  const int64_t votes_kept = whole.small_batch || rest.B > 0 ? kept : 0;
+  const auto bytes = [&](int64_t scratch, int64_t arrays) {
+    return size * (std::min(tasks, threads) * (members * scratch + arrays) + votes_kept);
+  };
+  const auto flops = [&](double (*count)(const Problem&, const Plan&)) {
+    return count(p, whole) + (rest.B == 0 ? 0 : count(rest, make_plan(rest, registers, threads, size)));
+  };
   py::dict d;
   d["layout"] = whole.small_batch ? "capsules" : plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = whole.small_batch;
-  d["small_batch"] = whole.small_batch ? B : rest.B;
-  d["instruction_set"] = isa_name(lanes < registers ? Isa::avx2 : isa());
+  d["small_batch"] = whole.small_batch ? p.B : rest.B;
+  d["instruction_set"] = isa_name(table.L < registers ? Isa::avx2 : isa());
   d["lanes"] = plan.L;
-  d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;
-  d["pass_parts"] = whole.small_batch ? 1 : parts.count;
-  d["chunk"] = plan.chunk;
+  d["pass_parts"] = whole.small_batch ? 1 : make_parts(p, tile, threads, size).count;
   d["out_tile"] = plan.out_tile;
   d["tasks"] = tasks * plan.tile_groups * plan.splits;
   d["splits"] = plan.splits;
-  d["gradient_chunk"] = plan.gradient_chunk;
-  d["gradient_out_tile"] = plan.gradient_out_tile;
   d["weight_in_place"] = plan.lanes && plan.weight_in_place;
-  d["gradient_tasks"] = tasks * plan.gradient_groups * plan.gradient_splits;
-  d["forward_scratch_bytes"] = wide * (together * (scratches * accumulate + (1 + 2 * plan.splits) * vectors) + kept);
-  d["backward_scratch_bytes"] =
-      wide *
-      (together * (scratches * std::max(accumulate, gradient) + (2 * num_iterations + 2 * plan.splits) * vectors) +
-       kept);
-  d["forward_flops"] = forward_flops(p, whole) + rest_forward;
-  d["backward_flops"] = backward_flops(p, whole) + rest_backward;
-  const double operands =
-      votes_given
-          ? double(B) * double(I) * double(J) * double(D)
-          : double(B) * double(I) * double(K) + (shared_weight ? 1.0 : double(I)) * double(J) * double(D) * double(K);
-  d["bytes"] = double(itemsize) * (operands + double(B) * double(J) * double(D));
+  d["forward_scratch_bytes"] = bytes(accumulate, vectors + sums);
+  d["backward_scratch_bytes"] = bytes(std::max(accumulate, gradient), 2 * p.iterations * vectors + sums);
+  d["forward_flops"] = flops(forward_flops);
+  d["backward_flops"] = flops(backward_flops);
+  return d;
+}
+
+// The plan the CPU kernels choose for a shape, without logits and with contiguous storage.
+py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
+                     int64_t itemsize, bool shared_weight, int64_t threads, int64_t positions) {
+  Problem p;
+  p.B = B, p.I = I, p.J = J, p.D = D, p.K = votes_given ? 1 : K;
+  p.iterations = num_iterations;
+  p.votes_given = votes_given;
+  p.shared_weight = shared_weight;
+  p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
+  p.weight.stride[0] = shared_weight ? 0 : J * D * K;
+  const int64_t used = threads > 0 ? threads : num_threads();
+  py::dict d =
+      itemsize == 8 ? plan_of<double>(p, positions, used, false) : plan_of<float>(p, positions, used, itemsize < 4);
+  const double votes = double(B) * double(I) * double(J) * double(D),
+               made = double(B) * double(I) * double(K) + (shared_weight ? 1 : double(I)) * double(J * D * K);
+  d["bytes"] = double(itemsize) * ((votes_given ? votes : made) + double(B) * double(J) * double(D));
   return d;
 }
 

@@ -8,23 +8,17 @@ namespace capsfast {
 
 namespace portable {
 template <class T>
-const Kernels<T>& table();
-template <class T>
-const Kernels<T>& tile_table();
-}  // namespace portable
+const Kernels<T>& table(bool tiles);
+}
 #if CAPSFAST_X86
 namespace avx2 {
 template <class T>
-const Kernels<T>& table();
-template <class T>
-const Kernels<T>& tile_table();
-}  // namespace avx2
+const Kernels<T>& table(bool tiles);
+}
 namespace avx512 {
 template <class T>
-const Kernels<T>& table();
-template <class T>
-const Kernels<T>& tile_table();
-}  // namespace avx512
+const Kernels<T>& table(bool tiles);
+}
 #endif
 
 static Isa widest() {
@@ -55,28 +49,16 @@ Isa isa() {
 }
 
 template <class T>
-const Kernels<T>& kernels(Isa which) {
+const Kernels<T>& kernels(Isa which, bool tiles) {
 #if CAPSFAST_X86
-  if (which == Isa::avx512) return avx512::table<T>();
-  if (which == Isa::avx2) return avx2::table<T>();
+  if (which == Isa::avx512) return avx512::table<T>(tiles);
+  if (which == Isa::avx2) return avx2::table<T>(tiles);
 #endif
   (void)which;
-  return portable::table<T>();
+  return portable::table<T>(tiles);
 }
 
-template <class T>
-const Kernels<T>& tile_kernels(Isa which) {
-#if CAPSFAST_X86
-  if (which == Isa::avx512) return avx512::tile_table<T>();
-  if (which == Isa::avx2) return avx2::tile_table<T>();
-#endif
-  (void)which;
-  return portable::tile_table<T>();
-}
-
-template const Kernels<float>& kernels<float>(Isa);
-template const Kernels<double>& kernels<double>(Isa);
-template const Kernels<float>& tile_kernels<float>(Isa);
-template const Kernels<double>& tile_kernels<double>(Isa);
+template const Kernels<float>& kernels<float>(Isa, bool);
+template const Kernels<double>& kernels<double>(Isa, bool);
 
 }  // namespace capsfast

@@ -22,13 +22,11 @@ enum class Isa : int { portable, avx2, avx512 };
 Isa isa();
 const char* isa_name(Isa which);
 
-// The kernels of an instruction set (see ops/cpu/passes.h), with vectors of one register.
+// The kernels of an instruction set (see ops/cpu/passes.h), with vectors of one register. tiles: the kernels for tiles
+// of samples, whose vectors have as many registers as are fastest.
 template <class T>
 struct Kernels;
 template <class T>
-const Kernels<T>& kernels(Isa which);
-// The kernels for tiles of samples. A vector has as many registers as is fastest.
-template <class T>
-const Kernels<T>& tile_kernels(Isa which);
+const Kernels<T>& kernels(Isa which, bool tiles = false);
 
 }  // namespace capsfast

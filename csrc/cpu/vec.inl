@@ -21,6 +21,10 @@ template <class T, int L, bool fits = (sizeof(T) * L <= kBytes)>
 struct VecOf {
   typedef T type __attribute__((vector_size(sizeof(T) * L)));
 };
+template <class T>
+struct VecOf<T, 1, true> {
+  using type = T;
+};
 template <class T, int L>
 struct VecOf<T, L, false> {
   using type = Pair<typename VecOf<T, L / 2>::type>;
@@ -69,16 +73,9 @@ CAPSFAST_INLINE void operator*=(Pair<Half>& a, const Other& b) {
   a = a * b;
 }
 
+// An integer of the size of T.
 template <class T>
-struct IntOf;
-template <>
-struct IntOf<float> {
-  using type = int32_t;
-};
-template <>
-struct IntOf<double> {
-  using type = int64_t;
-};
+using IntOf = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
 template <class T>
 inline constexpr T kLowest =
@@ -171,10 +168,9 @@ CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
       if constexpr (L == 4) return _mm256_maskz_loadu_pd(static_cast<uint8_t>(mask), p);
     }
   } else {
-    using Int = typename IntOf<T>::type;
-    Vec<Int, L> lane;
+    Vec<IntOf<T>, L> lane;
     for (int l = 0; l < L; ++l) lane[l] = l;
-    const auto mask = reinterpret_cast<Vec<long long, 4>>(lane < static_cast<Int>(n));
+    const auto mask = reinterpret_cast<Vec<long long, 4>>(lane < static_cast<IntOf<T>>(n));
     if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(p, mask);
     if constexpr (sizeof(T) == 8) return _mm256_maskload_pd(p, mask);
   }
@@ -248,7 +244,7 @@ CAPSFAST_INLINE bool any_different(Vec<T, L> a, Vec<T, L> b) {
     return any_different<T, L / 2>(a.low, b.low) || any_different<T, L / 2>(a.high, b.high);
   } else {
     const auto mask = a != b;
-    typename IntOf<T>::type some = 0;
+    IntOf<T> some = 0;
     for (int l = 0; l < L; ++l) some |= mask[l];
     return some != 0;
   }
@@ -261,7 +257,7 @@ CAPSFAST_INLINE Vec<T, L> shuffle_of(Vec<T, L> a, Vec<T, L> b, std::integer_sequ
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, N...);
 #else
-  return __builtin_shuffle(a, b, Vec<typename IntOf<T>::type, L>{N...});
+  return __builtin_shuffle(a, b, Vec<IntOf<T>, L>{N...});
 #endif
 }
 
@@ -362,64 +358,52 @@ CAPSFAST_INLINE T largest(Vec<T, L> v) {
 
 // The exponential of arguments below 80, which is enough for a softmax: it subtracts the maximum first.
 // exp(x) = 2^n exp(f) with n = round(x / ln 2) and |f| <= ln 2 / 2. NaN stays NaN; a result that underflows is 0.
+//
+// lowest: below it the result is 0. ln 2 is high + low. Adding `shift`, 1.5 times 2 to the number of bits of a mantissa,
+// leaves the integer nearest to y / ln 2 in the low bits.
+template <class T>
+struct ExpNumbers {
+  static constexpr float lowest = -87.3f, high = 0.693359375f, low = -2.12194440e-4f, shift = 12582912.f;
+  static constexpr int degree = 7, mantissa = 23, bias = 127;
+};
+template <>
+struct ExpNumbers<double> {
+  static constexpr double lowest = -708.3, high = 0.693147180369123816490, low = 1.90821492927058770002e-10,
+                          shift = 6755399441055744.0;
+  // The remainder of the Taylor series at ln 2 / 2 is 4e-18.
+  static constexpr int degree = 13, mantissa = 52, bias = 1023;
+};
 
-template <int L>
-CAPSFAST_INLINE Vec<float, L> exp_of(Vec<float, L> x) {
-  using F = Vec<float, L>;
-  using N = Vec<int32_t, L>;
-  const F lowest = broadcast<L>(-87.3f);
-  const auto tiny = x < lowest;
-  const F y = tiny ? lowest : x;
-  // Adding 1.5 * 2^23 leaves the integer nearest to y / ln 2 in the low bits of `shifted`.
-  const F shifted = y * 1.44269504088896341f + 12582912.f;
-  const F n = shifted - 12582912.f;
-  F f = y - n * 0.693359375f;
-  f = f + n * 2.12194440e-4f;
-  F p = broadcast<L>(1.9841270e-4f);
-  p = p * f + 1.3888889e-3f;
-  p = p * f + 8.3333333e-3f;
-  p = p * f + 4.1666667e-2f;
-  p = p * f + 0.16666667f;
-  p = p * f + 0.5f;
-  p = p * f + 1.f;
-  p = p * f + 1.f;
-  N bits;
-  __builtin_memcpy(&bits, &shifted, sizeof(bits));
-  bits = ((bits - 0x4B400000) + 127) << 23;
-  F scale;
-  __builtin_memcpy(&scale, &bits, sizeof(scale));
-  p = p * scale;
-  return tiny ? F{} : p;
-}
-
-template <int L>
-CAPSFAST_INLINE Vec<double, L> exp_of(Vec<double, L> x) {
-  using F = Vec<double, L>;
-  using N = Vec<int64_t, L>;
-  const F lowest = broadcast<L>(-708.3);
-  const auto tiny = x < lowest;
-  const F y = tiny ? lowest : x;
-  const F shifted = y * 1.4426950408889634 + 6755399441055744.0;
-  const F n = shifted - 6755399441055744.0;
-  F f = y - n * 0.693147180369123816490;
-  f = f - n * 1.90821492927058770002e-10;
-  // Taylor to degree 13: the remainder at ln 2 / 2 is 4e-18.
+template <class T, int L>
+CAPSFAST_INLINE Vec<T, L> exp_of(Vec<T, L> x) {
   // clang-format off
   constexpr double inverse_factorial[] = {
       1.0, 1.0, 0.5, 1.6666666666666666e-1, 4.1666666666666664e-2, 8.3333333333333332e-3, 1.3888888888888889e-3,
       1.9841269841269841e-4, 2.4801587301587302e-5, 2.7557319223985893e-6, 2.7557319223985888e-7,
       2.5052108385441720e-8, 2.0876756987868100e-9, 1.6059043836821613e-10};
   // clang-format on
-  F p = broadcast<L>(inverse_factorial[13]);
+  using Numbers = ExpNumbers<T>;
+  using V = Vec<T, L>;
+  using Int = IntOf<T>;
+  const V lowest = broadcast<L>(Numbers::lowest);
+  const auto tiny = x < lowest;
+  const V y = tiny ? lowest : x;
+  const V shifted = y * T(1.4426950408889634) + Numbers::shift;
+  const V n = shifted - Numbers::shift;
+  V f = y - n * Numbers::high;
+  f = f - n * Numbers::low;
+  V p = broadcast<L>(T(inverse_factorial[Numbers::degree]));
 #pragma GCC unroll 16
-  for (int i = 12; i >= 0; --i) p = p * f + inverse_factorial[i];
-  N bits;
+  for (int i = Numbers::degree - 1; i >= 0; --i) p = p * f + T(inverse_factorial[i]);
+  Vec<Int, L> bits, zero;
+  const V shift = broadcast<L>(Numbers::shift);
   __builtin_memcpy(&bits, &shifted, sizeof(bits));
-  bits = ((bits - 0x4338000000000000) + 1023) << 52;
-  F scale;
+  __builtin_memcpy(&zero, &shift, sizeof(zero));
+  bits = ((bits - zero) + Numbers::bias) << Numbers::mantissa;
+  V scale;
   __builtin_memcpy(&scale, &bits, sizeof(scale));
   p = p * scale;
-  return tiny ? F{} : p;
+  return tiny ? V{} : p;
 }
 
 template <int L, class V>
@@ -427,6 +411,6 @@ CAPSFAST_INLINE V exp(V x) {
   if constexpr (kIsPair<V>) {
     return {exp<L / 2>(x.low), exp<L / 2>(x.high)};
   } else {
-    return exp_of<L>(x);
+    return exp_of<std::decay_t<decltype(x[0])>, L>(x);
   }
 }

@@ -14,9 +14,7 @@
 
 namespace capsfast::portable {
 template <class T>
-const Kernels<T>& table();
-template <class T>
-const Kernels<T>& tile_table();
+const Kernels<T>& table(bool tiles);
 }  // namespace capsfast::portable
 
 namespace {
@@ -189,7 +187,7 @@ class Kernel {
 template <class T>
 bool is_right(const Definition& definition, double bound) {
   bool right = true;
-  for (const Kernels<T>* table : {&portable::table<T>(), &portable::tile_table<T>()}) {
+  for (const Kernels<T>* table : {&portable::table<T>(false), &portable::table<T>(true)}) {
     const Sizes& n = definition.n;
     const double error = Kernel<T>(*table, definition).error();
     std::printf("B=%d I=%d J=%d D=%d K=%d, %d bits, %d lanes: error %.1e\n", int(n.B), int(n.I), int(n.J), int(n.D),

@@ -34,20 +34,31 @@ struct Place {
 
 class Layout {
  public:
-  Layout(const Problem& p, const Plan& plan) : lanes_(plan.lanes), L_(plan.L), JD_(p.J * p.D), J_(p.J) {
-    samples_ = lanes_ ? plan.tiles * L_ : p.B;
-  }
-  Place of(int64_t b) const {
-    if (!lanes_) return {b * JD_, b * J_, 1};
-    return {b / L_ * JD_ * L_ + b % L_, b / L_ * J_ * L_ + b % L_, L_};
-  }
+  Layout(const Problem& p, const Plan& plan)
+      : L_(plan.lanes ? plan.L : 1), JD_(p.J * p.D), J_(p.J), samples_(plan.tiles * L_) {}
+  Place of(int64_t b) const { return {b / L_ * JD_ * L_ + b % L_, b / L_ * J_ * L_ + b % L_, L_}; }
+  int64_t lanes() const { return L_; }
   int64_t vectors() const { return samples_ * JD_; }
   int64_t scalars() const { return samples_ * J_; }
 
  private:
-  bool lanes_;
   int64_t L_, JD_, J_, samples_;
 };
+
+// Whether kernels of the lanes layout run the passes.
+inline bool in_lanes(const Problem& p, const Plan& plan) { return plan.lanes || p.capsule_lanes; }
+
+// How many numbers of scratch memory a task of a pass takes.
+template <class T>
+int64_t accumulate_scratch(const Problem& p, const Plan& plan) {
+  return in_lanes(p, plan) ? LanesAccumulateScratch<T>(p, plan, nullptr).size
+                           : RowsScratch<T>(p, plan, 1, false, nullptr).size;
+}
+template <class T>
+int64_t gradient_scratch(const Problem& p, const Plan& plan, int64_t iterations) {
+  return in_lanes(p, plan) ? LanesGradientScratch<T>(p, plan, iterations, nullptr).size
+                           : RowsScratch<T>(p, plan, iterations, true, nullptr).size;
+}
 
 inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
@@ -127,7 +138,7 @@ class WeightSums {
 // the AVX2 kernels: on many machines two AVX2 instructions run in the time of one AVX-512 instruction.
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
-  const Kernels<T>&registers = kernels<T>(isa()), &tiles = tile_kernels<T>(isa());
+  const Kernels<T>&registers = kernels<T>(isa()), &tiles = kernels<T>(isa(), true);
   if (!make_plan(p, registers.L, threads, sizeof(T)).lanes) return registers;
   const auto filled = [&](int64_t lanes) { return (p.B + lanes - 1) / lanes * lanes; };
   if (isa() == Isa::avx512) return p.B > tiles.L / 2 ? tiles : kernels<T>(Isa::avx2);
@@ -169,10 +180,14 @@ struct Context {
   const T* valid() const { return p.out_mask.data == nullptr ? nullptr : valid_out.get(); }
   bool is_valid(int64_t b, int64_t j) const { return p.out_mask.data == nullptr || p.out_mask.at(b, j); }
 
-  // The fewest samples of a task between passes. With fewer, starting the task would cost more than its work.
-  int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
-
-  int64_t tile_grain() const { return std::max<int64_t>(1, grain() / plan.L); }
+  // The fewest tiles of a task between passes. With fewer, starting the task would cost more than its work.
+  int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D * layout.lanes())); }
+  // Calls f(begin, end) for parts of the tiles.
+  template <class F>
+  void over_tiles(const F& f) const {
+    parallel(plan.tiles, grain(), f);
+  }
+  const TileKernels<T>& tiles() const { return plan.lanes ? kernel_table.lanes_tiles : kernel_table.rows_tiles; }
 
   Update<T> update(const std::vector<T>& bias) const {
     Update<T> at;
@@ -190,9 +205,7 @@ struct Context {
     pass.plan = &plan;
     pass.valid_out = valid();
     const int64_t tasks = plan.tile_groups * plan.splits;
-    const int64_t size =
-        in_lanes() ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
-    over_ranges(tasks, size, [&](int64_t task, T* memory) {
+    over_ranges(tasks, accumulate_scratch<T>(p, plan), [&](int64_t task, T* memory) {
       AccumulatePass<T> mine = pass;
       const int64_t split = task % plan.splits;
       move(&mine.first, split * layout.vectors());
@@ -201,7 +214,7 @@ struct Context {
       move(&mine.norm, split * layout.scalars());
       if (mine.max != nullptr) mine.max += split * layout.scalars();
       const Range range = share(plan, task, plan.tile_groups, plan.splits);
-      run_kernel(in_lanes() ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, mine, range, memory);
+      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, mine, range, memory);
     });
   }
 
@@ -231,20 +244,16 @@ struct Context {
   // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`; zeros in lanes
   // without a sample and, if n1 is J, for masked output capsules. Zeros if data is null.
   void load(const View& view, int64_t n1, int64_t n2, T scale, T* to) const {
+    const int64_t L = layout.lanes(), size = n1 * n2;
     if (view.data == nullptr) {
-      std::fill_n(to, plan.tiles * plan_lanes() * n1 * n2, T(0));
+      std::fill_n(to, plan.tiles * L * size, T(0));
       return;
     }
-    parallel(plan.tiles, tile_grain(), [&](int64_t begin, int64_t end) {
-      const int64_t L = plan_lanes(), size = n1 * n2;
-      const Buffer<T> buffer(plan.lanes ? L * size : 0);
+    over_tiles([&](int64_t begin, int64_t end) {
+      const Buffer<T> buffer(L > 1 ? L * size : 0);
       for (int64_t tile = begin; tile < end; ++tile) {
         T* here = to + tile * size * L;
-        if (plan.lanes) {
-          kernel_table.lanes_load(view, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), here);
-        } else {
-          gather<T>(view, tile * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, here);
-        }
+        tiles().load(view, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), here);
         for (int64_t n = 0; n < size * L && scale != T(1); ++n) here[n] *= scale;
         if (p.out_mask.data == nullptr) continue;
         const T* ok = valid() + tile * p.J * L;
@@ -259,24 +268,13 @@ struct Context {
   // The opposite of load(), to a tensor [B, n1, n2]. Does nothing if data is null.
   void save(const T* from, int64_t n1, int64_t n2, const View& view) const {
     if (view.data == nullptr) return;
-    parallel(plan.tiles, tile_grain(), [&](int64_t begin, int64_t end) {
-      const int64_t L = plan_lanes(), size = n1 * n2;
-      const Buffer<T> buffer(plan.lanes ? L * size : 0);
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const T* here = from + tile * size * L;
-        if (plan.lanes) {
-          kernel_table.lanes_store(here, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), view);
-        } else {
-          scatter<T>(view, tile * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, here);
-        }
-      }
+    over_tiles([&](int64_t begin, int64_t end) {
+      const int64_t L = layout.lanes(), size = n1 * n2;
+      const Buffer<T> buffer(L > 1 ? L * size : 0);
+      for (int64_t tile = begin; tile < end; ++tile)
+        tiles().store(from + tile * size * L, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), view);
     });
   }
-
-  // Whether kernels of the lanes layout run the passes.
-  bool in_lanes() const { return plan.lanes || p.capsule_lanes; }
-
-  int64_t plan_lanes() const { return plan.lanes ? plan.L : 1; }
 
   static void move(Sum<T>* sum, int64_t by) {
     if (sum->high == nullptr) return;
@@ -303,15 +301,12 @@ struct Context {
       pass.dweight = out.dweight;
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
-    const int64_t terms = p.iterations - pass.first;
-    const int64_t size = in_lanes() ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
-                                    : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
-    over_ranges(tasks, size, [&](int64_t task, T* memory) {
+    over_ranges(tasks, gradient_scratch<T>(p, plan, p.iterations - pass.first), [&](int64_t task, T* memory) {
       GradientPass<T> mine = pass;
       if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
       weights->give(task, splits, &mine);
       const Range range = share(plan, task, groups, splits);
-      run_kernel(in_lanes() ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
+      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
     });
     weights->finish(out);
     for (int64_t group = 0; group < groups; ++group) {
@@ -345,6 +340,23 @@ class InNorms {
   // After it.
   void finish() const { norms_.join(); }
 
+  // How the sums of an output capsule become sums weighted by the coupling: times `scale`; with the softmax over the
+  // input capsules the sums of a split also times its rescaling() to `max`.
+  struct Scale {
+    T scale = 1, max = 0, norm = 0;
+  };
+  Scale of(int64_t scalar) const {
+    if (splits_ == 0) return {};
+    const auto [max, norm] = combined(scalar);
+    return {norm == 0 ? T(0) : 1 / norm, max, norm};
+  }
+  // The same for a pass that counted every coupling of sample b as 1.
+  Scale of_equal(const Problem& p, int64_t b) const {
+    const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+    const int64_t entries = counted + (p.leaky ? 1 : 0);
+    return {entries > 0 ? 1 / static_cast<T>(entries) : T(0)};
+  }
+
   // The maximum of all splits, and the sum of exponentials relative to it.
   std::pair<T, T> combined(int64_t scalar) const {
     T max = std::numeric_limits<T>::lowest(), norm = 0;
@@ -367,31 +379,32 @@ class InNorms {
   Sums<T> norms_;
 };
 
-// The saved normalisers of the softmax over the input capsules, [iterations][scalars()], in the layout of the passes.
-// Lanes without a sample get the maximum inf, so that their c is zero for any logits.
+// The saved normalisers of the softmax over the input capsules, [count][scalars()], in the layout of the passes: of
+// iterations [first, first + count) of `saved` [2, r, batch, J]. Lanes without a sample get the maximum inf, so that
+// their c is zero for any logits.
 template <class T>
 class InNormArrays {
  public:
-  InNormArrays(const Layout& layout, int64_t iterations)
-      : scalars_(layout.scalars()), count_(iterations * scalars_), memory_(2 * count_) {
+  InNormArrays(const Problem& p, const Layout& layout, const void* saved, int64_t batch, int64_t first, int64_t count)
+      : count_(count * layout.scalars()), memory_(2 * count_) {
     std::fill_n(max(), count_, std::numeric_limits<T>::infinity());
     std::fill_n(scale(), count_, T(0));
+    for (int64_t n = 0; n < count * p.B; ++n) {
+      const int64_t t = n / p.B, b = n % p.B;
+      const Place at = layout.of(b);
+      const T* const from = static_cast<const T*>(saved) + ((first + t) * batch + b) * p.J;
+      for (int64_t j = 0; j < p.J; ++j) {
+        const int64_t here = t * layout.scalars() + at.scalar + j * at.stride;
+        max()[here] = from[j];
+        scale()[here] = from[p.iterations * batch * p.J + j];
+      }
+    }
   }
   T* max() const { return memory_.get(); }
   T* scale() const { return memory_.get() + count_; }
-  // Copies iteration t of sample b of `saved` [2, r, batch, J] to iteration `to` of these arrays.
-  void restore(const T* saved, const Problem& p, int64_t batch, int64_t t, int64_t b, const Place& at,
-               int64_t to) const {
-    const T* from = saved + (t * batch + b) * p.J;
-    for (int64_t j = 0; j < p.J; ++j) {
-      const int64_t here = to * scalars_ + at.scalar + j * at.stride;
-      max()[here] = from[j];
-      scale()[here] = from[p.iterations * batch * p.J + j];
-    }
-  }
 
  private:
-  int64_t scalars_, count_;
+  int64_t count_;
   Buffer<T> memory_;
 };
 

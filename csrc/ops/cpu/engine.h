@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../../cpu/parallel.h"
-#include "pass.h"
 #include "routing.h"
 
 namespace capsfast {

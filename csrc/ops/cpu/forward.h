@@ -42,14 +42,7 @@ class Forward {
       norms.start(&pass);
       context.accumulate(pass);
       norms.finish();
-      if (context.plan.lanes) {
-        parallel(context.plan.tiles, context.tile_grain(),
-                 [&](int64_t begin, int64_t end) { finish_tiles(pass.unweighted, t, begin, end); });
-      } else {
-        parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
-          for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
-        });
-      }
+      context.over_tiles([&](int64_t begin, int64_t end) { finish(pass.unweighted, t, begin, end); });
       if (wants_coupling && p.softmax_in()) write_coupling(t);
     }
   }
@@ -59,55 +52,25 @@ class Forward {
   // + j) stride]. Saves the normalisers of the softmax over the input capsules.
   void factors(bool unweighted, int64_t t, int64_t b, T* factor, int64_t stride) const {
     const Place at = context.layout.of(b);
-    const int64_t splits = context.plan.splits;
-    const int64_t counted = !unweighted      ? 0
-                            : p.softmax_in() ? valid_count(p.mask, b, p.I)
-                                             : valid_count(p.out_mask, b, p.J);
-    const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
+    const auto equal = unweighted ? norms.of_equal(p, b) : typename InNorms<T>::Scale{};
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = at.scalar + j * at.stride;
-      // With softmax "in" c is exp(b - in_max) scale. Else c is the coefficient that the pass used, times scale.
-      T scale = unweighted ? (context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
+      auto [scale, max, norm] = unweighted ? equal : norms.of(scalar);
+      if (unweighted && !context.is_valid(b, j)) scale = 0;
       if (p.softmax_in()) {
-        if (!unweighted) {
-          const auto [max, norm] = norms.combined(scalar);
-          in_max = max;
-          scale = norm == 0 ? T(0) : 1 / norm;
-        }
         T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
-        to[0] = in_max;
+        to[0] = max;
         to[p.iterations * out.batch * p.J] = scale;
       }
-      for (int64_t split = 0; split < splits; ++split) {
-        T& to = factor[(split * p.J + j) * stride];
-        to = scale;
-        if (p.softmax_in() && !unweighted) to *= norms.rescaling(split, scalar, in_max);
-      }
+      for (int64_t split = 0; split < context.plan.splits; ++split)
+        factor[(split * p.J + j) * stride] =
+            p.softmax_in() && !unweighted ? scale * norms.rescaling(split, scalar, max) : scale;
     }
   }
 
-  // s_t, v_t and V_t of one sample from the partial sums.
-  void finish(bool unweighted, int64_t t, int64_t b) {
-    const Place at = context.layout.of(b);
-    const int64_t splits = context.plan.splits, pitch = context.layout.vectors();
-    std::vector<T> factor(static_cast<size_t>(splits * p.J));
-    factors(unweighted, t, b, factor.data(), 1);
-    T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
-    for (int64_t j = 0; j < p.J; ++j) {
-      for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
-      for (int64_t split = 0; split < splits; ++split) {
-        const T f = factor[static_cast<size_t>(split * p.J + j)];
-        const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
-        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += f * sums.total(part + d * at.stride);
-      }
-      add_output(s + j * p.D, j, context.is_valid(b, j), V.get() + at.vector + j * p.D * at.stride, at.stride,
-                 t + 1 == p.iterations ? b : -1);
-    }
-  }
-
-  // The same in lanes, for tiles of samples.
-  void finish_tiles(bool unweighted, int64_t t, int64_t begin, int64_t end) {
-    const int64_t L = context.plan.L, size = context.plan.splits * p.J * L;
+  // s_t, v_t and V_t of tiles of samples from the partial sums.
+  void finish(bool unweighted, int64_t t, int64_t begin, int64_t end) {
+    const int64_t L = context.layout.lanes(), size = context.plan.splits * p.J * L;
     const Buffer<T> factor(size);
     std::fill_n(factor.get(), size, T(0));
     Update<T> at = context.update(bias);
@@ -120,33 +83,13 @@ class Forward {
     for (int64_t tile = begin; tile < end; ++tile) {
       for (int64_t b = tile * L; b < std::min(p.B, (tile + 1) * L); ++b)
         factors(unweighted, t, b, factor.get() + b % L, L);
-      context.kernel_table.lanes_outputs(at, tile);
-    }
-  }
-
-  // Squashes s + bias of output capsule j to v. In the last iteration v is the result of sample last_of_sample. Before,
-  // last_of_sample is -1 and v is added to V_t.
-  void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
-    const T* bias_j = bias.data() + j * p.D;
-    T n = 0;
-    for (int64_t d = 0; d < p.D; ++d) n += (s[d] + bias_j[d]) * (s[d] + bias_j[d]);
-    const T f = p.squash.factor(last_of_sample >= 0, n);
-    for (int64_t d = 0; d < p.D; ++d) {
-      const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
-      if (last_of_sample >= 0) {
-        write<T>(out.v, last_of_sample * out.v.stride[0] + j * out.v.stride[1] + d * out.v.stride[2], v);
-      } else {
-        V_t[d * stride] += v;
-      }
+      context.tiles().outputs(at, tile);
     }
   }
 
   // With softmax "in" the coupling takes a pass of its own, with the V that the last iteration scored with.
   void write_coupling(int64_t t) {
-    InNormArrays<T> in_norm(context.layout, 1);
-    for (int64_t b = 0; b < p.B; ++b) {
-      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, context.layout.of(b), 0);
-    }
+    const InNormArrays<T> in_norm(p, context.layout, out.norm, out.batch, t, 1);
     AccumulatePass<T> pass;
     pass.score.linear = t == 0 ? nullptr : V.get();
     pass.in_max = in_norm.max();

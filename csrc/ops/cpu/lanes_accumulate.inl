@@ -362,11 +362,6 @@ struct LanesAccumulate {
     if (Q && pass.second.high != nullptr) Coefficients::join(at.second, rows, pass.second, to);
   }
 
-  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
-  static Form<T> of_tile(const Form<T>& all, int64_t vectors, int64_t scalars) {
-    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, scalars), all.squares};
-  }
-
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, JD = p.J * p.D;
@@ -377,8 +372,8 @@ struct LanesAccumulate {
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
-        tile.score = of_tile(pass.score, vectors, scalars);
-        tile.gradient = of_tile(pass.gradient, vectors, scalars);
+        tile.score = pass.score.from(vectors, scalars);
+        tile.gradient = pass.gradient.from(vectors, scalars);
         tile.valid_out = from(pass.valid_out, scalars);
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);

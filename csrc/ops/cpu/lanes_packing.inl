@@ -117,13 +117,21 @@ struct LanesPacking {
     }
   }
 
-  // Samples of a tensor [B, n1, n2] to lanes [n1][n2][L], and back.
+  // Samples of a tensor [B, n1, n2] to lanes [n1][n2][L], and back. In the rows layout L is 1.
   static void load_samples(const View& view, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to) {
-    pack(view, b0, samples, 0, n1, n2, buffer, to);
+    if constexpr (L == 1) {
+      gather<T>(view, b0 * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, to);
+    } else {
+      pack(view, b0, samples, 0, n1, n2, buffer, to);
+    }
   }
   static void store_samples(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer,
                             const View& view) {
-    unpack(from, b0, samples, 0, n1, n2, buffer, view);
+    if constexpr (L == 1) {
+      scatter<T>(view, b0 * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, from);
+    } else {
+      unpack(from, b0, samples, 0, n1, n2, buffer, view);
+    }
   }
 
   // Whether the passes read votes where they lie.

@@ -1,4 +1,4 @@
-// The work between two passes in the lanes layout, a tile of samples at a time. Forward: s_t, v_t and V_t from the
+// The work between two passes, a tile of samples at a time; a tile of the rows layout is a sample (L = 1). Forward: s_t, v_t and V_t from the
 // partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a
 // call.
 #pragma once
@@ -35,12 +35,14 @@ struct LanesUpdate {
     return load<L>(f);
   }
 
-  // Rows of the tile's samples in s [B, J D] to lanes.
-  static void interleave(const Update<T>& at, int64_t tile, const T* s, T* to) {
+  // Rows of the tile's samples in at.s [B, J D], to lanes and back.
+  static void read_sums(const Update<T>& at, int64_t tile, T* to) {
     const int64_t JD = at.problem->J * at.problem->D;
-    const T* from[L] = {};
-    for (int64_t l = 0; l < samples(at, tile); ++l) from[l] = s + (tile * L + l) * JD;
-    B_::interleave(from, samples(at, tile), JD, to);
+    B_::load_samples({at.s, kStorage<T>, {JD, JD, 1}}, tile * L, samples(at, tile), 1, JD, nullptr, to);
+  }
+  static void write_sums(const Update<T>& at, int64_t tile, const T* from) {
+    const int64_t JD = at.problem->J * at.problem->D;
+    B_::store_samples(from, tile * L, samples(at, tile), 1, JD, nullptr, {at.s, kStorage<T>, {JD, JD, 1}});
   }
 
   static void outputs(const Update<T>& at, int64_t tile) {
@@ -66,12 +68,10 @@ struct LanesUpdate {
         if (at.v.data != nullptr) store<L>(v + row * L, x);
       }
     }
-    T* to[L] = {};
-    for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = at.s + (tile * L + l) * JD;
-    B_::deinterleave(s, samples(at, tile), JD, to);
+    write_sums(at, tile, s);
     if (at.v.data == nullptr) return;
     // The sums are not needed any more: s is a buffer for numbers of another type.
-    B_::unpack(v, tile * L, samples(at, tile), 0, p.J, D, s, at.v);
+    B_::store_samples(v, tile * L, samples(at, tile), p.J, D, s, at.v);
   }
 
   // V_{t+1} = V_t + squash(s_t + bias). at.V points to V_t; V_{t+1} follows one iteration later in memory.
@@ -80,7 +80,7 @@ struct LanesUpdate {
     const int64_t D = p.D, JD = p.J * D;
     const T* const before = at.V + rows_of(at, tile);
     T* const after = at.V + at.plan->tiles * JD * L + rows_of(at, tile);
-    interleave(at, tile, at.s, after);
+    read_sums(at, tile, after);
     for (int64_t j = 0; j < p.J; ++j) {
       V n{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
@@ -102,8 +102,8 @@ struct LanesUpdate {
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = scratch, *const ds = at.ds + here;
     const bool last = at.dv.data != nullptr;
-    interleave(at, tile, at.s, s);
-    if (at.dv.data != nullptr) B_::pack(at.dv, tile * L, samples(at, tile), 0, p.J, D, scratch + JD * L, ds);
+    read_sums(at, tile, s);
+    if (at.dv.data != nullptr) B_::load_samples(at.dv, tile * L, samples(at, tile), p.J, D, scratch + JD * L, ds);
     for (int64_t j = 0; j < p.J; ++j) {
       V n{}, s_dv{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {

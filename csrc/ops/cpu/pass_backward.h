@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "parts.h"
 #include "pass_score.h"
 
 namespace capsfast::driver {
@@ -11,25 +12,19 @@ namespace capsfast::driver {
 template <class T>
 class PassBackward {
  public:
-  // Adds to dlogits_sum [I, J], null if it is not wanted. weights_: sums of all parts of the batch; this is the next
-  // part.
   PassBackward(const Problem& problem, const PassInputs& inputs, const PassSaved& saved_, const PassGradients& outputs,
-               double* dlogits_sum, WeightSums<T>* weights_, int64_t threads)
-      : context(problem, threads),
+               const Totals<T>& sums_of_parts)
+      : context(problem, sums_of_parts.threads),
         p(problem),
         saved(saved_),
         out(outputs),
-        dlogits_sum_(dlogits_sum),
-        weights(weights_),
+        totals(sums_of_parts),
         score(context, inputs),
         gradient(context, saved.dfirst, saved.dsecond, T(1), saved.dmass),
-        in_norm(context.layout, p.softmax_in() ? 1 : 0),
+        in_norm(p, context.layout, saved.norm, saved.batch, 0, p.softmax_in() ? 1 : 0),
         c_dc(p.softmax_in() ? context.layout.scalars() : 0),
         in_dlse(p.softmax_in() && saved.dlse.data != nullptr ? context.layout.scalars() : 0) {
     if (!p.softmax_in()) return;
-    for (int64_t b = 0; b < p.B; ++b) {
-      in_norm.restore(static_cast<const T*>(saved.norm), p, saved.batch, 0, b, context.layout.of(b), 0);
-    }
     mean_gradients();
     if (saved.dlse.data != nullptr) context.load(saved.dlse, p.J, 1, T(1), in_dlse.get());
   }
@@ -50,7 +45,7 @@ class PassBackward {
     normalise(&pass);
     pass.dactivation = out.dactivation;
     pass.dlse_given = out.dlse;
-    context.gradient(pass, common, dlogits_sum_, weights);
+    context.gradient(pass, common, totals.dlogits, totals.weights);
   }
 
  private:
@@ -132,7 +127,7 @@ class PassBackward {
   }
 
   void write_dcenter(const T* dprior, const T* dquery) const {
-    const int64_t vectors = context.layout.vectors(), L = context.plan_lanes();
+    const int64_t vectors = context.layout.vectors(), L = context.layout.lanes();
     const Buffer<T> mass(context.layout.scalars()), first(vectors), result(vectors);
     context.load(saved.mass, p.J, 1, T(1), mass.get());
     context.load(saved.first, p.J, p.D, T(1), first.get());
@@ -150,8 +145,7 @@ class PassBackward {
   const Problem& p;
   const PassSaved& saved;
   const PassGradients& out;
-  double* dlogits_sum_;
-  WeightSums<T>* weights;
+  const Totals<T>& totals;
   Score<T> score;
   FormArrays<T> gradient;
   InNormArrays<T> in_norm;

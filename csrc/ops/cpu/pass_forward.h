@@ -55,7 +55,7 @@ class PassForward {
  private:
   // Adds the sums of the other splits to the sums of the first. A row is an output capsule of a tile.
   void add_splits(bool unweighted) {
-    const int64_t rows = context.plan.tiles * p.J, L = context.plan_lanes();
+    const int64_t rows = context.plan.tiles * p.J, L = context.layout.lanes();
     parallel(rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.D * L)), [&](int64_t begin, int64_t end) {
       std::vector<T> factors(static_cast<size_t>(context.plan.splits * L));
       for (int64_t row = begin; row < end; ++row) {
@@ -69,7 +69,7 @@ class PassForward {
 
   // One split after the other, in loops that a compiler vectorises.
   void add(const Sums<T>& sums, int64_t row, int64_t size, const std::vector<T>& factors) const {
-    const int64_t L = context.plan_lanes(), pitch = context.plan.tiles * p.J * size;
+    const int64_t L = context.layout.lanes(), pitch = context.plan.tiles * p.J * size;
     T* const to = sums.high() + row * size;
     for (int64_t split = 0; split < context.plan.splits; ++split) {
       const T *high = to + split * pitch, *low = sums.low() + row * size + split * pitch,
@@ -90,40 +90,26 @@ class PassForward {
   // Computes the factors of the sums of every split, for lane l of a row. Saves the normalisers of the softmax over the
   // input capsules, and the mass if all couplings are the same.
   void factor(bool unweighted, int64_t row, int64_t l, T* factors) const {
-    const int64_t L = context.plan_lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
+    const int64_t L = context.layout.lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
     const int64_t splits = context.plan.splits;
     for (int64_t split = 0; split < splits; ++split) factors[split * L + l] = 1;
     if (b >= p.B) return;
-    T max = 0, scale = 1;
-    if (unweighted) {
-      const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
-      const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
-      scale = context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0);
-      mass.high()[scalar] = scale * static_cast<T>(valid_count(p.mask, b, p.I));
-    } else if (p.softmax_in()) {
-      const auto [largest, norm] = norms.combined(scalar);
-      max = largest;
-      scale = norm == 0 ? T(0) : 1 / norm;
-      if (out.lse.data != nullptr) {
-        const T lse = norm == 0 ? -std::numeric_limits<T>::infinity() : max + std::log(norm);
-        write<T>(out.lse, b * out.lse.stride[0] + j * out.lse.stride[1], lse);
-      }
-    }
+    auto [scale, max, norm] = unweighted ? norms.of_equal(p, b) : norms.of(scalar);
+    if (unweighted && !context.is_valid(b, j)) scale = 0;
+    if (unweighted) mass.high()[scalar] = scale * static_cast<T>(valid_count(p.mask, b, p.I));
     if (p.softmax_in()) {
+      const T lse = norm == 0 ? -std::numeric_limits<T>::infinity() : max + std::log(norm);
+      if (out.lse.data != nullptr) write<T>(out.lse, b * out.lse.stride[0] + j * out.lse.stride[1], lse);
       T* to = static_cast<T*>(out.norm) + b * p.J + j;
       to[0] = max;
       to[out.batch * p.J] = scale;
     }
-    for (int64_t split = 0; split < splits; ++split) {
+    for (int64_t split = 0; split < splits; ++split)
       factors[split * L + l] = p.softmax_in() && !unweighted ? scale * norms.rescaling(split, scalar, max) : scale;
-    }
   }
 
   void write_weights() {
-    InNormArrays<T> in_norm(context.layout, 1);
-    for (int64_t b = 0; b < p.B; ++b) {
-      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, 0, b, context.layout.of(b), 0);
-    }
+    const InNormArrays<T> in_norm(p, context.layout, out.norm, out.batch, 0, 1);
     AccumulatePass<T> pass;
     pass.center = score.center(p);
     pass.score = score.form();

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "context.h"
-#include "pass.h"
+#include "routing.h"
 
 namespace capsfast::driver {
 

@@ -40,6 +40,12 @@ struct Range {
   int64_t i0 = 0, i1 = 0;
 };
 
+// A part of an array that may be absent.
+template <class T>
+const T* from(const T* all, int64_t offset) {
+  return all == nullptr ? nullptr : all + offset;
+}
+
 // A quadratic form of the votes x for every output capsule: x . linear + x^2 . square + constant. A missing part is
 // null. A form scores votes; another one is the gradient of the coupling of a vote.
 template <class T>
@@ -48,6 +54,11 @@ struct Form {
   const T* square = nullptr;    // [tiles][J D][L]
   const T* constant = nullptr;  // [tiles][J][L]
   bool squares = false;         // linear holds zeros
+
+  Form from(int64_t vectors, int64_t scalars) const {
+    using capsfast::from;
+    return {from(linear, vectors), from(square, vectors), from(constant, scalars), squares};
+  }
 };
 
 // An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less the center if there is one. Forward: e
@@ -114,7 +125,7 @@ struct GradientPass {
   bool weight_begun = false, weight_continued = false;
 };
 
-// lanes: the update between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v
+// The update between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v
 // [B, J, D].
 template <class T>
 struct Update {
@@ -148,18 +159,24 @@ struct SmallBatchGradients {
   T* dweight_low = nullptr;
 };
 
+// The work on arrays of output capsules, a tile of samples at a time.
+template <class T>
+struct TileKernels {
+  // Samples [b0, b0 + samples) of a tensor [B, n1, n2] to lanes [n1][n2][L], and back. buffer [L][n1][n2].
+  void (*load)(const View&, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to);
+  void (*store)(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, const View&);
+  void (*outputs)(const Update<T>&, int64_t tile);                    // s_t, v_t and V_t
+  void (*restore)(const Update<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
+  void (*differentiate)(const Update<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
+};
+
 // The kernels of one instruction set. `scratch` is aligned to 64 bytes; scratch.h says what is in it.
 template <class T>
 struct Kernels {
   int64_t L;  // of the vectors that lanes_* work on
   void (*lanes_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*lanes_gradient)(const GradientPass<T>&, const Range&, T* scratch);
-  void (*lanes_outputs)(const Update<T>&, int64_t tile);                    // s_t, v_t and V_t
-  void (*lanes_restore)(const Update<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
-  void (*lanes_differentiate)(const Update<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
-  // Samples [b0, b0 + samples) of a tensor [B, n1, n2] to lanes [n1][n2][L], and back. buffer [L][n1][n2].
-  void (*lanes_load)(const View&, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to);
-  void (*lanes_store)(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, const View&);
+  TileKernels<T> lanes_tiles, rows_tiles;
   // The weights of input capsules [i0, i1), contiguous, to `out`.
   void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);

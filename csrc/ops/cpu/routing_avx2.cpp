@@ -16,11 +16,6 @@ constexpr int kBytes = 32;      // of a register
 constexpr int kTileBytes = 64;  // of a vector of a tile of samples
 constexpr int kRegisters = 16;  // how many the set has
 #include "routing_kernels.inl"
-
-template const Kernels<float>& table<float>();
-template const Kernels<double>& table<double>();
-template const Kernels<float>& tile_table<float>();
-template const Kernels<double>& tile_table<double>();
 }  // namespace capsfast::avx2
 
 #if defined(__clang__)

@@ -40,30 +40,26 @@ void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
 
 // Calls Pass<T, Rows<T, L, NV, Q>, Q>::run. The plan chose L, which is less than the lanes of a register for short
 // votes. NV is the number of vectors of a vote if it is a constant, else 0.
-template <template <class, class, bool> class Pass, class T, class Arguments>
+template <template <class, class, bool> class Pass, class T, class Arguments, int L = kLanes<T>>
 void rows_run(const Arguments& pass, const Range& range, T* scratch) {
-  constexpr int L = kLanes<T>;
-  const int64_t D = pass.problem->D;
-  const bool quadratic = pass.problem->quadratic;
-  if (pass.problem->keys()) return Pass<T, Keys<T>, false>::run(pass, range, scratch);
-  if (pass.plan->L == L) {
-    if (quadratic) return Pass<T, Rows<T, L, 0, true>, true>::run(pass, range, scratch);
-    if (D == L) return Pass<T, Rows<T, L, 1, false>, false>::run(pass, range, scratch);
-    if (D == 2 * L) return Pass<T, Rows<T, L, 2, false>, false>::run(pass, range, scratch);
-    return Pass<T, Rows<T, L, 0, false>, false>::run(pass, range, scratch);
+  const Problem& p = *pass.problem;
+  if (p.keys()) return Pass<T, Keys<T>, false>::run(pass, range, scratch);
+  if constexpr (L > 2 && 4 * L > kLanes<T>) {
+    if (pass.plan->L < L) return rows_run<Pass, T, Arguments, L / 2>(pass, range, scratch);
   }
-  if constexpr (L >= 4) {
-    if (pass.plan->L == L / 2) {
-      if (quadratic) return Pass<T, Rows<T, L / 2, 0, true>, true>::run(pass, range, scratch);
-      return D == L / 2 ? Pass<T, Rows<T, L / 2, 1, false>, false>::run(pass, range, scratch)
-                        : Pass<T, Rows<T, L / 2, 0, false>, false>::run(pass, range, scratch);
-    }
+  if (p.quadratic) return Pass<T, Rows<T, L, 0, true>, true>::run(pass, range, scratch);
+  if (p.D == L) return Pass<T, Rows<T, L, 1, false>, false>::run(pass, range, scratch);
+  if constexpr (L == kLanes<T>) {
+    if (p.D == 2 * L) return Pass<T, Rows<T, L, 2, false>, false>::run(pass, range, scratch);
   }
-  if constexpr (L >= 8) {
-    if (quadratic) return Pass<T, Rows<T, L / 4, 0, true>, true>::run(pass, range, scratch);
-    return D == L / 4 ? Pass<T, Rows<T, L / 4, 1, false>, false>::run(pass, range, scratch)
-                      : Pass<T, Rows<T, L / 4, 0, false>, false>::run(pass, range, scratch);
-  }
+  Pass<T, Rows<T, L, 0, false>, false>::run(pass, range, scratch);
+}
+
+template <class T, int L>
+TileKernels<T> tile_kernels_of() {
+  using Packing = LanesPacking<T, L>;
+  using Tiles = LanesUpdate<T, L>;
+  return {Packing::load_samples, Packing::store_samples, Tiles::outputs, Tiles::restore, Tiles::differentiate};
 }
 
 // The kernels whose vectors in tiles have L lanes: the lanes of a register, or kTileLanes.
@@ -73,11 +69,8 @@ const Kernels<T>& table_of() {
       L,
       lanes_run<LanesAccumulate, T, L, AccumulatePass<T>, 8>,
       lanes_run<LanesGradient, T, L, GradientPass<T>>,
-      LanesUpdate<T, L>::outputs,
-      LanesUpdate<T, L>::restore,
-      LanesUpdate<T, L>::differentiate,
-      LanesPacking<T, L>::load_samples,
-      LanesPacking<T, L>::store_samples,
+      tile_kernels_of<T, L>(),
+      tile_kernels_of<T, 1>(),
       LanesPacking<T>::copy_weights,
       rows_run<RowsAccumulate, T, AccumulatePass<T>>,
       rows_run<RowsGradient, T, GradientPass<T>>,
@@ -90,11 +83,11 @@ const Kernels<T>& table_of() {
   return kernels;
 }
 
+// The kernels with vectors of one register or, for tiles of samples, of as many registers as are fastest.
 template <class T>
-const Kernels<T>& table() {
-  return table_of<T, kLanes<T>>();
+const Kernels<T>& table(bool tiles) {
+  return tiles ? table_of<T, kTileLanes<T>>() : table_of<T, kLanes<T>>();
 }
-template <class T>
-const Kernels<T>& tile_table() {
-  return table_of<T, kTileLanes<T>>();
-}
+
+template const Kernels<float>& table<float>(bool);
+template const Kernels<double>& table<double>(bool);

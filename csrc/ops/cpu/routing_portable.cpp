@@ -19,9 +19,4 @@ constexpr int kRegisters = 16;
 constexpr int kTileBytes = 16;
 #endif
 #include "routing_kernels.inl"
-
-template const Kernels<float>& table<float>();
-template const Kernels<double>& table<double>();
-template const Kernels<float>& tile_table<float>();
-template const Kernels<double>& tile_table<double>();
 }  // namespace capsfast::portable

@@ -19,14 +19,13 @@ struct RowsAccumulate {
 
   // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If max
   // grows, all sums so far are rescaled.
-  static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at,
-                                   const Block& block) {
+  static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t pitch = B_::sum_pitch(p.D);
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = block.b * p.J + j;
       T& highest = pass.max[scalar];
-      const V x = load<L>(at.scores + j * L);
+      const V x = load<L>(at.c + j * L);
       const T here = largest<T, L>(x), now = here > highest ? here : highest;
       if (now != highest) {
         const T factor = exp<L>(broadcast<L>(highest - now))[0];
@@ -45,7 +44,7 @@ struct RowsAccumulate {
         }
       }
       const V e = exp<L>(x - now);
-      store<L>(at.scores + j * L, e);
+      store<L>(at.c + j * L, e);
       at.norm[j] += sum<T, L>(e);
     }
   }
@@ -58,69 +57,63 @@ struct RowsAccumulate {
     multiply(sum.low + from, count, factor);
   }
 
-  static void unweighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
+  static void unweighted(const AccumulatePass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    for (int64_t n = 0; n < p.J * L; ++n) at.scores[n] = 1;
-    B_::add_scaled(at.scores, block.votes, block.count, nullptr, p.J, p.D, at.sum, nullptr);
+    for (int64_t n = 0; n < p.J * L; ++n) at.c[n] = 1;
+    B_::add_scaled(at.c, block.votes, block.count, nullptr, p.J, p.D, at.sum, nullptr);
   }
 
-  // The form of sample b; without a form the linear part is null.
-  static Form<T> form(const Form<T>& all, const Problem& p, int64_t b) {
-    const int64_t vectors = b * p.J * p.D;
-    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, b * p.J)};
-  }
-  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
-
-  static void weighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
+  static void weighted(const AccumulatePass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
-    const Form<T> score = form(pass.score, p, block.b), gradient = form(pass.gradient, p, block.b);
-    const T* center = from(pass.center, block.b * J * D);
+    const int64_t vectors = block.b * J * D;
+    const Form<T> score = pass.score.from(vectors, block.b * J), gradient = pass.gradient.from(vectors, block.b * J);
+    const T* center = from(pass.center, vectors);
     const T* valid_out = from(pass.valid_out, block.b * J);
     const T* activation = B_::numbers(p.activation, p, block.b, block.i0, block.count, at.activation);
     if (score.linear == nullptr) {
-      __builtin_memset(at.scores, 0, static_cast<size_t>(J * L) * sizeof(T));
+      __builtin_memset(at.c, 0, static_cast<size_t>(J * L) * sizeof(T));
     } else {
-      B_::dots(block.votes, block.count, score, center, J, D, at.part, at.scores);
+      B_::dots(block.votes, block.count, score, center, J, D, at.part, at.c);
     }
-    B_::add(score.constant, J, at.scores);
-    B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.scores);
+    B_::add(score.constant, J, at.c);
+    B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.c);
     const bool known = !p.softmax_in() || pass.in_max != nullptr;
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
       const T* lse = B_::numbers(p.lse, p, block.b, block.i0, block.count, at.lse);
-      B_::normalize(p.normalize, J, p.leaky, lse, pass.lse.data == nullptr ? nullptr : found, at.scores);
+      B_::normalize(p.normalize, J, p.leaky, lse, pass.lse.data == nullptr ? nullptr : found, at.c);
       for (int64_t n = 0; n < block.count && pass.lse.data != nullptr; ++n) {
         write<T>(pass.lse, block.b * pass.lse.stride[0] + (block.i0 + n) * pass.lse.stride[1], found[n]);
       }
     } else if (known) {
-      B_::softmax_in(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.scores);
+      B_::softmax_in(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.c);
     } else {
       online(pass, at, block);
     }
-    const T* coefficient = at.scores;
+    const T* coefficient = at.c;
     if (gradient.linear == nullptr) {
-      B_::weigh(activation, J, at.scores);
+      B_::weigh(activation, J, at.c);
       if (pass.coupling.data != nullptr)
-        B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
+        B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.c);
     } else {
-      B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.dc);
-      B_::add(gradient.constant, J, at.dc);
+      B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.db);
+      B_::add(gradient.constant, J, at.db);
       if (pass.dcoupling.data != nullptr)
-        B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
-      B_::weigh(activation, J, at.dc);
+        B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.db);
+      B_::weigh(activation, J, at.db);
       if (p.normalize == Normalize::out) {
         const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
-        B_::softmax_out_backward(J, at.scores, dlse, at.dc);
+        B_::softmax_out_backward(J, at.c, dlse, at.db);
       } else if (p.softmax_in()) {
         const int64_t scalars = block.b * J;
         B_::softmax_in_backward(
-            J, pass.in_scale + scalars, at.scores, pass.c_dc + scalars, from(pass.in_dlse, scalars), at.dc);
+            J, pass.in_scale + scalars, at.c, pass.c_dc + scalars, from(pass.in_dlse, scalars), at.db);
       } else {
-        B_::derivative(p.normalize, J, at.scores, at.dc);
-        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, at.dc);
+        B_::derivative(p.normalize, J, at.c, at.db);
+        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, at.db);
       }
-      coefficient = at.dc;
+      coefficient = at.db;
     }
     if (pass.first.high == nullptr) return;
     T* second = pass.second.high == nullptr ? nullptr : at.second;
@@ -131,7 +124,7 @@ struct RowsAccumulate {
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const int64_t JD = p.J * p.D, sums = p.J * B_::sum_pitch(p.D);
-    const RowsAccumulateScratch<T> at(p, *pass.plan, scratch);
+    const RowsScratch<T> at(p, *pass.plan, 1, false, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;

@@ -16,7 +16,7 @@ struct RowsGradient {
     typename B_::Votes votes;
   };
 
-  static void coefficients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
+  static void coefficients(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
@@ -33,7 +33,7 @@ struct RowsGradient {
       if (t < pass.scored) {
         __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
       } else {
-        B_::dots(block.votes, block.count, form(pass.score, scalars, D), center, J, D, at.part, c);
+        B_::dots(block.votes, block.count, pass.score.from(scalars * D, scalars), center, J, D, at.part, c);
       }
       B_::add(from(pass.score.constant, scalars), J, c);
       B_::add_prior(p, block.b, block.i0, block.count, valid_out, c);
@@ -46,7 +46,7 @@ struct RowsGradient {
         B_::weigh(activation, J, c);
         continue;
       }
-      B_::dots(block.votes, block.count, form(pass.gradient, scalars, D), center, J, D, at.part, dc);
+      B_::dots(block.votes, block.count, pass.gradient.from(scalars * D, scalars), center, J, D, at.part, dc);
       B_::add(from(pass.gradient.constant, scalars), J, dc);
       if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
@@ -69,13 +69,7 @@ struct RowsGradient {
     if (want_logits) logits(pass, at, block);
   }
 
-  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
-
-  static Form<T> form(const Form<T>& all, int64_t scalars, int64_t D) {
-    return {from(all.linear, scalars * D), from(all.square, scalars * D), nullptr};
-  }
-
-  static void logits(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
+  static void logits(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const int64_t J = pass.problem->J, terms = pass.problem->iterations - pass.first;
     const View& out = pass.dlogits_sample;
     for (int64_t n = 0; n < block.count; ++n) {
@@ -90,7 +84,7 @@ struct RowsGradient {
   }
 
   // Lanes [d, d + L) of dvotes of input capsule n of the block for output capsule j.
-  static CAPSFAST_INLINE V gradient(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
+  static CAPSFAST_INLINE V gradient(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block,
                                     int64_t n, int64_t j, int64_t d, int64_t D) {
     const Problem& p = *pass.problem;
     V g = V{};
@@ -115,7 +109,7 @@ struct RowsGradient {
   }
 
   // Computes dvotes [L][sum_pitch] of the block, if votes are matrices.
-  static void matrix_gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
+  static void matrix_gradients(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     __builtin_memset(at.gradients, 0, static_cast<size_t>(L * B_::sum_pitch(D)) * sizeof(T));
@@ -130,7 +124,7 @@ struct RowsGradient {
   }
 
   // Computes dvotes [J][D] of input capsule n of the block, or [D] if all output capsules share its vote.
-  static void gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block, int64_t n,
+  static void gradients(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = B_::size_of(p.D);
@@ -148,8 +142,7 @@ struct RowsGradient {
     }
   }
 
-  static void write_votes(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
-                          int64_t n) {
+  static void write_votes(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block, int64_t n) {
     const Problem& p = *pass.problem;
     const int64_t i = block.i0 + n, size = p.votes_size(),
                   to = block.b * pass.dvotes.stride[0] + i * pass.dvotes.stride[1];
@@ -167,7 +160,7 @@ struct RowsGradient {
 
   static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const RowsGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
+    const RowsScratch<T> at(p, *pass.plan, p.iterations - pass.first, true, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t i0 = range.i0; i0 < range.i1; i0 += L) {
         Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, {}};

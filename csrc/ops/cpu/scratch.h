@@ -33,75 +33,70 @@ inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
   return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
-// weights [chunk][J R K], or [1][J R K] if shared: copies, if gather_rows. buffer [L][chunk][P K or J]: copies of poses
-// or logits before they are transposed. u [chunk][P K][L]. With side_by_side, u holds the votes, less the center,
-// [chunk][J D][L], and buffer the votes of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked).
-// scores and dc [scored][J][L]: scored is 1 if all votes are held, else chunk. x [out_tile D][L]: the votes held. sum
-// [out_tile D][L] and norm [J][L]: the sums of a chunk; sum has a tile of output capsules at a time.
+// The data of a chunk of input capsules in the lanes layout. weights [chunk][J R K], or [1][J R K] if shared: copies, if
+// gather_rows. buffer [L][chunk][P K or J]: copies of poses or logits before they are transposed. u [chunk][P K][L]. With
+// side_by_side, u holds the votes, less the center, [chunk][J D][L], and buffer the votes of an input capsule. logits
+// [chunk][J][L], valid [chunk][L] (0 if masked). activation, lse and dlse [chunk][L].
 template <class T>
-struct LanesAccumulateScratch {
-  T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
-  int64_t size;
+struct LanesChunkScratch {
+  T *weights, *buffer, *u, *logits, *valid, *activation, *lse, *dlse;
 
-  LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
-    Carver<T> carve(base);
-    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1,
-                  scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
-    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.weight_size() : 0);
-    buffer = carve.take(packing_buffer(p, plan.chunk) * L);
-    u = carve.take(plan.chunk * (p.side_by_side ? p.J * p.D : p.pose_size()) * L);
-    logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
-    valid = carve.take(masked(p) ? plan.chunk * L : 0);
-    scores = carve.take(scored * p.J * L);
-    dc = carve.take(scored * p.J * L);
-    x = carve.take(pair * plan.out_tile * p.D * L);
-    sum = carve.take(plan.out_tile * p.D * L);
-    norm = carve.take(p.J * L);
-    second = carve.take(p.moments ? plan.out_tile * p.D * L : 0);
-    mass = carve.take(p.moments ? p.J * L : 0);
-    activation = carve.take(p.moments ? plan.chunk * L : 0);
-    lse = carve.take(p.moments ? plan.chunk * L : 0);
-    dlse = carve.take(p.moments ? plan.chunk * L : 0);
-    size = carve.used();
+  LanesChunkScratch(const Problem& p, const Plan& plan, int64_t chunk, Carver<T>* carve) {
+    const auto take = [&](bool wanted, int64_t count) { return carve->take(wanted ? count * plan.L : 0); };
+    const int64_t rows = p.weight.stride[0] == 0 ? 1 : chunk;
+    weights = carve->take(plan.gather_rows ? rows * p.weight_size() : 0);
+    buffer = take(true, packing_buffer(p, chunk));
+    u = take(true, chunk * (p.side_by_side ? p.J * p.D : p.pose_size()));
+    logits = take(p.logits.data != nullptr, chunk * p.J);
+    valid = take(masked(p), chunk);
+    activation = take(p.moments, chunk), lse = take(p.moments, chunk), dlse = take(p.moments, chunk);
   }
 };
 
-// weights, buffer, u, logits and valid as above, with J R for the rows (j, r) of the weight. c and db
-// [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L rows. du
-// [chunk][K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]: dweight of an
-// input capsule before it is added or converted. Neither exists if dW is added up in place. dlogits [chunk][J][L].
-// block [K][L]. held [chunk][J D][L]: the votes of a quadratic pass. activation, lse and dlse [chunk][L].
+// scores and dc [scored][J][L]: scored is 1 if all votes are held, else chunk. x [out_tile D][L]: the votes held. sum
+// [out_tile D][L] and norm [J][L]: the sums of a chunk; sum has a tile of output capsules at a time. second and mass: as
+// sum and norm.
 template <class T>
-struct LanesGradientScratch {
-  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held, *activation,
-      *lse, *dlse;
+struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
+  T *scores, *dc, *x, *sum, *norm, *second, *mass;
   int64_t size;
 
-  LanesGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
-    Carver<T> carve(base);
-    const int64_t L = plan.L, chunk = plan.gradient_chunk, rows = p.J * p.R(), votes = p.J * p.D;
+  LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base)
+      : Carver<T>(base), LanesChunkScratch<T>(p, plan, plan.chunk, this) {
+    const auto take = [&](bool wanted, int64_t count) { return Carver<T>::take(wanted ? count * plan.L : 0); };
+    const int64_t pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
+    scores = take(true, scored * p.J), dc = take(true, scored * p.J);
+    x = take(true, pair * plan.out_tile * p.D);
+    sum = take(true, plan.out_tile * p.D), norm = take(true, p.J);
+    second = take(p.moments, plan.out_tile * p.D), mass = take(p.moments, p.J);
+    size = Carver<T>::used();
+  }
+};
+
+// c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L
+// rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]: dweight
+// of an input capsule before it is added or converted. Neither exists if dW is added up in place. dlogits [chunk][J][L].
+// block [K][L]. held [chunk][J D][L]: the votes of a quadratic pass.
+template <class T>
+struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
+  T *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held;
+  int64_t size;
+
+  LanesGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base)
+      : Carver<T>(base), LanesChunkScratch<T>(p, plan, plan.gradient_chunk, this) {
+    const auto take = [&](bool wanted, int64_t count) { return Carver<T>::take(wanted ? count * plan.L : 0); };
+    const int64_t L = plan.L, chunk = plan.gradient_chunk, rows = p.J * p.R();
     const bool in_place = plan.weight_in_place;
     const int64_t tile_rows = (plan.gradient_out_tile * p.D + L - 1) / L * L;
-    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
-    buffer = carve.take(packing_buffer(p, chunk) * L);
-    u = carve.take(chunk * (p.side_by_side ? votes : p.pose_size()) * L);
-    logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
-    valid = carve.take(masked(p) ? chunk * L : 0);
-    c = carve.take(iterations * chunk * p.J * L);
-    db = carve.take(iterations * chunk * p.J * L);
-    x = carve.take(tile_rows * L);
-    dx = carve.take(tile_rows * L);
-    du = carve.take(chunk * p.pose_size() * L);
-    dweight =
-        carve.take(in_place || p.side_by_side ? 0 : (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
-    dlogits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
-    row = carve.take(in_place ? 0 : rows * p.K);
-    block = carve.take(in_place ? p.K * L : 0);
-    held = p.side_by_side ? u : carve.take(p.quadratic ? chunk * votes * L : 0);
-    activation = carve.take(p.moments ? chunk * L : 0);
-    lse = carve.take(p.moments ? chunk * L : 0);
-    dlse = carve.take(p.moments ? chunk * L : 0);
-    size = carve.used();
+    c = take(true, iterations * chunk * p.J), db = take(true, iterations * chunk * p.J);
+    x = take(true, tile_rows), dx = take(true, tile_rows);
+    du = take(true, chunk * p.pose_size());
+    dweight = take(!in_place && !p.side_by_side, (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K);
+    dlogits = take(p.logits.data != nullptr, chunk * p.J);
+    row = Carver<T>::take(in_place ? 0 : rows * p.K);
+    block = take(in_place, p.K);
+    held = p.side_by_side ? this->u : take(p.quadratic, chunk * p.J * p.D);
+    size = Carver<T>::used();
   }
 };
 
@@ -137,51 +132,28 @@ inline int64_t part_size(const Problem& p, const Plan& plan) {
 }
 
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
-// 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. scores and dc
-// [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass: as sum and norm. activation, lse
-// and dlse [L].
+// 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. c and db
+// [iterations][J][L]; a pass that accumulates has one iteration. activation, lse and dlse [L].
+// Only to accumulate: sum [J][vectors of D][L] and norm [J], the sums of a chunk; second and mass: as sum and norm.
+// Only for gradients: row [J D or D], dvotes before they are converted to another dtype. For keys also gradients
+// [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
 template <class T>
-struct RowsAccumulateScratch {
-  T *rows, *part, *scores, *dc, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
+struct RowsScratch {
+  T *rows, *part, *c, *db, *activation, *lse, *dlse, *sum, *norm, *second, *mass, *row, *gradients, *padded;
   int64_t size;
 
-  RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
+  RowsScratch(const Problem& p, const Plan& plan, int64_t iterations, bool gradient, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, sums = p.J * ((p.D + L - 1) / L * L);
-    rows = carve.take(rows_size(p, plan)), part = carve.take(part_size(p, plan));
-    scores = carve.take(p.J * L);
-    dc = carve.take(p.J * L);
-    sum = carve.take(sums);
-    norm = carve.take(p.J);
-    second = carve.take(p.moments ? sums : 0);
-    mass = carve.take(p.moments ? p.J : 0);
-    activation = carve.take(p.moments ? L : 0);
-    lse = carve.take(p.moments ? L : 0);
-    dlse = carve.take(p.moments ? L : 0);
-    size = carve.used();
-  }
-};
-
-// rows and part as above. c and db [iterations][J][L]. row [J D or D]: dvotes before they are converted to another
-// dtype. For keys: gradients [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
-// activation, lse and dlse [L].
-template <class T>
-struct RowsGradientScratch {
-  T *rows, *part, *c, *db, *row, *activation, *lse, *dlse, *gradients, *padded;
-  int64_t size;
-
-  RowsGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
-    Carver<T> carve(base);
-    const int64_t L = plan.L;
-    rows = carve.take(rows_size(p, plan)), part = carve.take(part_size(p, plan));
-    c = carve.take(iterations * p.J * L);
-    db = carve.take(iterations * p.J * L);
-    row = carve.take(p.votes_size());
-    gradients = carve.take(p.keys() ? rows_size(p, plan) : 0);
-    padded = carve.take(p.keys() ? rows_size(p, plan) / L * p.J : 0);
-    activation = carve.take(p.moments ? L : 0);
-    lse = carve.take(p.moments ? L : 0);
-    dlse = carve.take(p.moments ? L : 0);
+    const auto take = [&](bool wanted, int64_t count) { return carve.take(wanted ? count : 0); };
+    const int64_t L = plan.L, vote = (p.D + L - 1) / L * L, sums = p.J * vote;
+    rows = take(p.keys() || plan.gather_rows, L * (p.keys() ? vote : p.votes_size()));
+    part = take(true, p.keys() ? L * vote : 16 * L * L);
+    c = take(true, iterations * p.J * L), db = take(true, iterations * p.J * L);
+    activation = take(p.moments, L), lse = take(p.moments, L), dlse = take(p.moments, L);
+    sum = take(!gradient, sums), norm = take(!gradient, p.J);
+    second = take(!gradient && p.moments, sums), mass = take(!gradient && p.moments, p.J);
+    row = take(gradient, p.votes_size());
+    gradients = take(gradient && p.keys(), L * vote), padded = take(gradient && p.keys(), sums);
     size = carve.used();
   }
 };
