@@ -29,7 +29,7 @@ from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import read_checkpoint
 from ..train.progress import shown
-from ..train.run import DEFAULTS, quiet
+from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
 from .words import HELP, LINKED, in_a_line, spelled_out
 
@@ -185,8 +185,7 @@ class Command(LightningCLI):
         best = None if given["limit_val_batches"] == 0 else self.model.monitor
         patience = self._get(self.config, "patience")
         self.out = self._folder()
-        callbacks = given.pop("callbacks", None) or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        callbacks = several(given.pop("callbacks", None))
         training = self.subcommand == "fit"
         if training:
             config = self._parser("fit").dump(self.config["fit"], skip_unset=False)

@@ -8,7 +8,7 @@ if find_spec("lightning") is None:
     raise ModuleNotFoundError(f"capsfast.train needs lightning; {in_the_checkout('train')}")
 
 from .attacks import fgsm, pgd
-from .checkpoint import open_checkpoint
+from .checkpoint import open_checkpoint, open_pretrained
 from .evaluate import (
     Attack,
     Evaluation,
@@ -18,13 +18,13 @@ from .evaluate import (
     one_of_each_class,
     perturbations,
     predictions,
+    read_picture,
     reconstructions,
     routing_statistics,
 )
 from .images import ImageData
 from .learner import Learner
 from .networks import NETWORKS, build
-from .predict import open_pretrained, read_picture
 from .run import fit, make_trainer
 from .segmentation import SegmentationLearner, pixel_classes, segmented
 from .stacked import StackedLearner, cluster_accuracy, clustered, object_presences

@@ -1,4 +1,4 @@
-"""Checkpoints: writes complete files, and reads them back into the network and its data."""
+"""Checkpoints: writes complete files, and reads them back into the network and its data. Pretrained networks."""
 
 import inspect
 import io
@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from ..files import replacing
+from ..models._network import Network
 from .images import ImageData
 from .learner import Learner
+from .networks import network_class
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -127,3 +129,32 @@ def open_checkpoint(
     if names and held and list(names) != held:
         raise ValueError(f"{op} knows the classes {', '.join(held)}, {options['data']} has {', '.join(names)}")
     return learner, images
+
+
+def open_pretrained(model: str, name: str) -> Learner:
+    """A network from ``from_pretrained`` as a :class:`Learner`, in evaluation mode.
+
+    Args:
+        model: as for :class:`Learner`.
+        name: as for ``from_pretrained`` of the model: a network that comes with the package, a folder, a repository.
+
+    Raises:
+        ValueError: a network that has no ``from_pretrained``, or whose images are not square.
+        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as ``from_pretrained``.
+    """
+    op = "capsfast.train.open_pretrained"
+    made = network_class(op, model)
+    if not issubclass(made, Network):
+        raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
+    network: Any = made.from_pretrained(name)
+    channels, height, width = network.image_shape
+    if height != width:
+        raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
+    options = network._options(op)
+    names, classes = network.class_names, options.get("num_classes", 10)
+    options = {
+        each: value for each, value in options.items() if each not in ("in_channels", "image_size", "num_classes")
+    }
+    learner = Learner(model, channels, height, classes, class_names=names, options=options)
+    learner.model = network
+    return learner.eval()

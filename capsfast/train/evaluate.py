@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from math import log
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from ..data import Batch
+from ..data.files import Reader
 from ..data.sets import DrawnSet
+from ..data.vision import torchvision
 from ..nn import Capsules, couplings
 from .learner import Learner, right_predictions
 from .objective import multi_hot
@@ -79,6 +82,21 @@ def evaluate(
             confusion.update(lengths.argmax(1).cpu(), labels.cpu())
         on_step(len(labels))
     return Evaluation(seen, right, confusion.compute() if parts is None else None)
+
+
+def read_picture(path: Path | str, learner: Learner) -> Tensor:
+    """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: resized to a square, in grey or colour.
+
+    Raises:
+        ValueError: the file is not a picture, or the network does not take images of 1 or 3 channels.
+    """
+    channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]
+    if channels not in (1, 3):
+        raise ValueError(f"capsfast.train.read_picture: pictures have 1 or 3 channels, the network takes {channels}")
+    image = Reader(channels, None)(str(path))
+    image = image.float() / 255 if image.dtype == torch.uint8 else image
+    resized: Tensor = torchvision("transforms.v2.functional").resize(image, [size, size], antialias=True)
+    return resized.clamp(0, 1)[None]
 
 
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:

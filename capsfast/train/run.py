@@ -109,14 +109,14 @@ def make_trainer(
     return pl.Trainer(
         **DEFAULTS | options,
         max_epochs=epochs,
-        logger=False if log is False else [csv, *_several(log)],
-        callbacks=[*callbacks, *_several(more)],
-        plugins=[writer, *_several(plugins)],
+        logger=False if log is False else [csv, *several(log)],
+        callbacks=[*callbacks, *several(more)],
+        plugins=[writer, *several(plugins)],
         enable_progress_bar=progress,
     )
 
 
-def _several(given: Any) -> list[Any]:
+def several(given: Any) -> list[Any]:
     """A list of what Lightning takes as a list, a single object, or None."""
     return given if isinstance(given, list) else [] if given in (None, True) else [given]
 
