@@ -99,11 +99,6 @@ CAPSFAST_DEVICE T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
 }
 
-template <class T>
-CAPSFAST_DEVICE T shuffle(T value, int lane) {
-  return __shfl_sync(0xFFFFFFFFu, value, lane);
-}
-
 // Whether `value` is true in any lane of the warp.
 CAPSFAST_DEVICE bool any(bool value) { return __any_sync(0xFFFFFFFFu, value) != 0; }
 

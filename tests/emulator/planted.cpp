@@ -21,6 +21,10 @@ struct Args {
   bool is(const char* name) const { return fault == name; }
 };
 
+struct alignas(8) Two {
+  float numbers[2];
+};
+
 // Every thread gives its number to its neighbour through shared memory.
 CAPSFAST_KERNEL(kThreads, 1)
 rotate(Args a) {
@@ -35,7 +39,7 @@ rotate(Args a) {
   } else if (!a.is("missing barrier")) {
     gpu::barrier();
   }
-  if (a.is("misaligned")) box.pair(1);
+  if (a.is("misaligned")) box.vector<Two>(1);
   const int from = a.is("wrong shared index") ? n + 1 : (n + 1) % kThreads;
   a.out[a.is("wrong index") ? n + 1 : n] = box[from];
   if (a.is("overwritten too soon")) box[n] = 0.0f;
