@@ -65,6 +65,15 @@ def test_backends_names_the_reason_of_an_absence(no_extension: str) -> None:
     assert state.devices == ("cpu",)
 
 
+def test_a_backend_that_no_gpu_can_run_is_not_available(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: "" if device.index else "it is too old")
+    assert capsfast.backends()["triton"].available
+    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: f"{device} is too old")
+    assert capsfast.backends()["triton"] == (False, "cuda:0 is too old", ("cuda",))
+    assert capsfast.backends()["cuda"].available
+
+
 def test_the_fastest_available_is_the_default() -> None:
     # The interpreter of GPU kernels never serves the CPU by default.
     fused = {name for name in ops_of() if name.startswith("capsfast::")}
