@@ -221,7 +221,8 @@ def test_any_number_of_iterations(case: Case) -> None:
 
 def test_a_batch_is_cut_evenly_for_every_multiprocessor() -> None:
     """From B = 128 on a launch has work for all blocks of an H100, cut evenly."""
-    with emulator.device(multiprocessors=132, shared_bytes=227 * 1024):
+    # The emulator knows nothing of registers, which leave a GPU room for one block. This much memory does so, too.
+    with emulator.device(multiprocessors=132, shared_bytes=200 * 1024):
         for B in range(128, 4097, 64):
             for backward in (False, True):
                 plan = emulator.rows_plan(B, 1152, 10, 16, 8, backward)

@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "check.h"
 #include "limits.h"
@@ -127,6 +128,15 @@ class Global {
   CAPSFAST_DEVICE Vector vector(int64_t n) const {
     return *reinterpret_cast<const Vector*>(global() + n);
   }
+  // The same, past the L1 cache, for elements that are read once: they push nothing else out of it.
+  template <class Vector>
+  CAPSFAST_DEVICE Vector vector_once(int64_t n) const {
+    static_assert(sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+    using Bits =
+        std::conditional_t<sizeof(Vector) == 4, unsigned, std::conditional_t<sizeof(Vector) == 8, uint2, uint4>>;
+    const Bits bits = __ldcg(reinterpret_cast<const Bits*>(global() + n));
+    return *reinterpret_cast<const Vector*>(&bits);
+  }
   __host__ __device__ explicit operator bool() const { return data_ != nullptr; }
   // The same memory as elements of another type.
   template <class U>
@@ -138,6 +148,13 @@ class Global {
     return {data_ == nullptr ? nullptr : data_ + offset, count};
   }
   __host__ __device__ operator Global<const T>() const { return {data_, 0}; }
+  // The same memory, though the compiler does not know that: it loads anew, instead of keeping in registers what it has
+  // loaded before.
+  CAPSFAST_DEVICE Global reread() const {
+    size_t address = __cvta_generic_to_global(data_);
+    asm volatile("" : "+l"(address));
+    return {static_cast<T*>(__cvta_global_to_generic(address)), 0};
+  }
 
  private:
   // If a kernel chooses between pointers, the compiler no longer knows what kind of memory they point to. Then it emits
@@ -149,19 +166,12 @@ class Global {
   T* data_ = nullptr;
 };
 
-// Two neighbouring floats, loaded or stored at once.
-struct alignas(8) Pair {
-  float first, second;
-};
-
 // Elements in the block's shared memory.
 template <class T>
 class Shared {
  public:
   CAPSFAST_DEVICE explicit Shared(T* data) : data_(data) {}
   CAPSFAST_DEVICE T& operator[](int n) const { return data_[n]; }
-  // Elements n and n + 1, for even n.
-  CAPSFAST_DEVICE Pair pair(int n) const { return *reinterpret_cast<const Pair*>(data_ + n); }
   // Loads or stores as many elements as Vector holds at once, from n on. n is a multiple of their number.
   template <class Vector>
   CAPSFAST_DEVICE Vector vector(int n) const {
@@ -192,11 +202,24 @@ CAPSFAST_DEVICE Shared<T> shared(int offset, int /*count*/) {
   return Shared<T>(reinterpret_cast<T*>(capsfast_shared + offset));
 }
 
-// The nearest TF32 number (10 bits of mantissa), ties away from zero.
+// The nearest TF32 number (10 bits of mantissa).
 CAPSFAST_DEVICE float to_tf32(float x) {
   uint32_t bits;
+#ifdef CAPSFAST_CLUSTERS
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
   return __uint_as_float(bits);
+}
+
+// The same; a NaN may become a number, so that it takes two instructions before architecture 9.0, too, and not four.
+CAPSFAST_DEVICE float to_tf32_or_number(float x) {
+#ifdef CAPSFAST_CLUSTERS
+  return to_tf32(x);
+#else
+  return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xFFFFE000u);
+#endif
 }
 
 // c [16, 8] += a [16, 8] b [8, 8]. Each lane of the warp has 4, 4 and 2 of their elements, in the fragment layout of
@@ -220,7 +243,7 @@ CAPSFAST_DEVICE void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], cons
 
 // Starts copying 16 bytes from device memory to shared memory, without registers on the way. Both addresses are
 // multiples of 16. The copying thread may read the bytes after copies_wait(), other threads after a barrier that
-// follows.
+// follows. copies_commit() ends a group of copies; copies_wait_but_last() does not wait for the last group that ended.
 template <class T>
 CAPSFAST_DEVICE void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -229,6 +252,66 @@ CAPSFAST_DEVICE void copy_ahead(Shared<T> to, int at, Global<const T> from, int6
                : "memory");
 }
 CAPSFAST_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+CAPSFAST_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+CAPSFAST_DEVICE void copies_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
+// Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are multiples
+// of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how many bytes to
+// expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first use and after
+// the last one thread begins and ends it, with barriers between.
+CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
+#ifdef CAPSFAST_CLUSTERS
+  return true;
+#else
+  return false;
+#endif
+}
+#ifdef CAPSFAST_CLUSTERS
+class Arrival {
+ public:
+  CAPSFAST_DEVICE explicit Arrival(int offset) : at_(address(shared<unsigned char>(offset, 8))) {}
+  CAPSFAST_DEVICE void begin() const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(at_)
+                 : "memory");
+  }
+  CAPSFAST_DEVICE void end() const { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(at_) : "memory"); }
+  CAPSFAST_DEVICE void expect(int bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at_), "r"(bytes) : "memory");
+  }
+  CAPSFAST_DEVICE void copy(Shared<unsigned char> to, Global<const unsigned char> from, int64_t n, int bytes) const {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+        "l"(__cvta_generic_to_global(&from[n])), "r"(bytes), "r"(at_)
+        : "memory");
+  }
+  CAPSFAST_DEVICE void wait(bool odd) const {
+    asm volatile(
+        "{\n\t.reg .pred arrived;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n\t@!arrived bra again;\n\t}" ::"r"(at_),
+        "r"(odd ? 1 : 0)
+        : "memory");
+  }
+  // What this thread has written to shared memory, bulk copies that follow the next barrier may overwrite.
+  static CAPSFAST_DEVICE void release_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+ private:
+  static CAPSFAST_DEVICE uint32_t address(Shared<unsigned char> x) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(x.data()));
+  }
+  uint32_t at_;
+};
+#else
+// Never used, but code that could use it compiles.
+struct Arrival {
+  CAPSFAST_DEVICE explicit Arrival(int) {}
+  CAPSFAST_DEVICE void begin() const {}
+  CAPSFAST_DEVICE void end() const {}
+  CAPSFAST_DEVICE void expect(int) const {}
+  CAPSFAST_DEVICE void copy(Shared<unsigned char>, Global<const unsigned char>, int64_t, int) const {}
+  CAPSFAST_DEVICE void wait(bool) const {}
+  static CAPSFAST_DEVICE void release_writes() {}
+};
+#endif
 
 using Stream = void*;  // a cudaStream_t
 
@@ -314,6 +397,14 @@ inline Driver::Compiled Driver::compiled(const void* kernel) {
 
 inline void Driver::allow_shared(const void* kernel, int bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+}
+
+inline void Driver::prefer_shared(const void* kernel, int bytes) {
+  int most = 0;
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device()), "cudaDeviceGetAttribute");
+  constexpr int kReserved = 1024;  // of each block
+  const int percent = static_cast<int>((100LL * (bytes + kReserved) + most - 1) / most);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent), "cudaFuncSetAttribute");
 }
 
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {

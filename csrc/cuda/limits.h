@@ -26,6 +26,9 @@ struct Driver {
   static Compiled compiled(const void* kernel);
   // Sets how much shared memory blocks of the kernel may ask for on the current device.
   static void allow_shared(const void* kernel, int bytes);
+  // Asks for a multiprocessor that has `bytes` of shared memory for a block of the kernel, and not more: the rest of its
+  // memory is L1 cache.
+  static void prefer_shared(const void* kernel, int bytes);
   static int64_t max_active_blocks(const void* kernel, int threads, int shared_bytes);
   static int64_t max_active_clusters(const void* kernel, int size, int threads, int shared_bytes);
 };
@@ -61,6 +64,16 @@ class Limits {
     return about(kernel).architecture;
   }
 
+  // See Driver::prefer_shared(). A wish only: threads of the host that launch different shapes may overwrite it.
+  void prefer_shared(const void* kernel, int bytes) {
+    const int device = Driver::device();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int& preferred = preferred_[{kernel, device}];
+    if (preferred == bytes) return;
+    Driver::prefer_shared(kernel, bytes);
+    preferred = bytes;
+  }
+
   // How many clusters of `size` blocks the device runs at the same time. With size 0: how many blocks a multiprocessor
   // runs.
   int64_t max_active(const void* kernel, int size, int threads, int shared_bytes) {
@@ -93,6 +106,7 @@ class Limits {
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;
   std::map<std::pair<const void*, int>, Known> known_;
+  std::map<std::pair<const void*, int>, int> preferred_;
   std::map<Question, int64_t> active_;
 };
 
@@ -109,6 +123,11 @@ int shared_bytes(Kernel<Args> kernel) {
 template <class Args>
 int architecture(Kernel<Args> kernel) {
   return Limits::get().architecture(reinterpret_cast<const void*>(kernel));
+}
+
+template <class Args>
+void prefer_shared(Kernel<Args> kernel, int bytes) {
+  Limits::get().prefer_shared(reinterpret_cast<const void*>(kernel), bytes);
 }
 
 template <class Args>

@@ -28,9 +28,12 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   slots_.resize(2 * kSlot * threads);
   warp_epoch_.assign(threads / kWarp, 0);
   memory_.begin(shared_bytes);
+  arrivals_.clear();
+  for (const auto& state : states_) state->released = memory_.epoch();  // what earlier launches have left
   for (size_t n = 0; n < threads; ++n) {
     states_[n]->wait = Wait::none;
     states_[n]->exchanges = 0;
+    states_[n]->groups = 0;
     states_[n]->ahead.clear();
     states_[n]->fiber.start(&Block::entry, this);
   }
@@ -73,6 +76,9 @@ void Block::leave() {
   left_ = true;
   for (size_t n = 0; n < count_; ++n) {
     if (!states_[n]->ahead.empty()) fault("a block leaves with a copy that was not waited for");
+  }
+  for (const auto& [offset, arrival] : arrivals_) {
+    if (!arrival.copies.empty()) fault("a block leaves with a copy that was not waited for");
   }
   if (memory_.read_by_others())
     fault("block " + std::to_string(place_.rank) + " of the cluster leaves while another may read its shared memory");
@@ -181,19 +187,73 @@ void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
   constexpr size_t kBytes = sizeof(Ahead::bytes);
   if (memory_.offset(to) % kBytes != 0 || reinterpret_cast<uintptr_t>(from) % kBytes != 0)
     fault("a copy that is not aligned to 16 bytes");
-  Ahead copy{to, from, {}, memory_.expect(to, kBytes, now())};
+  Ahead copy{to, from, {}, memory_.expect(to, kBytes, now()), state().groups};
   std::memcpy(copy.bytes, from, kBytes);
   state().ahead.push_back(copy);
 }
 
-void Block::copies_wait() {
-  for (const Ahead& copy : state().ahead) {
+void Block::copies_wait(uint32_t later) {
+  std::vector<Ahead>& ahead = state().ahead;
+  const auto arrives = [&](const Ahead& copy) { return later == 0 || copy.group + later < state().groups; };
+  for (const Ahead& copy : ahead) {
+    if (!arrives(copy)) continue;
     if (std::memcmp(copy.from, copy.bytes, sizeof(copy.bytes)) != 0) fault("the source of a copy changes on its way");
     memory_.arrives(copy.name);
     writes(copy.to, sizeof(copy.bytes));
     std::memcpy(copy.to, copy.bytes, sizeof(copy.bytes));
   }
-  state().ahead.clear();
+  ahead.erase(std::remove_if(ahead.begin(), ahead.end(), arrives), ahead.end());
+}
+
+void Block::arrival_begin(size_t offset) {
+  memory_.at(offset, 8, 8);
+  if (!arrivals_.try_emplace(offset, Arrival{memory_.epoch(), 0, 0, 0, {}}).second) fault("an Arrival begins twice");
+}
+
+void Block::arrival_end(size_t offset) {
+  if (!arrival(offset).copies.empty()) fault("an Arrival ends with a copy that was not waited for");
+  arrivals_.erase(offset);
+}
+
+Block::Arrival& Block::arrival(size_t offset) {
+  const auto found = arrivals_.find(offset);
+  if (found == arrivals_.end()) fault("an Arrival that has not begun");
+  if (found->second.begun == memory_.epoch()) fault("an Arrival that begins without a barrier before its use");
+  return found->second;
+}
+
+void Block::arrival_expect(size_t offset, size_t bytes) {
+  Arrival& here = arrival(offset);
+  if (here.expected != 0) fault("an Arrival that expects copies twice");
+  here.expected = bytes;
+}
+
+void Block::arrival_copy(size_t offset, unsigned char* to, const unsigned char* from, size_t bytes) {
+  Arrival& here = arrival(offset);
+  if (memory_.offset(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0)
+    fault("a copy that is not aligned to 16 bytes");
+  const auto released = [&](const Moment& writer) {
+    return writer.thread < 0 || states_[static_cast<size_t>(writer.thread)]->released >= writer.epoch;
+  };
+  memory_.check_writers(to, bytes, released);
+  here.copies.push_back({to, from, {from, from + bytes}, memory_.expect(to, bytes, now())});
+  here.on_the_way += bytes;
+}
+
+void Block::arrival_wait(size_t offset, bool odd) {
+  Arrival& here = arrival(offset);
+  if ((here.uses % 2 == 1) != odd) return;  // that use is over
+  if (here.expected == 0 || here.expected != here.on_the_way) fault("a thread waits for copies that do not arrive");
+  for (const Bulk& copy : here.copies) {
+    if (std::memcmp(copy.from, copy.bytes.data(), copy.bytes.size()) != 0)
+      fault("the source of a copy changes on its way");
+    memory_.arrives(copy.name);
+    memory_.forget_writers(copy.to, copy.bytes.size());
+    std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+  }
+  here.copies.clear();
+  here.expected = here.on_the_way = 0;
+  ++here.uses;
 }
 
 }  // namespace capsfast::emulator

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -54,9 +55,20 @@ class Block {
   // Reads from the memory of block `rank` of the cluster, at the offset of `where` in the memory of this block.
   void read_from(int rank, const void* where, size_t size, void* to);
 
-  // Copies of 16 bytes that each thread starts and awaits for itself.
+  // Copies of 16 bytes that each thread starts and awaits for itself, in groups. copies_wait() waits for all but the
+  // last `later` groups that have ended; with 0 for all copies.
   void copy_ahead(unsigned char* to, const unsigned char* from);
-  void copies_wait();
+  void copies_commit() { ++state().groups; }
+  void copies_wait(uint32_t later = 0);
+
+  // Bulk copies: see Arrival in csrc/cuda/device.h. offset: of the Arrival in shared memory. They arrive when the first
+  // thread waits for them, so a thread that does not wait is found only if it reads before.
+  void arrival_begin(size_t offset);
+  void arrival_end(size_t offset);
+  void arrival_expect(size_t offset, size_t bytes);
+  void arrival_copy(size_t offset, unsigned char* to, const unsigned char* from, size_t bytes);
+  void arrival_wait(size_t offset, bool odd);
+  void release_writes() { state().released = memory_.epoch(); }
 
   // For the Team that runs the block. neighbours[rank] is the block of this rank in the cluster.
   void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
@@ -80,12 +92,28 @@ class Block {
     const unsigned char* from;
     unsigned char bytes[16];  // of the source when the copy was started
     uint32_t name;            // its number in memory_
+    uint32_t group;           // of its thread's copies
   };
+  struct Bulk {
+    unsigned char* to;
+    const unsigned char* from;
+    std::vector<unsigned char> bytes;  // of the source when the copy was started
+    uint32_t name;
+  };
+  struct Arrival {
+    uint32_t begun;                       // epoch
+    uint32_t uses = 0;                    // that are over
+    size_t expected = 0, on_the_way = 0;  // bytes
+    std::vector<Bulk> copies;
+  };
+  Arrival& arrival(size_t offset);
   struct State {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
     uint32_t exchanges = 0;  // how often this thread has exchanged, or waited for its warp
+    uint32_t groups = 0;     // of copies that have ended
+    uint32_t released = 0;   // epoch of the last release_writes()
     std::vector<Ahead> ahead;
   };
 
@@ -103,6 +131,7 @@ class Block {
   size_t count_ = 0;
   std::vector<std::unique_ptr<State>> states_;  // never shrinks: later launches use the stacks again
   Memory memory_;
+  std::map<size_t, Arrival> arrivals_;  // by offset
   std::vector<unsigned char> slots_;
   std::vector<uint32_t> warp_epoch_;
   const std::function<void()>* body_ = nullptr;

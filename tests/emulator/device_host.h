@@ -25,6 +25,7 @@ using Grid = emulator::Dim;
 
 template <class T>
 class Shared;
+class Arrival;
 
 inline int thread() { return Block::current().thread(); }
 inline int reread_thread_idx() { return thread(); }
@@ -81,6 +82,10 @@ class Global {
     std::memcpy(&value, data_ + n, sizeof(Vector));
     return value;
   }
+  template <class Vector>
+  Vector vector_once(int64_t n) const {
+    return vector<Vector>(n);
+  }
   explicit operator bool() const { return data_ != nullptr; }
   // The same memory as elements of another type, as many as its bytes hold.
   template <class U>
@@ -93,10 +98,12 @@ class Global {
     return {data_ + offset, count};
   }
   operator Global<const T>() const { return {data_, count_}; }
+  Global reread() const { return *this; }
 
  private:
   template <class U>
   friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
+  friend class Arrival;
   void check(int64_t n, int64_t size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
@@ -130,10 +137,6 @@ class Element {
   T* where_;
 };
 
-struct alignas(8) Pair {
-  float first, second;
-};
-
 template <class T>
 class Shared {
  public:
@@ -142,7 +145,6 @@ class Shared {
     check(n, 1);
     return Element<T>(data_ + n);
   }
-  Pair pair(int n) const { return vector<Pair>(n); }
   template <class Vector>
   Vector vector(int n) const {
     check(n, static_cast<int>(sizeof(Vector) / sizeof(T)));
@@ -170,6 +172,7 @@ class Shared {
  private:
   template <class U>
   friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
+  friend class Arrival;
   void check(int n, int size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
@@ -196,6 +199,27 @@ void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
       reinterpret_cast<unsigned char*>(to.data_ + at), reinterpret_cast<const unsigned char*>(from.data_ + n));
 }
 inline void copies_wait() { Block::current().copies_wait(); }
+inline void copies_commit() { Block::current().copies_commit(); }
+inline void copies_wait_but_last() { Block::current().copies_wait(1); }
+
+inline bool has_bulk_copies() { return emulator::Machine::current().clusters; }
+class Arrival {
+ public:
+  explicit Arrival(int offset) : at_(static_cast<size_t>(offset)) {}
+  void begin() const { Block::current().arrival_begin(at_); }
+  void end() const { Block::current().arrival_end(at_); }
+  void expect(int bytes) const { Block::current().arrival_expect(at_, static_cast<size_t>(bytes)); }
+  void copy(Shared<unsigned char> to, Global<const unsigned char> from, int64_t n, int bytes) const {
+    to.check(0, bytes);
+    from.check(n, bytes);
+    Block::current().arrival_copy(at_, to.data_, from.data_ + n, static_cast<size_t>(bytes));
+  }
+  void wait(bool odd) const { Block::current().arrival_wait(at_, odd); }
+  static void release_writes() { Block::current().release_writes(); }
+
+ private:
+  size_t at_;
+};
 
 using Stream = void*;
 
@@ -233,6 +257,7 @@ inline Driver::Compiled Driver::compiled(const void*) {
   return {static_cast<int>(machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
 }
 inline void Driver::allow_shared(const void* kernel, int bytes) { Machine::asked().allow_shared(kernel, bytes); }
+inline void Driver::prefer_shared(const void*, int) { ++Machine::current().questions; }
 inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
   return Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
 }

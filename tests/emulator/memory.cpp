@@ -124,4 +124,16 @@ uint32_t Memory::expect(const void* where, size_t size, const Moment& now) {
 
 void Memory::arrives(uint32_t copy) { arrivals_[copy - first_copy_] = epoch_; }
 
+void Memory::check_writers(const void* where, size_t size, const std::function<bool(const Moment& writer)>& released) {
+  each(where, size, [&](const Shadow& here) {
+    if (!released(here.writer))
+      fault("copy to shared memory that thread " + std::to_string(here.writer.thread) +
+            " has written and not released");
+  });
+}
+
+void Memory::forget_writers(const void* where, size_t size) {
+  each(where, size, [](Shadow& here) { here.writer = Moment{}; });
+}
+
 }  // namespace capsfast::emulator

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,11 @@ class Memory {
   // here since the last barrier. Returns the number of the copy.
   uint32_t expect(const void* where, size_t size, const Moment& now);
   void arrives(uint32_t copy);
+
+  // For bulk copies. Faults if a thread has written here and has not released what it wrote.
+  void check_writers(const void* where, size_t size, const std::function<bool(const Moment& writer)>& released);
+  // No thread counts as the writer of what a bulk copy has brought.
+  void forget_writers(const void* where, size_t size);
 
  private:
   // Which threads have read since a barrier: one, several of a warp, or threads of several warps.

@@ -39,6 +39,14 @@ inline float to_tf32(float x) {
   return x;
 }
 
+inline float to_tf32_or_number(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x1000u) & 0xFFFFE000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
 // c [16, 8] += a [16, 8] b [8, 8]. Each lane has 4, 4 and 2 of their elements. Drops bits of a and b that TF32 does not
 // have, as tensor cores do.
 inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {

@@ -32,7 +32,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
   const cuda::rows::Launcher launcher(p, in, backward, false, context);
   const cuda::rows::AccumulatePlan plan = launcher.plan();
   const cuda::rows::GradientPlan gradient = launcher.plan_gradient(false);
-  const int64_t found[] = {plan.shape.tiles(),   plan.work.groups,       plan.work.units, plan.cluster,
-                           gradient.shape.chunk, gradient.shape.tiles(), gradient.parts,  gradient.splits};
+  const int64_t found[] = {plan.shape.strips(),  plan.work.groups,        plan.work.units, plan.cluster,
+                           gradient.shape.chunk, gradient.shape.strips(), gradient.parts,  gradient.splits};
   std::copy(found, found + 8, values);
 }

@@ -40,9 +40,11 @@ def count_kind(counts: Counts, kind: str) -> int:
 
 
 def _work(instruction: Instruction) -> int:
-    """The work of an instruction: products, and bytes to and from memory."""
+    """The work of an instruction: products, and bytes to and from memory. Narrow accesses are for unusual strides."""
     if instruction.kind == "HMMA":
         return 1
+    if instruction.bytes() < 8:
+        return 0
     return instruction.bytes() if instruction.kind in ("LDG", "STG", "LDS", "STS") else 0
 
 

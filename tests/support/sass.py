@@ -1,6 +1,7 @@
 """The machine code of the CUDA kernels: registers, stack, and the instructions that a warp executes.
 
-Reads the built extension. ``python -m tests.support.sass`` prints the table of docs/cuda-kernels.md.
+Reads the built extension, or another file with machine code. ``python -m tests.support.sass [FILE]`` prints the table
+of docs/cuda-kernels.md.
 """
 
 import functools
@@ -9,6 +10,7 @@ import re
 import shutil
 import site
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing import NamedTuple
 
 from capsfast import native
 
-from .listing import Code, Counts, Instruction, count_kind
+from .listing import Code, Counts, Instruction, Loop
 
 ARCHITECTURE = "sm_90"
 # The counted layer: ten output capsules of D = 16, K = 8, three iterations.
 TILES, ITERATIONS = 20, 3
+# Input capsules of a warp between two barriers in an accumulating pass (Size::chunk in rows/launch.h).
+CHUNK = 4
 BEGIN, END = "<!-- sass -->", "<!-- /sass -->"
 
 
@@ -50,10 +54,13 @@ def why_not(architecture: str | None = None) -> str | None:
     return None
 
 
-def _dumped(*options: str) -> str:
+def _dumped(*options: str, file: str | None = None) -> str:
     tool = cuobjdump()
-    assert tool is not None and native.extension is not None
-    command = [tool, *options, str(native.extension.__file__)]
+    assert tool is not None
+    if file is None:
+        assert native.extension is not None
+        file = str(native.extension.__file__)
+    command = [tool, *options, file]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -89,10 +96,10 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def kernels() -> tuple[Kernel, ...]:
-    """The kernels of every architecture."""
-    found, architecture = [], ""
-    for part in re.split(r"\n(?= Function|.*arch = )", _dumped("--dump-resource-usage")):
+def kernels(file: str | None = None) -> tuple[Kernel, ...]:
+    """The kernels of every architecture in the extension, or in another file."""
+    found, architecture = [], ARCHITECTURE  # a single kernel's file does not name it
+    for part in re.split(r"\n(?= Function|.*arch = )", _dumped("--dump-resource-usage", file=file)):
         arch = re.search(r"arch = (sm_\w+)", part)
         architecture = arch[1] if arch else architecture
         usage = re.search(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", part)
@@ -102,98 +109,88 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 @functools.cache
-def code(symbol: str, architecture: str = ARCHITECTURE) -> Code:
-    return Code(_dumped("-sass", "-arch", architecture, "-fun", symbol))
+def code(symbol: str, architecture: str = ARCHITECTURE, file: str | None = None) -> Code:
+    return Code(_dumped("-sass", "-arch", architecture, "-fun", symbol, file=file))
 
 
 class Executed(NamedTuple):
-    """The instructions of a warp for 16 samples and one input capsule, and their place in the code."""
+    """What a warp executes for 16 samples and one input capsule, with staging, and the code of that loop."""
 
     kernel: Kernel
-    counts: Counts
-    hot: list[Instruction]  # all instructions on any way through the loop
+    counts: dict[str, float]  # by opcode without modifiers
+    hot: list[Instruction]  # all instructions on any way through the loop over input capsules
 
     @property
-    def instructions(self) -> int:
+    def instructions(self) -> float:
         return sum(self.counts.values())
 
 
-def plain_kernel(name: str, tiles: int, exact: bool, way: str = "") -> Kernel:
-    label = f"{name}<Rows<{tiles}, 1, {str(exact).lower()}, plain>{', ' if way else ''}{way}>"
-    return next(kernel for kernel in kernels() if (kernel.architecture, kernel.label) == (ARCHITECTURE, label))
+def plain_kernel(name: str, exact: bool, way: str = "", file: str | None = None) -> Kernel:
+    label = f"{name}<Rows<{TILES}, 1, {str(exact).lower()}, plain>{', ' if way else ''}{way}>"
+    return next(kernel for kernel in kernels(file) if (kernel.architecture, kernel.label) == (ARCHITECTURE, label))
 
 
-def _capsule_loop(kernel: Kernel, tiles: int, exact: bool, weighted: bool) -> Executed:
-    found = code(kernel.symbol)
-    products = tiles * (3 if exact else 1)
-    (loop,) = (
-        loop
-        for loop in found.innermost("HMMA", products)
-        if (count_kind(found.turn(loop).counts(), "FFMA") >= 4 * tiles) == weighted
+def _turn(found: Code, loop: Loop, without: frozenset[int] = frozenset()) -> Counts:
+    """One turn of a loop and of the loops in it, without the blocks that the canonical layer does not execute."""
+    way = found.way(loop.header, lambda at: at in loop.latches, loop.blocks - without)
+    assert way is not None
+    return Counter(instruction.kind for instruction in way.instructions)
+
+
+def _scaled(parts: list[tuple[Counts, float]]) -> dict[str, float]:
+    kinds = {kind for counts, _ in parts for kind in counts}
+    return {kind: sum(counts[kind] * times for counts, times in parts) for kind in kinds}
+
+
+def _around(found: Code, inner: Loop) -> Loop:
+    """The loop over chunks: the smallest one around `inner` with a barrier of the block."""
+    outer = [loop for loop in found.loops if inner.blocks < loop.blocks]
+    return min(
+        (loop for loop in outer if any(x.kind == "BAR" for x in found.within(loop.blocks - inner.blocks))),
+        key=lambda loop: len(loop.blocks),
     )
-    return Executed(kernel, found.turn(loop).counts(), found.within(loop.blocks))
 
 
-def first_pass(exact: bool, tiles: int = TILES) -> Executed:
-    """The pass of iteration 0, which sums the votes up, without the extra work of every fourth input capsule."""
-    return _capsule_loop(plain_kernel("accumulate_kernel", tiles, exact, "forward"), tiles, exact, weighted=False)
+def accumulating(exact: bool, way: str, weighted: bool, file: str | None = None) -> Executed:
+    """A pass that accumulates. Without weights, the first, a turn of the loop takes two input capsules."""
+    kernel = plain_kernel("accumulate_kernel", exact, way, file)
+    found = code(kernel.symbol, file=file)
+    capsules = 1 if weighted else 2
+    products = 3 * TILES  # three products, or one for each of three types
+    loops = {True: found.innermost("HMMA", products), False: found.innermost("HMMA", 2 * products)}
+    (loop,) = loops[weighted]
+    chunk = _around(found, loop)
+    others = frozenset(at for other in loops[not weighted] for at in other.blocks)
+    turn, whole = _turn(found, loop), _turn(found, chunk, others)
+    return Executed(kernel, _scaled([(turn, 1 / capsules - 1 / CHUNK), (whole, 1 / CHUNK)]), found.within(loop.blocks))
 
 
-def forward_pass(exact: bool, tiles: int = TILES) -> Executed:
-    return _capsule_loop(plain_kernel("accumulate_kernel", tiles, exact, "forward"), tiles, exact, weighted=True)
-
-
-def backward_pass(exact: bool, tiles: int = TILES) -> Executed:
-    return _capsule_loop(plain_kernel("accumulate_kernel", tiles, exact, "backward"), tiles, exact, weighted=True)
-
-
-def _is_barrier(instruction: Instruction) -> bool:
-    return instruction.kind in ("BAR", "UCGABAR_ARV", "UCGABAR_WAIT") and not instruction.predicate
-
-
-def gradients(exact: bool, tiles: int = TILES) -> Executed:
-    """From the barrier before the votes to the barrier after dweight. Iteration 0 is before the loop."""
-    kernel = plain_kernel("gradient_kernel", tiles, exact)
-    found = code(kernel.symbol)
-
-    def has(at: int, kind: str) -> bool:
-        return any(instruction.kind == kind for instruction in found.blocks[at])
-
-    def ends(at: int) -> bool:
-        return any(map(_is_barrier, found.blocks[at]))
-
+def gradients(exact: bool, file: str | None = None) -> Executed:
+    """The gradient pass: votes, the loop over iterations 1 and later, du, dweight, and its sum in memory."""
+    kernel = plain_kernel("gradient_kernel", exact, file=file)
+    found = code(kernel.symbol, file=file)
     (loop,) = (
         loop
         for loop in found.loops
-        if not any(has(at, "HMMA") for at in loop.blocks)
-        and count_kind(found.turn(loop).counts(), "FFMA") >= 16 * tiles
+        if _turn(found, loop)["FFMA"] >= 16 * TILES and not found.loops_within(loop) and not _turn(found, loop)["HMMA"]
     )
-    (latch,) = loop.latches
-    # The votes are made before the loop, even if the loop has no turn.
-    votes = next(at for at in found.dominators(loop.header) if has(at, "HMMA"))
-    barrier = next(at for at in found.dominators(votes) if ends(at))
-    to_votes = found.way(barrier, lambda at: at == votes, most_work=False)
-    to_loop = [found.way(to, lambda at: at == loop.header) for to in found.next[votes]]
-    (onwards,) = (found.way(to, ends) for to in found.next[latch] if to not in loop.blocks)
-    assert to_votes is not None and onwards is not None
-    before = next(way for way in to_loop if way is not None)
-    last = max(n for n, instruction in enumerate(to_votes.instructions) if _is_barrier(instruction))
-    first = next(n for n, instruction in enumerate(onwards.instructions) if _is_barrier(instruction))
-    once = [
-        *to_votes.instructions[last + 1 :],
-        *before.instructions[: -len(found.blocks[loop.header])],
-        *onwards.instructions[: first + 1],
-    ]
-    counts = Counter(instruction.op for instruction in once)
-    for _ in range(1, ITERATIONS):
-        counts += found.turn(loop).counts()
-    return Executed(kernel, counts, [*once, *found.within(loop.blocks)])
+    chunk = _around(found, loop)
+    # Sums over several input capsules, for a shared weight.
+    shared = frozenset(
+        at
+        for other in found.loops_within(chunk)
+        for at in other.blocks
+        if {x.kind for x in found.within(other.blocks)} >= {"LDS", "FADD"}
+        and not {x.kind for x in found.within(other.blocks)} & {"STG", "HMMA", "FFMA"}
+    )
+    whole = _turn(found, chunk, shared)
+    return Executed(kernel, _scaled([(whole, 1), (_turn(found, loop), ITERATIONS - 2)]), found.within(chunk.blocks))
 
 
 PASSES: dict[str, Callable[..., Executed]] = {
-    "first pass": first_pass,
-    "forward pass": forward_pass,
-    "backward pass": backward_pass,
+    "first pass": functools.partial(accumulating, way="forward", weighted=False),
+    "forward pass": functools.partial(accumulating, way="forward", weighted=True),
+    "backward pass": functools.partial(accumulating, way="backward", weighted=True),
     "gradients": gradients,
 }
 
@@ -204,22 +201,26 @@ def release() -> str:
     return f"nvcc {native.extension.build_info()['cuda']}, {ARCHITECTURE}"
 
 
-def table() -> str:
+def table(file: str | None = None) -> str:
     """The lines of docs/cuda-kernels.md between BEGIN and END."""
     kinds = ("HMMA", "FFMA", "LDS", "LDG")
+    name_of_file = ARCHITECTURE if file is not None else release()
     lines = [
         BEGIN,
-        f"| {release()} | instructions | {' | '.join(kinds)} | registers | stack |",
+        f"| {name_of_file} | instructions | {' | '.join(kinds)} | registers | stack |",
         "|---|" + "--:|" * (3 + len(kinds)),
     ]
     for name, count in PASSES.items():
         for exact in (True, False):
-            found = count(exact)
-            numbers = [found.instructions, *(count_kind(found.counts, kind) for kind in kinds)]
+            found = count(exact, file=file)
+            numbers = [round(found.instructions), *(round(found.counts.get(kind, 0)) for kind in kinds)]
             numbers += [found.kernel.registers, found.kernel.stack]
             lines.append(f"| {name}, {'exact' if exact else 'single'} | {' | '.join(map(str, numbers))} |")
     return "\n".join([*lines, END])
 
 
 if __name__ == "__main__":
-    raise SystemExit(why_not(ARCHITECTURE) or print(table()))
+    if len(sys.argv) > 1:
+        print(table(sys.argv[1]))
+    else:
+        raise SystemExit(why_not(ARCHITECTURE) or print(table()))

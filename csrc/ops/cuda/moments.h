@@ -1,5 +1,5 @@
-// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As in update.h, a warp has
-// one output capsule of a sample at a time.
+// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As in update.h, half
+// of a warp has one output capsule of a sample at a time.
 #pragma once
 
 #include "update.h"
@@ -10,7 +10,7 @@ namespace capsfast::cuda {
 template <class T>
 CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const Operand& from, const Global<T>& to) {
   const bool counts = from.data && in.out_mask.at(at.b, at.j);
-  for (int64_t d = gpu::thread() % 32; d < in.D; d += 32)
+  for (int64_t d = at.number(); d < in.D; d += UpdateCoord::kLanes)
     to[at.row * in.D + d] = counts ? from.template read<T>(from.at(at.b, at.j, d)) : T(0);
 }
 
@@ -44,18 +44,17 @@ struct MomentGradientArgs {
   Global<T> mean;             // [B, J], written; absent for the softmax over the output capsules
 
   CAPSFAST_DEVICE void step(const UpdateCoord& at) const {
-    const int lane = gpu::thread() % 32;
     load_output(in, at, dfirst, ds);
     if (!mean) return;
     T sum = T(0);
-    if (lane == 0 && dmass.data) {
+    if (at.number() == 0 && dmass.data) {
       mass.add_to(&sum, at.b, at.j);
       sum *= dmass.template read<T>(dmass.at(at.b, at.j));
     }
-    for (int64_t d = lane; d < in.D; d += 32)
+    for (int64_t d = at.number(); d < in.D; d += UpdateCoord::kLanes)
       sum += ds[at.row * in.D + d] * first.template read<T>(first.at(at.b, at.j, d));
-    sum = lane_sum(add_coupling<T>(in, at, weights, dweights, sum), 32);
-    if (lane == 0) mean[at.row] = sum;
+    sum = lane_sum(add_coupling<T>(in, at, weights, dweights, sum), UpdateCoord::kLanes);
+    if (at.number() == 0) mean[at.row] = sum;
   }
 };
 

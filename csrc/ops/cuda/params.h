@@ -140,8 +140,8 @@ struct Component {
 };
 
 CAPSFAST_HOST_DEVICE constexpr Component component_of(int tiles, int tile, int n) {
-  const int quad = n / 2, e = n % 2, G = tile / 8, t = tile % 8;
-  if (G < tiles / 8) return {4 * G + quad, 2 * t + e};
+  const int quad = n / 2, e = n % 2 ^ quad / 2, G = tile / 8, t = tile % 8;
+  if (G < tiles / 8) return {4 * G + quad, 2 * (t ^ quad % 2) + e};
   return {4 * G + quad / 2, 4 * t + 2 * (quad % 2) + e};
 }
 
@@ -152,8 +152,9 @@ struct TileColumn {
 
 CAPSFAST_HOST_DEVICE constexpr TileColumn tile_column_of(int tiles, int j, int d) {
   const int G = j / 4;
-  if (G < tiles / 8) return {8 * G + d / 2, 2 * (j % 4) + d % 2};
-  return {8 * G + d / 4, 4 * (j % 4) + d % 4};
+  const bool whole = G < tiles / 8;
+  const int quad = whole ? j % 4 : j % 4 * 2 + d / 2 % 2;
+  return {8 * G + (whole ? d / 2 ^ quad % 2 : d / 4), 2 * quad + (d % 2 ^ quad / 2)};
 }
 
 // [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads vectors, where padding is 0: [B /

@@ -71,7 +71,7 @@ struct ForwardSteps {
       const T biased = squash.biased(x, at.j, d);
       n += biased * biased;
     });
-    const T f = squash.factor(last, lane_sum(n, 32));
+    const T f = squash.factor(last, lane_sum(n, UpdateCoord::kLanes));
     at.for_components(in.D, [&](int64_t d) {
       const T out = valid ? f * squash.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
       if (last) {
@@ -158,7 +158,7 @@ struct BackwardSteps {
         const T x = squash.biased(static_cast<T>(s_t[d]), at.j, d);
         n += x * x;
       });
-      const T f = squash.factor(false, lane_sum(n, 32));
+      const T f = squash.factor(false, lane_sum(n, UpdateCoord::kLanes));
       at.for_components(in.D, [&](int64_t d) {
         const T v = valid ? f * squash.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
         V[element(t + 1, at, d)] = V[element(t, at, d)] + v;
@@ -186,8 +186,8 @@ struct BackwardSteps {
         add(d, static_cast<T>(t + 2 == iterations ? sum : static_cast<double>(g_t[d]) + sum));
       });
     }
-    n = lane_sum(n, 32);
-    s_dv = lane_sum(s_dv, 32);
+    n = lane_sum(n, UpdateCoord::kLanes);
+    s_dv = lane_sum(s_dv, UpdateCoord::kLanes);
     const T f = squash.factor(last, n), slope = 2 * squash.derivative(last, n) * s_dv;
     T agreement = T(0);
     at.for_components(in.D, [&](int64_t d) {
@@ -198,7 +198,8 @@ struct BackwardSteps {
     });
     if (!in.softmax_in) return;
     // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
-    agreement = lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, 32);
+    agreement =
+        lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, UpdateCoord::kLanes);
     // Votes for a masked output capsule, and so s, may be NaN.
     if (at.slice == 0 && at.lane == 0) mean[t * in.B * in.J + at.row] = valid ? agreement : T(0);
   }

@@ -1,5 +1,5 @@
 // The building blocks of the updates between the passes (steps.h, moments.h), on arrays [.., B, J, D]: adding up
-// partial sums, the squash. A warp has one output capsule of a sample at a time. Also the kernels that add up
+// partial sums, the squash. Half of a warp has one output capsule of a sample at a time. Also the kernels that add up
 // gradients.
 #pragma once
 
@@ -35,13 +35,16 @@ struct Parts {
   }
 };
 
-// Output capsule j of sample b, row = b J + j, and the share of this lane of the warp. Along the components it is
+// Output capsule j of sample b, row = b J + j, and the share of this lane of the half of a warp. Along the components it is
 // number `lane` of `lanes`, with kWidth components at a time; along the segments it is number `slice` of `slices`. The
 // lanes of slice 0 get the sums over all segments and go on alone.
 struct UpdateCoord {
-  static constexpr int kWidth = 4;  // 16 bytes of float: one load
+  static constexpr int kWidth = 4;   // 16 bytes of float: one load
+  static constexpr int kLanes = 16;  // of an output capsule
   int64_t b, j, row;
   int lane, lanes, slice, slices;
+
+  CAPSFAST_DEVICE int number() const { return slice * lanes + lane; }
 
   // Calls f(d) for this lane's components.
   template <class F>
@@ -55,6 +58,9 @@ struct UpdateCoord {
   }
 };
 
+// The slice of a lane without an output capsule, beyond all segments and input capsules.
+constexpr int kNoSlice = 1 << 26;
+
 // The rows that this warp takes: every step-th of [first, end).
 struct Share {
   int64_t first, end, step;
@@ -67,16 +73,20 @@ struct Share {
   }
 };
 
-// Calls f(at) for every row of the share.
+// Calls f(at) for every row of the share: for two at a time, one for each half of the warp. A half without a row goes
+// along with the last row, as a slice that neither reads nor writes.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, const F& f) {
-  const int lane = gpu::reread_thread_idx() % 32;
+  const int lane = gpu::reread_thread_idx() % 32, half = lane / UpdateCoord::kLanes;
+  const int wanted = lanes_for((in.D + UpdateCoord::kWidth - 1) / UpdateCoord::kWidth);
   UpdateCoord at;
-  at.lanes = lanes_for((in.D + UpdateCoord::kWidth - 1) / UpdateCoord::kWidth);
+  at.lanes = wanted < UpdateCoord::kLanes ? wanted : UpdateCoord::kLanes;
   at.lane = lane % at.lanes;
-  at.slice = lane / at.lanes;
-  at.slices = 32 / at.lanes;
-  for (at.row = share.first; at.row < share.end; at.row += share.step) {
+  at.slices = UpdateCoord::kLanes / at.lanes;
+  for (int64_t first = share.first; first < share.end; first += 2 * share.step) {
+    const bool present = first + half * share.step < share.end;
+    at.row = present ? first + half * share.step : first;
+    at.slice = present ? lane % UpdateCoord::kLanes / at.lanes : kNoSlice;
     at.b = at.row / in.J;
     at.j = at.row % in.J;
     f(at);
@@ -90,16 +100,17 @@ struct ColumnNorm {
 
   static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at) {
     const Work& work = parts.work;
-    const int64_t lane = gpu::thread() % 32, first = work.first(at.b), end = work.end(at.b);
+    const int64_t lane = at.number(), first = work.first(at.b), end = work.end(at.b);
     T max = in.leaky ? T(0) : Extreme<T>::lowest;
-    for (int64_t n = first + lane; n < end; n += 32) max = larger<T>(max, parts.max[work.row(n, at.b, at.j, in.J)]);
-    for (int mask = 16; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
+    for (int64_t n = first + lane; n < end; n += UpdateCoord::kLanes)
+      max = larger<T>(max, parts.max[work.row(n, at.b, at.j, in.J)]);
+    for (int mask = UpdateCoord::kLanes / 2; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
     double total = first == end && in.leaky && lane == 0 ? 1.0 : 0.0;
-    for (int64_t n = first + lane; n < end; n += 32) {
+    for (int64_t n = first + lane; n < end; n += UpdateCoord::kLanes) {
       const int64_t row = work.row(n, at.b, at.j, in.J);
       total += parts.total[row] * static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max));
     }
-    total = lane_sum(total, 32);
+    total = lane_sum(total, UpdateCoord::kLanes);
     return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
   }
 };
@@ -127,7 +138,7 @@ CAPSFAST_DEVICE void for_sums(const Inputs& in, int64_t elements, const Parts<T>
         if (d + m < elements) sum[m] += factor * (together ? static_cast<double>(run.value[m]) : parts.part(from + m));
       }
     }
-    for (int mask = at.lanes; mask < 32; mask *= 2) {
+    for (int mask = at.lanes; mask < UpdateCoord::kLanes; mask *= 2) {
 #pragma unroll
       for (int m = 0; m < kWidth; ++m) sum[m] += gpu::shuffle_xor(sum[m], mask);
     }
@@ -167,7 +178,7 @@ template <class T>
 CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Operand& coupling,
                                const Operand& dcoupling, T mean) {
   if (!dcoupling.data) return mean;
-  for (int64_t i = gpu::thread() % 32; i < in.I; i += 32)
+  for (int64_t i = at.number(); i < in.I; i += UpdateCoord::kLanes)
     mean +=
         coupling.template read<T>(coupling.at(at.b, i, at.j)) * dcoupling.template read<T>(dcoupling.at(at.b, i, at.j));
   return mean;

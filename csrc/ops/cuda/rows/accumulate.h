@@ -1,8 +1,10 @@
 // The pass that accumulates sum_i c votes (forward) or sum_i db votes (backward) for J up to 12, D and K up to 16, on
 // tensor cores. A warp has 16 samples and all columns (j, d), see layout.h, and walks over input capsules. Warps wait
-// for each other only between two chunks of weights and poses. The sums of the warps of a block, then of the blocks of
+// for each other only between two chunks of weights. The sums of the warps of a block, then of the blocks of
 // a cluster, are added up in a fixed order before one partial sum goes to memory.
 #pragma once
+
+#include <type_traits>
 
 #include "../steps.h"
 #include "softmax.h"
@@ -12,7 +14,6 @@ namespace capsfast::cuda::rows {
 // One pass. The arguments of all families, except that V is always there, even if the pass does not score with it.
 struct Pass : cuda::AccumulateArgs<float> {
   bool scored;  // whether votes are scored with V: not in the first iteration
-  int zero;     // always 0. The compiler does not know, and so reads V anew instead of keeping it in registers
 };
 
 // Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these passes and the steps
@@ -23,10 +24,10 @@ struct AccumulateArgs {
   Work work;
   Shape shape;
   bool together;
-  int begin, end, zero;
+  int begin, end;
 
   CAPSFAST_DEVICE Pass pass(int n) const {
-    Pass pass{steps.pass(n), false, zero};
+    Pass pass{steps.pass(n), false};
     pass.scored = static_cast<bool>(pass.scoring.V);
     // Always set, even if the pass does not score with V: a choice would take a register.
     if constexpr (!kBackward) pass.scoring.V = steps.V;
@@ -34,34 +35,35 @@ struct AccumulateArgs {
   }
 };
 
-// Shared memory of a block after the last chunk of a segment: the sums of some of its warps, Tr::vectors floats each.
-// With a running maximum then two numbers for each warp's columns [16][Tr::outputs], and the block's maxima.
+// Shared memory of a block after the last chunk of a segment: half of the sums of some of its warps, Tr::vectors / 2
+// floats each. All of them at once would take so much that V and ds no longer fit the L1 cache. With a running maximum
+// then two numbers for each warp's columns [16][Tr::outputs], and the block's maxima.
 template <class Tr>
 class JoinMemory {
  public:
-  static constexpr int columns = kSamples * Tr::outputs;
+  static constexpr int columns = kSamples * Tr::outputs, tiles = Tr::tiles / 2, fours = tiles * 32;
 
   CAPSFAST_HOST_DEVICE explicit JoinMemory(const Shape& shape)
-      : tiles_(shape.tiles()), warps_(shape.warps()), slots_(warps_ / 2 > tiles_ ? warps_ / 2 : tiles_) {}
+      : strips_(shape.strips()), warps_(shape.warps()), slots_(warps_ / 2 > strips_ ? warps_ / 2 : strips_) {}
   CAPSFAST_HOST_DEVICE int bytes() const {
-    return 4 * (slots_ * Tr::vectors + (Tr::in ? (2 * warps_ + tiles_) * columns : 0));
+    return kArrivalBytes + 16 * slots_ * fours + (Tr::in ? 4 * (2 * warps_ + strips_) * columns : 0);
   }
-  CAPSFAST_DEVICE Shared<Four> sums() const { return gpu::shared<Four>(0, slots_ * Tr::vectors / 4); }
+  CAPSFAST_DEVICE Shared<Four> sums() const { return gpu::shared<Four>(kArrivalBytes, slots_ * fours); }
   CAPSFAST_DEVICE Shared<float> max() const { return columns_from(0, warps_); }
   CAPSFAST_DEVICE Shared<float> total() const { return columns_from(warps_, warps_); }
-  CAPSFAST_DEVICE Shared<float> block_max() const { return columns_from(2 * warps_, tiles_); }
+  CAPSFAST_DEVICE Shared<float> block_max() const { return columns_from(2 * warps_, strips_); }
 
  private:
   CAPSFAST_DEVICE Shared<float> columns_from(int first, int count) const {
-    return gpu::shared<float>(4 * (slots_ * Tr::vectors + first * columns), count * columns);
+    return gpu::shared<float>(kArrivalBytes + 16 * slots_ * fours + 4 * first * columns, count * columns);
   }
-  int tiles_, warps_, slots_;
+  int strips_, warps_, slots_;
 };
 
 template <class Tr>
 CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) {
-  const int chunk = ChunkMemory<Tr>(in, shape).end, join = JoinMemory<Tr>(shape).bytes();
-  return chunk > join ? chunk : join;
+  const int ring = Weights<Tr>(in, shape).bytes(), join = JoinMemory<Tr>(shape).bytes();
+  return ring > join ? ring : join;
 }
 
 // Calls f(slot, row, n) for this lane's columns, where n is the index in an array [16][Tr::outputs]. A column that two
@@ -74,19 +76,19 @@ CAPSFAST_DEVICE void each_column(const ThreadCoord& at, bool reads, const F& f) 
   });
 }
 
-// Rescales the sums of all warps of the cluster that share a tile to a common maximum. Leaves the totals in shared
+// Rescales the sums of all warps of the cluster that share a strip to a common maximum. Leaves the totals in shared
 // memory.
 template <class Tr>
 CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at, Accumulation<Tr>* mine) {
   const JoinMemory<Tr> memory(shape);
-  const int tile = at.warp & (shape.tiles() - 1), from = at.warp * memory.columns, to = tile * memory.columns;
+  const int strip = at.warp & (shape.strips() - 1), from = at.warp * memory.columns, to = strip * memory.columns;
   const Shared<float> max = memory.max(), total = memory.total(), block_max = memory.block_max();
   each_column<Tr>(at, false, [&](int slot, int row, int n) { max[from + n] = mine->max[slot][row]; });
   gpu::barrier();
-  if (at.warp < shape.tiles()) {
+  if (at.warp < shape.strips()) {
     each_column<Tr>(at, false, [&](int, int, int n) {
       float m = Extreme<float>::lowest;
-      for (int warp = tile; warp < shape.warps(); warp += shape.tiles())
+      for (int warp = strip; warp < shape.warps(); warp += shape.strips())
         m = std::fmax(m, static_cast<float>(max[warp * memory.columns + n]));
       block_max[to + n] = m;
     });
@@ -103,49 +105,58 @@ CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at,
   rescale<Tr>(factor, mine->sum);
 }
 
-// Adds up the sums of the warps of a block that share a tile, pairs of warps first; leaves them in shared memory.
+// Adds up half of the sums of the warps of a block that share a strip, pairs of warps first; leaves it in shared memory.
 template <class Tr>
-CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, Accumulation<Tr>* mine) {
-  const Shared<Four> sums = JoinMemory<Tr>(shape).sums();
-  const auto put = [&](int warp) {
-    unrolled<Tr::tiles>([&](int tile) { sums[(warp * Tr::tiles + tile) * 32 + at.lane] = four(mine->sum[tile]); });
+CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, int half, Accumulation<Tr>* mine) {
+  using Memory = JoinMemory<Tr>;
+  const Shared<Four> sums = Memory(shape).sums();
+  const auto each = [&](int slot, const auto& f) {
+    unrolled<Memory::tiles>([&](int tile) {
+      f(slot * Memory::fours + tile * 32 + at.lane, mine->sum[half * Memory::tiles + tile]);
+    });
   };
-  for (int left = shape.warps() / 2; left >= shape.tiles(); left /= 2) {
-    if (at.warp >= left && at.warp < 2 * left) put(at.warp - left);
+  const auto put = [&](int n, Accumulator& sum) { sums[n] = four(sum); };
+  for (int left = shape.warps() / 2; left >= shape.strips(); left /= 2) {
+    if (at.warp >= left && at.warp < 2 * left) each(at.warp - left, put);
     gpu::barrier();
-    if (at.warp < left) {
-      unrolled<Tr::tiles>([&](int tile) { add(mine->sum[tile], sums[(at.warp * Tr::tiles + tile) * 32 + at.lane]); });
-    }
+    if (at.warp < left) each(at.warp, [&](int n, Accumulator& sum) { add(sum, sums[n]); });
     gpu::barrier();
   }
-  if (at.warp < shape.tiles()) put(at.warp);
+  if (at.warp < shape.strips()) each(at.warp, put);
 }
 
-// Adds up the sums of the blocks of a cluster and writes them; each block does a part.
+// Adds up half of the sums of the blocks of a cluster and writes it; each block does a part.
 template <class Tr>
-CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& shape, int64_t segment, int b0) {
+CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& shape, int64_t segment, int b0,
+                                int half) {
+  using Memory = JoinMemory<Tr>;
   const Inputs& in = a.in;
-  const JoinMemory<Tr> memory(shape);
+  const Memory memory(shape);
   const int D = static_cast<int>(in.D), J = static_cast<int>(in.J), size = gpu::cluster_size();
   const int first = gpu::cluster_rank() * gpu::threads() + gpu::thread(), step = size * gpu::threads();
 #pragma unroll 1
-  for (int n = first; n < shape.tiles() * Tr::vectors / 4; n += step) {
-    const int lane = n % 32, tile = n / 32 % Tr::tiles, sample = n / (Tr::vectors / 4) * kSamples + lane / 4;
-    const Component column = component_of(Tr::tiles, tile, 2 * (lane % 4));
-    Four sum = memory.sums().read_from(0, n);
-#pragma unroll 1
-    for (int rank = 1; rank < size; ++rank) add(sum.value, memory.sums().read_from(rank, n));
+  for (int n = first; n < shape.strips() * Memory::fours; n += step) {
+    const int lane = n % 32, sample = n / Memory::fours * kSamples + lane / 4;
+    const int tile = half * Memory::tiles + n / 32 % Memory::tiles;
+    Four parts[kMostCluster];  // all loads are on their way before the first addition
+    unrolled<kMostCluster>([&](int rank) {
+      if (rank < size) parts[rank] = memory.sums().read_from(rank, n);
+    });
+    Four sum = parts[0];
+    unrolled<kMostCluster - 1>([&](int rank) {
+      if (rank + 1 < size) add(sum.value, parts[rank + 1]);
+    });
     unrolled<2, 2>([&](int row, int odd) {
+      const Component column = component_of(Tr::tiles, tile, 2 * (lane % 4) + odd);
       const int64_t b = b0 + sample + row * 8;
-      const int d = column.d + odd;
-      if (b < in.B && column.j < J && d < D)
-        a.sum_rows[work.row(segment, b, column.j, J) * D + d] = sum.value[2 * row + odd];
+      if (b < in.B && column.j < J && column.d < D)
+        a.sum_rows[work.row(segment, b, column.j, J) * D + column.d] = sum.value[2 * row + odd];
     });
   }
   if constexpr (Tr::in) {
-    if (!a.max) return;
+    if (!a.max || half == 0) return;
     const Shared<float> max = memory.block_max(), total = memory.total();
-    const int columns = shape.tiles() * memory.columns;
+    const int columns = shape.strips() * memory.columns;
     for (int n = first; n < columns; n += step) {
       const int j = n % Tr::outputs;
       const int64_t b = b0 + n / Tr::outputs, row = work.row(segment, b, j, J);
@@ -165,12 +176,13 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& sh
 
 // One input capsule of a warp.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors,
-                                 unsigned counts, const Accumulator (&votes)[Tr::tiles], Accumulation<Tr>* mine) {
+CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const ScoreCoord& of,
+                                 const Global<const float>& V, const Global<const float>& ds, unsigned counts,
+                                 const Accumulator (&votes)[Tr::tiles], Accumulation<Tr>* mine) {
   const Inputs& in = a.in;
   Scores<Tr> b = {}, dc;
-  if (Tr::plain || a.scored) dot<Tr>(votes, lane_vectors<Tr>(a.scoring.V, vectors, at), b);
-  if constexpr (kBackward) dot<Tr>(votes, lane_vectors<Tr>(a.scoring.ds, vectors, at), dc);
+  if (Tr::plain || a.scored) dot<Tr>(votes, V.reread(), b);
+  if constexpr (kBackward) dot<Tr>(votes, ds.reread(), dc);
   if constexpr (!Tr::plain) apply_options<Tr, kBackward>(in, a.scoring.dcoupling, kBackward, at, of, b, dc);
   if constexpr (Tr::in) {
     if (!kBackward && a.max) {
@@ -194,28 +206,44 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int begin, int end, const ThreadCoord& at,
                                 Accumulation<Tr>* mine) {
-  const Chunk<Tr> chunk(a.in, shape);
-  const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log;
-  const ScoreCoord samples{b0 + kSamples * tile, 0};
-  const int64_t vectors = static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors + at.lane * 4;
-  // A tile beyond the batch has no vectors; nothing that it computes is written.
+  const Weights<Tr> weights(a.in, shape);
+  const int strip = at.warp & (shape.strips() - 1), stream = at.warp >> shape.strips_log;
+  const ScoreCoord samples{b0 + kSamples * strip, 0};
+  const int64_t vectors = static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors + at.lane * 4;
+  // A strip beyond the batch has no vectors; nothing that it computes is written.
   const bool idle = samples.b0 >= a.in.B;
+  Global<const float> V, ds;
+  if (!idle) {
+    V = lane_vectors<Tr>(a.scoring.V, vectors, at);
+    if constexpr (kBackward) ds = lane_vectors<Tr>(a.scoring.ds, vectors, at);
+  }
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
-  chunk.walk(b0, begin, end, [&](int i, int count) {
+  // The poses of the warp's next input capsule are on their way while it works on one.
+  const Poses<Tr> poses(a.in, shape, at, samples.b0);
+  const auto load = [&](int i) { return poses.load(at, i < end ? i : end - 1); };
+  typename Poses<Tr>::Raw next = load(begin + stream);
+  const auto votes_of = [&](int i, int stage, int capsule, auto adds, Accumulator(&votes)[Tr::tiles]) {
+    const typename Poses<Tr>::Raw now = next;
+    next = load(i + capsule + shape.streams);
+    make_votes<Tr, decltype(adds)::value>(a.in, weights, stage, capsule, now, at, votes);
+  };
+  weights.walk(begin, end, [&](int i, int count, int stage) {
     if (idle) return;
     if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
-      // The tensor core adds up only a chunk, because its additions round towards zero.
-      Accumulator votes[Tr::tiles] = {};
+      // The tensor core adds up only two input capsules, because its additions round towards zero.
 #pragma unroll 1
-      for (int capsule = stream; capsule < count; capsule += shape.streams)
-        make_votes<Tr, true>(chunk, capsule, tile, at, votes);
-      unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
+      for (int capsule = stream; capsule < count; capsule += 2 * shape.streams) {
+        Accumulator votes[Tr::tiles];
+        votes_of(i, stage, capsule, std::false_type(), votes);
+        if (capsule + shape.streams < count) votes_of(i, stage, capsule + shape.streams, std::true_type(), votes);
+        unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
+      }
       return;
     }
 #pragma unroll 1
     for (int capsule = stream; capsule < count; capsule += shape.streams) {
       Accumulator votes[Tr::tiles];
-      make_votes<Tr, false>(chunk, capsule, tile, at, votes);
+      votes_of(i, stage, capsule, std::false_type(), votes);
       if constexpr (!Tr::plain) {
         drop_masked<Tr>(a.in, samples.b0, i + capsule, at, votes);
         if (!kBackward && a.unweighted) {
@@ -223,8 +251,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
           continue;
         }
       }
-      add_capsule<Tr, kBackward>(
-          a, at, {samples.b0 + capsule * a.zero, i + capsule}, vectors + capsule * a.zero, counts, votes, mine);
+      add_capsule<Tr, kBackward>(a, at, {samples.b0, i + capsule}, V, ds, counts, votes, mine);
     }
   });
 }
@@ -234,41 +261,42 @@ CAPSFAST_DEVICE int part_of(int count, int rank, int size) {
   return static_cast<int>(static_cast<int64_t>(count) * rank / size);
 }
 
-// The segments of a cluster in one pass. Begins with a barrier, because the block may have used shared memory before.
+// The segments of a cluster in one pass. Other blocks may read this block's sums until the next barrier of the cluster or
+// of the grid.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const Shape& shape) {
   const int rank = gpu::cluster_rank(), size = gpu::cluster_size();
   const int unit = static_cast<int>(gpu::block_x()) / size, I = static_cast<int>(work.I);
-  const int last = static_cast<int>(work.begin(unit + 1));
-  for (int n = static_cast<int>(work.begin(unit)); n < last;) {
+  const int begin = static_cast<int>(work.begin(unit)), last = static_cast<int>(work.begin(unit + 1));
+  for (int n = begin; n < last;) {
     const int g = n / I, i = n - g * I, b0 = g * static_cast<int>(work.group);
-    const int here = last - n < I - i ? last - n : I - i;
+    const int count = last - n < I - i ? last - n : I - i;
     const ThreadCoord at = thread_coord();
     Accumulation<Tr> mine{};
     if constexpr (Tr::in) {
-      const bool leaky = a.in.leaky && i == 0 && rank == 0 && at.warp < shape.tiles();  // the leaky entry counts once
+      const bool leaky = a.in.leaky && i == 0 && rank == 0 && at.warp < shape.strips();  // the leaky entry counts once
       unrolled<Tr::slots, 2>([&](int slot, int row) {
         mine.max[slot][row] = leaky ? 0.0f : Extreme<float>::lowest;
         mine.total[slot][row] = leaky ? 1.0f : 0.0f;
       });
     }
-    gpu::cluster_barrier();
+    if (n > begin) gpu::cluster_barrier();
     accumulate<Tr, kBackward>(
-        a, shape, b0, i + part_of(here, rank, size), i + part_of(here, rank + 1, size), at, &mine);
+        a, shape, b0, i + part_of(count, rank, size), i + part_of(count, rank + 1, size), at, &mine);
     if (a.sum_rows) {
-      gpu::barrier();
-      const ThreadCoord anew = thread_coord();
+      const ThreadCoord reread = thread_coord();
       if constexpr (Tr::in) {
-        if (a.max) agree_on_maximum<Tr>(shape, anew, &mine);
+        if (a.max) agree_on_maximum<Tr>(shape, reread, &mine);
       }
-      join_warps<Tr>(shape, anew, &mine);
-      gpu::cluster_barrier();
-      write_sums<Tr>(a, work, shape, work.segment(unit, g), b0);
+      unrolled<2>([&](int half) {
+        if (half == 1) gpu::cluster_barrier();
+        join_warps<Tr>(shape, reread, half, &mine);
+        gpu::cluster_barrier();
+        write_sums<Tr>(a, work, shape, work.segment(unit, g), b0, half);
+      });
     }
-    n += here;
+    n += count;
   }
-  // No block may exit, or use its shared memory for a step, while other blocks read its sums.
-  gpu::cluster_barrier();
 }
 
 template <class Steps>
@@ -283,7 +311,7 @@ accumulate_kernel(CAPSFAST_IN_PLACE AccumulateArgs<kBackward> a) {
   for (int n = a.begin; n < a.end; ++n) {
     if (n >= 0) {
       accumulate_segments<Tr, kBackward>(a.pass(n), a.work, a.shape);
-      if (!a.together) return;
+      if (!a.together) return gpu::cluster_barrier();
       gpu::grid_barrier();
     }
     after_pass(a.steps, n);

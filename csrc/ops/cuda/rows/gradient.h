@@ -16,7 +16,7 @@ struct GradientArgs {
   Inputs in;
   int first, iterations;  // iterations [first, iterations) have gradients
   bool gradient_last, shared_weight;
-  int zero;                   // as in Pass
+  int zero;                   // always 0. The compiler does not know, and so reads V and ds anew for the sums
   Global<const float> V, ds;  // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
   Normaliser<float> norm;     // [r, B, J], softmax over the input capsules
   Operand dcoupling;          // [B, I, J]
@@ -24,13 +24,14 @@ struct GradientArgs {
   Global<float> dweight;      // [parts, I, J, D, K], or [parts, splits, J, D, K] for a shared weight
   Operand dlogits_sample;     // [B, I, J], if the logits are [B, I, J]
   Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
-  Shape shape;                // chunk == streams
+  Shape shape;                // chunk == streams, two stages
   int64_t all;                // elements of V of one iteration
   float scale;                // of dvotes: J in plain kernels, so that coefficients of iteration 0 become 1, else 1
   float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
-// Shared memory of a block, after ChunkMemory.
+// Shared memory of a block, after Weights: [warps][turn] fours, [warps][Tr::weight] sums of dweight in the order of a
+// weight, and [warps][Tr::outputs] sums of dlogits.
 template <class Tr>
 class GradientMemory {
  public:
@@ -40,18 +41,21 @@ class GradientMemory {
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
       : warps(shape.warps()),
-        turned_at(ChunkMemory<Tr>(in, shape).end),
+        turned_at(Weights<Tr>(in, shape).bytes()),
         sums_at(turned_at + 16 * warps * turn),
-        dlogits_at(sums_at + 4 * warps * Tr::dweight) {}
+        dlogits_at(sums_at + 4 * warps * Tr::weight) {}
   CAPSFAST_HOST_DEVICE int bytes(bool with_dlogits) const {
     return dlogits_at + (with_dlogits ? 4 * warps * Tr::outputs : 0);
   }
   CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_at, warps * turn); }
-  CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at, warps * Tr::dweight); }
+  CAPSFAST_DEVICE Shared<float> poses(int warp) const {
+    return gpu::shared<float>(turned_at + 16 * warp * turn, kSamples * Tr::components);
+  }
+  CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at, warps * Tr::weight); }
   CAPSFAST_DEVICE Shared<float> dlogits() const { return gpu::shared<float>(dlogits_at, warps * Tr::outputs); }
 
  private:
-  const int warps, turned_at, sums_at, dlogits_at;  // in bytes: [warps][turn] fours, [warps][dweight], [warps][outputs]
+  const int warps, turned_at, sums_at, dlogits_at;  // the last three in bytes
 };
 
 // dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the
@@ -85,13 +89,12 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
     Four kept[Tr::tiles];
     if (Tr::plain || t > 0) dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     dot<Tr, kKept>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc, kept);
-    const ScoreCoord here{of.b0 + t * a.zero, of.i};
-    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
+    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, of, b, dc);
     if constexpr (Tr::in) {
       softmax_known<Tr, true>(in,
                               {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
                                a.norm.mean.from(t * scalars, scalars)},
-                              at, here, b, dc);
+                              at, of, b, dc);
     } else {
       softmax_out<Tr, true>(counts, in.leaky, b, dc, Tr::plain ? a.scale : 1.0f);
     }
@@ -127,40 +130,54 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
 // Writes elements n and n + 1 of a contiguous tensor with a last axis of K; the elements are components k and k + 1.
 template <class Tr>
 CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
-  if (K % 2 != 0) {  // an n may be odd, and the second be missing
-    to.write<float>(n, x);
-    if (k + 1 < K) to.write<float>(n + 1, y);
-  } else if ((Tr::plain && Tr::exact) || to.storage == Storage::f32) {
-    to.data.as<Run<float, 2>>()[n / 2] = {x, y};
-  } else if (to.storage == Storage::bf16) {
-    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_bf16(x), float_to_bf16(y)};
-  } else {
-    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_half(x), float_to_half(y)};
-  }
+  with_element<Tr>(to.storage, [&](auto e) {
+    using E = decltype(e);
+    Run<E, 2> two;
+    narrow(x, &two.value[0]);
+    narrow(y, &two.value[1]);
+    if (K % 2 == 0) {
+      to.data.as<Run<E, 2>>()[n / 2] = two;
+      return;
+    }
+    to.data.as<E>()[n] = two.value[0];
+    if (k + 1 < K) to.data.as<E>()[n + 1] = two.value[1];
+  });
 }
 
 // du^T [K, 16] = W^T dvotes^T, a sum over columns, which a product may take in any order. A lane's two rows of the
-// operand are one column of each tile of a pair, so no lane passes dvotes on. Rows of a product are k of two planes of
-// a weight: its high and low part, or two steps, or the same plane twice if there is only one.
-template <class Tr>
-CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
+// operand are one column of each tile of a pair, so no lane passes dvotes on. The 16 rows of a product are eight k of
+// two planes: the high and, negated, the low part of the weight, or two steps, or the same plane twice if there is only
+// one. high - x is the negated low part, high - 0 the high part: the same two instructions in all lanes.
+template <class Tr, class E>
+CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
   constexpr int kProducts = Tr::exact ? Tr::steps : 1;
   const int plane = at.group / 4, kp = at.group % 4;
-  const int from = capsule * Tr::weight + (Tr::planes > 1 ? plane : 0) * kPlane;
-  const int places[2] = {from + in_plane(2 * at.quad, kp), from + in_plane(2 * at.quad + 1, kp)};
+  constexpr bool steps_are_planes = !Tr::exact && Tr::steps > 1;
+  const int k0 = 2 * (steps_are_planes ? at.group : kp);
+  const float minus = plane == 0 ? 0.0f : -1.0f;
   // For samples 0 to 7 and 8 to 15; for the two parts of dvotes or, with one part, for even and odd columns.
   Accumulator du[kProducts][2][2];
   unrolled<Tr::pairs, 2>([&](int pair, int odd) {
+    const ColumnPlace<Tr> column(2 * at.quad + odd);
     float x[2][4];
     take_parts<Tr>(four(dvotes[2 * pair + odd]), x[0], x[1]);
     unrolled<kProducts>([&](int product) {
-      const Four w = weight.template vector<Four>(places[odd] + (pair * Tr::planes + 2 * product) * kPlane);
+      float w[4];
+      unrolled<2>([&](int tile) {
+        const auto two = weight.template vector<Run<E, 2>>(column.at(2 * pair + tile) + k0 + kStep * product);
+        unrolled<2>([&](int n) {
+          const float x = widened(two.value[n]);
+          float low;
+          two_parts<Tr, E>(x, w[2 * tile + n], low);
+          if constexpr (Tr::exact) w[2 * tile + n] += x * minus;
+        });
+      });
       unrolled<2, Tr::parts>([&](int half, int part) {
         const bool begins = pair == 0 && (!Tr::exact || odd == 0);
         Accumulator& sum = du[product][half][Tr::exact ? part : odd];
         const float two[2] = {x[part][2 * half], x[part][2 * half + 1]};
-        begins ? gpu::mma_tf32_from_zero(sum, w.value, two) : gpu::mma_tf32(sum, w.value, two);
+        begins ? gpu::mma_tf32_from_zero(sum, w, two) : gpu::mma_tf32(sum, w, two);
       });
     });
   });
@@ -180,43 +197,61 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
   unrolled<kProducts>([&](int product) {
     Accumulator x[2];
     unrolled<2, 4>([&](int half, int n) { x[half][n] = du[product][half][0][n] + du[product][half][1][n]; });
-    if constexpr (Tr::exact || Tr::steps == 1) {
+    if constexpr (Tr::exact) unrolled<2, 4>([&](int half, int n) { x[half][n] *= 1.0f + 2.0f * minus; });
+    if constexpr (!steps_are_planes) {
       // Two lanes have the same k. Each adds up and writes half of the samples.
       Accumulator mine;
       unrolled<4>([&](int n) {
         mine[n] = plane == 0 ? x[0][n] : x[1][n];
         if constexpr (Tr::exact) mine[n] += gpu::shuffle_xor(plane == 0 ? x[1][n] : x[0][n], 16);
       });
-      write(mine, plane, kStep * product + 2 * kp);
+      write(mine, plane, k0 + kStep * product);
     } else {
-      write(x[0], 0, kStep * plane + 2 * kp);
-      write(x[1], 1, kStep * plane + 2 * kp);
+      write(x[0], 0, k0);
+      write(x[1], 1, k0);
     }
+  });
+}
+
+// Leaves the poses of a strip for make_dweight(), [16 samples][Tr::components], where the warp transposes dvotes later.
+// Masked poses become 0, even if they hold NaN.
+template <class Tr>
+CAPSFAST_DEVICE void keep_poses(const Inputs& in, const typename Poses<Tr>::Raw& poses, const Shared<float>& to,
+                                const ThreadCoord& at, const ScoreCoord& of) {
+  constexpr int kCount = Poses<Tr>::count;
+  gpu::warp_barrier();  // all lanes have read what is overwritten now
+  with_element<Tr>(in.u.storage, [&](auto e) {
+    unrolled<2>([&](int row) {
+      const int64_t sample = of.sample(at, row);
+      const bool kept = Tr::plain || (sample < in.B && in.mask.at(sample, of.i));
+      Run<float, kCount> x;
+      unrolled<kCount>([&](int n) { x.value[n] = kept ? poses.template get<decltype(e)>(row, n) : 0.0f; });
+      to.write((at.group + 8 * row) * Tr::components + kCount * at.quad, x);
+    });
   });
 }
 
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
 // dvotes than they have, so shared memory of the warp transposes dvotes.
 template <class Tr>
-CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<Four>& turned,
-                                  const Shared<float>& sums, const ThreadCoord& at,
-                                  const Accumulator (&dvotes)[Tr::tiles]) {
+CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>& turned, const Shared<float>& sums,
+                                  const ThreadCoord& at, const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
+  gpu::warp_barrier();  // the other lanes have left their poses
   // A product may take its samples in any order. This lane has samples quad and quad + 8 in the first product, quad + 4
   // and quad + 12 in the second.
   float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
   unrolled<2, Tr::steps>([&](int product, int step) {
-    const gpu::Pair u = poses.pair(poses_at + step * 128 + (4 * product + at.quad) * 16 + 2 * at.group);
-    const float x[2] = {u.first, u.second};
     unrolled<2>([&](int n) {
-      u_high[product][step][n] = x[n];
-      if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
+      const float x = poses[(4 * product + at.quad + 8 * n) * Tr::components + step * kStep + at.group];
+      two_parts<Tr>(x, u_high[product][step][n], u_low[product][step][n]);
     });
   });
   const int warp = at.warp * Memory::turn;
   const int mine = warp + at.quad * Memory::quad + at.group;
   const int wanted = warp + at.group / 2 * Memory::quad + at.group % 2 * Memory::odd + at.quad;
-  const int to = at.warp * Tr::dweight + in_plane(at.group, at.quad);
+  const ColumnPlace<Tr> column(at.group);
+  const int to = at.warp * Tr::weight + 2 * at.quad;
   unrolled<Tr::pairs / Memory::pairs>([&](int turn) {
     const int first = turn * Memory::pairs;
     gpu::warp_barrier();  // all lanes have read the numbers that are overwritten now
@@ -235,45 +270,75 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
       });
     });
     unrolled<Memory::pairs, Tr::steps>([&](int pair, int step) {
-      sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, four(dweight[pair][step]));
+      unrolled<2>([&](int tile) {
+        const Accumulator& x = dweight[pair][step];
+        sums.write(
+            to + column.at(2 * (first + pair) + tile) + step * kStep, Run<float, 2>{x[2 * tile], x[2 * tile + 1]});
+      });
     });
   });
 }
 
-// Adds up dweight of the warps that share an input capsule and have one of the `tiles`, for `count` input capsules from
-// i on, and adds the sum to memory. first: overwrites memory instead.
+// Adds up dweight of the warps that share an input capsule and have one of the `strips`, for `count` input capsules from
+// i on, and adds the sum to memory. first: overwrites memory instead. Warps take whole output capsules, those of an input
+// capsule its own; a thread has the same elements each time. It loads several before it adds to the first, because a load
+// takes long.
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int tiles, int64_t part, int64_t i,
-                                   bool first, int count) {
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int64_t part,
+                                   int64_t i, bool first, int count) {
+  constexpr int kTogether = 5;
+  static_assert(kMostGradientStrips == 2);
+  const ThreadCoord at = thread_coord();
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
-  const int64_t size = static_cast<int64_t>(J) * D * K, row = a.shared_weight ? part : part * a.in.I + i;
-  const int capsules = a.shared_weight ? 1 : count, more = a.shared_weight ? count : 1;
-  // Unrolled, so that the loads of a thread overlap.
-#pragma unroll 4
-  for (int n = gpu::thread(); n < capsules * Tr::dweight / 4; n += gpu::threads()) {
-    const PlaneItem<Tr> item(n);
-    if (item.k >= K) continue;
-    Four sum = {};
-    for (int c = item.capsule; c < item.capsule + more; ++c) {
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int warp = (c << a.shape.tiles_log) + tile;
-        add(sum.value, sums.template vector<Four>(warp * Tr::dweight + item.place));
+  const int stream = at.warp >> a.shape.strips_log;
+  const int capsule = a.shared_weight ? 0 : stream, more = a.shared_weight ? count : 1;  // sums in each element
+  const int begin = a.shared_weight ? at.warp : at.warp & (a.shape.strips() - 1);
+  const int step = a.shared_weight ? a.shape.warps() : a.shape.strips();
+  if (capsule >= count) return;
+  const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
+  const Global<float> to = a.dweight.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
+  const bool whole = K % 4 == 0;
+#pragma unroll 1
+  for (int four = at.lane; four < kMostD * Tr::components / 4; four += 32) {
+    const int d = four / (Tr::components / 4), k = four % (Tr::components / 4) * 4;
+    if (d >= D || k >= K) continue;
+#pragma unroll 1
+    for (int j0 = begin; j0 < J; j0 += kTogether * step) {
+      Four sum[kTogether] = {};
+      // Calls f(m, j, element of `to`) for the output capsules of this turn.
+      const auto each = [&](const auto& f) {
+        unrolled<kTogether>([&](int m) {
+          const int j = j0 + m * step;
+          if (j < J) f(m, j, static_cast<unsigned>((j * D + d) * K + k));
+        });
+      };
+      if (!first && whole) {
+        each([&](int m, int, unsigned n) { sum[m] = to.template vector_once<Four>(n); });
+      } else if (!first) {
+        each([&](int m, int, unsigned n) {
+          unrolled<4>([&](int e) { sum[m].value[e] = k + e < K ? to[n + e] : 0.0f; });
+        });
       }
+      each([&](int m, int j, unsigned n) {
+        const int from = (capsule << a.shape.strips_log) * Tr::weight + j * kMostD * Tr::components + 4 * four;
+        Four added = sums.template vector<Four>(from);
+        if (strips == kMostGradientStrips) add(added.value, sums.template vector<Four>(from + Tr::weight));
+#pragma unroll 1
+        for (int c = 1; c < more; ++c) {
+#pragma unroll 1
+          for (int strip = 0; strip < strips; ++strip)
+            add(added.value, sums.template vector<Four>(from + ((c << a.shape.strips_log) + strip) * Tr::weight));
+        }
+        unrolled<4>([&](int e) { sum[m].value[e] += added.value[e] * a.unscale; });
+        if (whole) {
+          to.template as<Four>()[n / 4] = sum[m];
+        } else {
+          unrolled<4>([&](int e) {
+            if (k + e < K) to[n + e] = sum[m].value[e];
+          });
+        }
+      });
     }
-    unrolled<2>([&](int tile) {
-      const Component column = item.column(tile);
-      if (column.j >= J || column.d >= D) return;
-      const int64_t to = (row + item.capsule) * size + (column.j * D + column.d) * K + item.k;
-      const float x = sum.value[2 * tile] * a.unscale, y = sum.value[2 * tile + 1] * a.unscale;
-      if (K % 2 == 0) {
-        auto& both = a.dweight.template as<Run<float, 2>>()[to / 2];
-        const Run<float, 2> before = first ? Run<float, 2>{} : both;
-        both = {before.value[0] + x, before.value[1] + y};
-      } else {
-        a.dweight[to] = (first ? 0.0f : a.dweight[to]) + x;
-        if (item.k + 1 < K) a.dweight[to + 1] = (first ? 0.0f : a.dweight[to + 1]) + y;
-      }
-    });
   }
 }
 
@@ -293,15 +358,15 @@ CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int tiles, int64_t part,
+CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int strips, int64_t part,
                                    int64_t i, bool first, int count) {
   const int J = static_cast<int>(a.in.J);
   const Shared<float> sums = memory.dlogits();
   for (int n = gpu::thread(); n < count * J; n += gpu::threads()) {
     const int capsule = n / J, j = n - capsule * J;
     double sum = 0.0;
-    for (int tile = 0; tile < tiles; ++tile)
-      sum += static_cast<double>(sums[((capsule << a.shape.tiles_log) + tile) * Tr::outputs + j]);
+    for (int strip = 0; strip < strips; ++strip)
+      sum += static_cast<double>(sums[((capsule << a.shape.strips_log) + strip) * Tr::outputs + j]);
     double& to = a.dlogits[(part * a.in.I + i + capsule) * J + j];
     to = first ? sum : to + sum;
   }
@@ -316,10 +381,9 @@ gradient_kernel(GradientArgs a) {
   const Shape& shape = a.shape;
   const ThreadCoord at = thread_coord();
   const GradientMemory<Tr> memory(a.in, shape);
-  const Chunk<Tr> chunk(a.in, shape);
-  const Shared<float> weight = chunk.weight(), poses = chunk.poses(), sums = memory.sums();
-  const Shared<Four> turned = memory.turned();
-  const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log, group = shape.samples();
+  const Weights<Tr> weights(a.in, shape);
+  const Shared<float> sums = memory.sums();
+  const int strip = at.warp & (shape.strips() - 1), stream = at.warp >> shape.strips_log, group = shape.samples();
   const int part = static_cast<int>(gpu::block_x()), parts = static_cast<int>(gpu::blocks_x());
   const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());
   const int I = static_cast<int>(a.in.I), B = static_cast<int>(a.in.B);
@@ -327,34 +391,43 @@ gradient_kernel(GradientArgs a) {
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
   for (int b0 = part * group; b0 < B; b0 += parts * group) {
     const bool first = b0 == part * group;
-    const int here = (B - b0 + kSamples - 1) / kSamples, tiles = here < shape.tiles() ? here : shape.tiles();
-    chunk.walk(b0, begin, end, [&](int i, int count) {
-      if (stream < count && tile < tiles) {
-        const ScoreCoord of{b0 + kSamples * tile, i + stream};
-        const int poses_at = chunk.poses_at(stream, tile);
+    const int here = (B - b0 + kSamples - 1) / kSamples, strips = here < shape.strips() ? here : shape.strips();
+    const Poses<Tr> poses(a.in, shape, at, b0 + kSamples * strip);
+    // The poses of the warp's next input capsule are on their way while the sums of dweight are written.
+    const auto load = [&](int i) { return poses.load(thread_coord(), i < end ? i : end - 1); };
+    typename Poses<Tr>::Raw next = load(begin + stream);
+    weights.walk(begin, end, [&](int i, int count, int stage) {
+      if (stream < count && strip < strips) {
+        const ScoreCoord of{b0 + kSamples * strip, i + stream};
         Accumulator dvotes[Tr::tiles];
         Scores<Tr> dlogits;
         {
           Accumulator votes[Tr::tiles];
-          make_votes<Tr, false>(chunk, stream, tile, at, votes);
+          make_votes<Tr, false>(a.in, weights, stage, stream, next, at, votes);
+          if (a.dweight) keep_poses<Tr>(a.in, next, memory.poses(at.warp), at, of);
           if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
           make_dvotes<Tr>(
-              a, at, of, static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors, counts, votes, dvotes, dlogits);
+              a, at, of, static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors, counts, votes, dvotes, dlogits);
         }
         if constexpr (!Tr::plain) {
           if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
           gpu::warp_barrier();  // products follow, which take the whole warp
         }
-        if (a.du.data) write_du<Tr>(a, weight, stream, thread_coord(), of, dvotes);
-        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, thread_coord(), dvotes);
+        if (a.du.data) {
+          with_element<Tr>(a.in.matrix.storage, [&](auto e) {
+            write_du<Tr>(a, weights.template at<decltype(e)>(stage, stream), thread_coord(), of, dvotes);
+          });
+        }
+        if (a.dweight) make_dweight<Tr>(memory.poses(at.warp), memory.turned(), sums, thread_coord(), dvotes);
       }
+      next = load(i + shape.chunk + stream);
       if (!a.dweight && !a.dlogits) return;
       gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
-      // The barriers of the next chunk keep its sums from overwriting these too early.
-      if (a.dweight) write_dweight<Tr>(a, sums, tiles, row, i, first && !(a.shared_weight && i > begin), count);
+      // The barrier before the next chunk keeps its sums from overwriting these too early.
+      if (a.dweight) write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
-        if (a.dlogits) write_dlogits<Tr>(a, memory, tiles, part, i, first, count);
+        if (a.dlogits) write_dlogits<Tr>(a, memory, strips, part, i, first, count);
       }
     });
   }

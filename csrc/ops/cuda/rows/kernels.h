@@ -14,6 +14,7 @@ struct Kernels {
   int (*accumulate_bytes)(const Inputs&, const Shape&);
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
   int tiles;
+  int loaded_poses;  // components of a pose that a lane loads at once
   bool exact, plain;
 };
 
@@ -26,6 +27,7 @@ Kernels kernels_of() {
             return GradientMemory<Tr>(in, shape).bytes(with_dlogits);
           },
           Tr::tiles,
+          Poses<Tr>::count,
           Tr::exact,
           Tr::plain};
 }

@@ -11,17 +11,12 @@
 namespace capsfast::cuda::rows {
 
 struct Size {
-  // Blocks that add up their sums before writing to memory. More blocks would not fit all GPCs.
-  static constexpr int cluster = 4;
-  // Most tiles of samples of a block in an accumulating pass: a weight is read once for all of them.
-  static constexpr int tiles = 8;
-  // Most tiles of a block in the gradient pass: V and ds of three iterations, 100 KiB, then stay in the L1 cache beside
-  // the block's shared memory.
-  static constexpr int gradient_tiles = 2;
+  // Most strips of a block in an accumulating pass: a weight is read once for all of them.
+  static constexpr int strips = 8;
   // Most partial sums of dweight, each as large as the weight, if there are chunks of input capsules for all blocks.
   static constexpr int parts = 4;
   // Input capsules of a warp between two barriers, if all warps share the input capsules.
-  static constexpr int chunk = 2;
+  static constexpr int chunk = 4;
 };
 
 // How the passes of a forward, or all passes of a backward except the last, are launched.
@@ -60,27 +55,29 @@ class Launcher {
   template <bool kBackward, class Steps>
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const AccumulateArgs<kBackward> args{
-        steps, plan_.work, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end), 0};
-    return gpu::try_launch(
-        std::get<kBackward>(kernels.accumulate), {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(),
-        kernels.accumulate_bytes(in, plan_.shape), on.stream(), args, {plan_.cluster, together});
+        steps, plan_.work, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end)};
+    const auto kernel = std::get<kBackward>(kernels.accumulate);
+    const int bytes = kernels.accumulate_bytes(in, plan_.shape);
+    gpu::prefer_shared(kernel, bytes);
+    return gpu::try_launch(kernel, {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(), bytes, on.stream(),
+                           args, {plan_.cluster, together});
   }
 
   GradientPlan plan_gradient(bool with_dlogits) const {
     GradientPlan plan{};
     const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
-    plan.shape = shape_for(Size::gradient_tiles, false, bytes);
+    plan.shape = shape_for(kMostGradientStrips, false, bytes);
     const int64_t blocks = gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
     const int64_t units = std::max<int64_t>(blocks * on.multiprocessors(), 1);
-    // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save an
-    // eighth of the rounds, because parts are written, read and added up.
+    // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save a
+    // sixteenth of the rounds, because parts are written, read and added up.
     const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
     int64_t fewest = INT64_MAX;
     for (int64_t parts = 1; parts <= most; ++parts) {
       const int64_t splits = std::min<int64_t>({chunks, units / parts, 65535});
       const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
-      if (parts > 1 && 8 * rounds > 7 * fewest) continue;
+      if (parts > 1 && 16 * rounds > 15 * fewest) continue;
       fewest = rounds;
       plan.parts = parts;
       plan.splits = splits;
@@ -93,30 +90,40 @@ class Launcher {
     args.all = order().size(p.B);
     args.scale = kernels.plain ? static_cast<float>(p.J) : 1.0f;
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
-    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(),
-                kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args);
+    const int bytes = kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits));
+    gpu::prefer_shared(kernels.gradient, bytes);
+    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream(), args);
   }
 
  private:
-  // How a block cuts its work: the largest shape that fits shared memory. most: tiles of samples at most. deep: a warp
-  // may have several input capsules of a chunk. bytes: memory that a shape needs.
+  // How a block cuts its work: the largest shape that fits shared memory. most: strips at most. deep: a warp may have
+  // several input capsules of a chunk. bytes: memory that a shape needs.
   template <class Bytes>
   Shape shape_for(int most, bool deep, const Bytes& bytes) const {
-    const int64_t tiles = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
+    const int64_t strips = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
     const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
-    const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+    const auto starts = [](const void* data, int64_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; };
     Shape shape{};
-    shape.weight_in_pieces = whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data);
+    shape.stages = 2;
+    shape.weight_in_pieces = whole(p.K) && whole(p.weight.stride[0]) && starts(p.weight.data, 16);
+    const int64_t* u = p.u.stride;
+    const int64_t loaded = kernels.loaded_poses;
     shape.poses_in_pieces =
-        p.u.stride[2] == 1 && whole(p.K) && whole(p.u.stride[0]) && whole(p.u.stride[1]) && starts(p.u.data);
+        u[2] == 1 && p.K % loaded == 0 && u[0] % loaded == 0 && u[1] % loaded == 0 && starts(p.u.data, loaded * size) &&
+        (p.B * u[0] + p.I * u[1] + p.K) * size <= UINT32_MAX;  // Poses has offsets of 32 bits
     for (int warps = kMostWarps; warps > 0; warps /= 2) {
       for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
-        // Tiles beyond the batch cost as much as others, so at most an eighth of the tiles may lie there.
-        if (wide > 1 && 8 * wide * divide_up(tiles, wide) > 9 * tiles) continue;
-        shape.tiles_log = log_of(wide);
+        // Strips beyond the batch cost as much as others, so at most an eighth of the strips may lie there.
+        if (wide > 1 && 8 * wide * divide_up(strips, wide) > 9 * strips) continue;
+        shape.strips_log = log_of(wide);
         shape.streams = warps / wide;
         shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
-        if (bytes(shape) <= shared_bytes_) return shape;
+        const int needed = bytes(shape);
+        if (needed > shared_bytes_) continue;
+        // A third stage where it is for nothing, because the join of the sums takes its memory anyway.
+        Shape deeper = shape;
+        deeper.stages = 3;
+        return deep && bytes(deeper) <= needed ? deeper : shape;
       }
     }
     return shape;
@@ -126,7 +133,7 @@ class Launcher {
   AccumulatePlan plan_accumulate(gpu::Kernel<Args> kernel) const {
     AccumulatePlan plan{};
     const auto bytes = [&](const Shape& shape) { return kernels.accumulate_bytes(in, shape); };
-    plan.shape = shape_for(Size::tiles, true, bytes);
+    plan.shape = shape_for(Size::strips, true, bytes);
     const int64_t groups = divide_up(p.B, plan.shape.samples()), pairs = groups * p.I;
     const auto most = [&](int cluster) {
       const int threads = plan.shape.threads();
@@ -134,8 +141,8 @@ class Launcher {
                          : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
     };
     // Blocks of a cluster share the input capsules of a unit, so there must be enough input capsules.
-    const bool enough = pairs >= Size::cluster * plan.shape.chunk * on.multiprocessors();
-    plan.cluster = on.clusters() && enough ? Size::cluster : 1;
+    const bool enough = pairs >= kMostCluster * std::max(2, plan.shape.streams) * on.multiprocessors();
+    plan.cluster = on.clusters() && enough ? kMostCluster : 1;
     int64_t units = most(plan.cluster);
     // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has no
     // clusters.

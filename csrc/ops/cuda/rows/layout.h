@@ -7,13 +7,16 @@
 //    ...        quad = 0 |   1   |   2   |   3         x0 x1 of sample `group`, x2 x3 of sample `group` + 8
 //    sample 8     x2  x3 |       |       |
 //
-// Columns are dealt out so that a lane has every component of its output capsules. Four output capsules take a group of
-// eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of capsule j = 4 G + quad. A rest of two
-// output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad / 2, d = 4 t + 2 (quad % 2) + e. So
-// dot products over d need no exchange (or one shuffle between two lanes), the weighted sum finds each coupling in its
-// lane, and the softmax over j takes two shuffles.
+// Columns are dealt out so that a lane has every component of its output capsules; component_of() in params.h says how.
+// Four output capsules take a group of eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of
+// capsule j = 4 G + quad. A rest of two output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad
+// / 2, d = 4 t + 2 (quad % 2) + e. So dot products over d need no exchange (or one shuffle between two lanes), the
+// weighted sum finds each coupling in its lane, and the softmax over j takes two shuffles. Of every other capsule tiles
+// are swapped (t ^ 1), of every other two capsules components (e ^ 1): then lanes that read a weight at the same time,
+// as it lies in memory, read different banks.
 //
-// The products with W take their k in the order 0 2 4 6 1 3 5 7, for which a lane's operands are neighbours in memory.
+// A lane of quad q has 2 steps neighbouring components k of a pose or a weight, from k = 2 steps q on: products may take
+// their k in any order, and the lane loads its operands of all steps at once.
 #pragma once
 
 #include <cstdint>
@@ -36,19 +39,14 @@ CAPSFAST_DEVICE void unrolled(const F& f) {
   unrolled<kCount * kMore>([&](int n) { f(n / kMore, n % kMore); });
 }
 
-constexpr int kSamples = 16;   // of a warp
-constexpr int kStep = 8;       // components k of a pose that one product takes; K is padded to whole steps
+constexpr int kSamples = 16;     // of a warp: its strip
+constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps
+constexpr int kMostD = 16;       // components d of a vote, with padding
+constexpr int kMostCluster = 4;  // blocks that add up their sums; more would not fit all GPCs
+// Strips of a block in the gradient pass: V and ds of three iterations, 100 KiB, then stay in the L1 cache beside the
+// block's shared memory.
+constexpr int kMostGradientStrips = 2;
 constexpr int kMostWarps = 8;  // of a block: 255 registers a thread leave a multiprocessor no more
-
-// A plane: the floats of one part of a weight for two neighbouring tiles, 16 columns, and the eight k of a step.
-constexpr int kPlane = 16 * kStep;
-
-// Where a plane has column n of both tiles for k = 2 kp and 2 kp + 1: four neighbours, first the two of the first tile.
-// In one product eight lanes read neighbouring n and all kp at once, in another every other n and two kp. This order
-// keeps the lanes in different banks in both products.
-CAPSFAST_DEVICE int in_plane(int n, int kp) {
-  return 4 * (8 * (n / 2) + 2 * (n / 2 ^ (2 * (n % 2) + kp / 2)) + kp % 2);
-}
 
 // The options that a kernel is compiled for. plain: softmax "out" without masks, logits, leaky entry, and gradient or
 // output of the coupling, so its loop tests no option. any: softmax "out" with all options. in: softmax "in" with all
@@ -66,15 +64,12 @@ struct Rows {
   static constexpr bool paired = kTiles % 8 != 0;
   static constexpr int slots = groups + (paired ? 1 : 0);  // output capsules of a lane, for each of its two samples
   static constexpr int outputs = kTiles / 2;               // output capsules with padding
+  static constexpr int parts = kExact ? 2 : 1, pairs = kTiles / 2;
   static_assert(kTiles % 8 == 0 || kTiles % 8 == 4);
 
-  // A weight in shared memory: [pairs of tiles][steps][parts][kPlane], dweight [pairs][steps][kPlane]; see in_plane().
-  static constexpr int parts = kExact ? 2 : 1, pairs = kTiles / 2;
-  static constexpr int planes = kSteps * parts;  // of a pair of tiles
-  static constexpr int weight = pairs * planes * kPlane, dweight = pairs * kSteps * kPlane;
-  // The poses of 16 samples in shared memory: [steps][32 lanes][4], the order in which lanes read them.
-  static constexpr int poses = kSteps * 128;
-  // Vectors of 16 samples such as V in memory: [pairs][even, odd columns][32 lanes][samples group, group + 8][2 tiles].
+  // A weight in shared memory: [outputs][kMostD][components], as in memory but with padding; see ColumnPlace.
+  static constexpr int components = kSteps * kStep, weight = outputs * kMostD * components;
+  // Vectors of a strip such as V in memory: [pairs][even, odd columns][32 lanes][samples group, group + 8][2 tiles].
   static constexpr int vectors = kTiles * 128;
 };
 
@@ -109,6 +104,30 @@ template <class Tr>
 CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
   return output_of<Tr>(at, slot) < J && (slot < Tr::groups || at.quad % 2 == 0);
 }
+
+// Where a weight in shared memory has column n of each tile: component_of() with constants for everything that depends on
+// the tile.
+template <class Tr>
+class ColumnPlace {
+ public:
+  CAPSFAST_DEVICE explicit ColumnPlace(int n) {
+    const int swapped = n / 2 % 2, d = n % 2 ^ n / 4;
+    const int whole = n / 2 * output + d * Tr::components;
+    even_ = whole + swapped * 2 * Tr::components;
+    odd_ = whole - swapped * 2 * Tr::components;
+    rest_ = n / 4 * output + (2 * swapped + d) * Tr::components;
+  }
+  CAPSFAST_DEVICE int at(int tile) const {
+    const int G = tile / 8, t = tile % 8;
+    const int in_group =
+        G < Tr::groups ? (t % 2 == 0 ? even_ : odd_) + 2 * t * Tr::components : rest_ + 4 * t * Tr::components;
+    return 4 * G * output + in_group;
+  }
+
+ private:
+  static constexpr int output = kMostD * Tr::components;
+  int even_, odd_, rest_;
+};
 
 // The slots that this lane counts, as bits.
 template <class Tr>

@@ -1,9 +1,106 @@
-// Votes of a warp in registers: the product that makes them, dot products with V and ds, the weighted sum.
+// Votes of a warp in registers: the poses and the product that make them, dot products with V and ds, the weighted sum.
 #pragma once
 
-#include "stage.h"
+#include <algorithm>
+#include <type_traits>
+
+#include "weights.h"
 
 namespace capsfast::cuda::rows {
+
+// Calls f with a value of the type that poses and weights have in memory. Plain kernels with exact products are only for
+// float.
+template <class Tr, class F>
+CAPSFAST_DEVICE void with_element(Storage storage, const F& f) {
+  if ((Tr::exact && Tr::plain) || storage == Storage::f32) {
+    f(0.0f);
+  } else if (storage == Storage::bf16) {
+    f(BFloat16{});
+  } else {
+    f(Float16{});
+  }
+}
+
+// Splits x, which has been an E in memory, into the nearest TF32 number, high, and the rest, low. The tensor core drops
+// the bits of low that TF32 does not have, which leaves about 22 bits of x. A NaN may become a number in high, but then
+// low is NaN. A 16-bit number is a TF32 number.
+template <class Tr, class E = float>
+CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
+  if constexpr (!std::is_same_v<E, float>) {
+    high = x, low = 0.0f;
+  } else if constexpr (Tr::exact) {
+    high = gpu::to_tf32_or_number(x), low = x - high;
+  } else {
+    high = gpu::to_tf32(x), low = 0.0f;
+  }
+}
+
+// The poses of a strip, read past the L1 cache: a warp reads each only once.
+template <class Tr>
+class Poses {
+ public:
+  static constexpr int count = 2 * Tr::steps;  // neighbouring components k of a lane, from `count` quad on
+
+  // What a lane has of one input capsule, for samples group and group + 8: `count` floats each or, in half as many
+  // words, 16-bit numbers.
+  struct Raw {
+    Run<uint32_t, count> row[2];
+
+    template <class E>
+    CAPSFAST_DEVICE float get(int sample, int n) const {
+      if constexpr (std::is_same_v<E, float>) {
+        return float_of_bits(row[sample].value[n]);
+      } else {
+        return widened(E{static_cast<uint16_t>(row[sample].value[n / 2] >> n % 2 * 16)});
+      }
+    }
+  };
+
+  // b0: the first sample of the strip.
+  CAPSFAST_DEVICE Poses(const Inputs& inputs, const Shape& shape, const ThreadCoord& at, int first)
+      : in(inputs), in_pieces(shape.poses_in_pieces), b0(first) {
+    const int size = element_bytes(in.u.storage), k = count * at.quad;
+    step = static_cast<uint32_t>(in.u.stride[1] * size);
+    unrolled<2>([&](int row) {
+      piece[row] = static_cast<uint32_t>(element(at.group + 8 * row, 0, k < in.K ? k : 0) * size);
+    });
+  }
+
+  // Samples and components beyond the last are replaced by valid ones: their votes are multiplied by zeros, and nothing
+  // that comes of them is written.
+  CAPSFAST_DEVICE int64_t element(int sample, int i, int k) const {
+    const int b = b0 + sample, B = static_cast<int>(in.B), K = static_cast<int>(in.K);
+    return (b < B ? b : B - 1) * in.u.stride[0] + i * in.u.stride[1] + (k < K ? k : K - 1) * in.u.stride[2];
+  }
+
+  CAPSFAST_DEVICE Raw load(const ThreadCoord& at, int i) const {
+    Raw raw;
+    with_element<Tr>(in.u.storage, [&](auto e) {
+      constexpr bool kNarrow = sizeof(e) == 2;
+      constexpr int kWords = kNarrow ? count / 2 : count;
+      if (in_pieces) {
+        unrolled<2>([&](int row) {
+          const auto x = in.u.data.template vector_once<Run<uint32_t, kWords>>(piece[row] + i * step);
+          unrolled<kWords>([&](int word) { raw.row[row].value[word] = x.value[word]; });
+        });
+        return;
+      }
+      using Bits = std::conditional_t<kNarrow, uint16_t, uint32_t>;
+      const auto u = in.u.data.template as<const Bits>();
+      unrolled<2, kWords>([&](int row, int word) {
+        const auto bits = [&](int n) -> uint32_t { return u[element(at.group + 8 * row, i, count * at.quad + n)]; };
+        raw.row[row].value[word] = kNarrow ? bits(2 * word) | bits(2 * word + 1) << 16 : bits(word);
+      });
+    });
+    return raw;
+  }
+
+ private:
+  const Inputs& in;
+  const bool in_pieces;
+  const int b0;
+  uint32_t step, piece[2];  // bytes to the next input capsule, and to what the lane has of input capsule 0
+};
 
 // c += a b, or with from_zero c = a b, for numbers in two parts or in one.
 template <class Tr>
@@ -18,27 +115,36 @@ CAPSFAST_DEVICE void multiply(bool from_zero, Accumulator& c, const float (&a_hi
   }
 }
 
-// votes [16, columns] = or, with kAdd, += poses times the weight of input capsule `capsule` of a chunk.
+// votes [16, columns] = or, with kAdd, += poses times the weight of input capsule `capsule` of the chunk in `stage`.
 template <class Tr, bool kAdd>
-CAPSFAST_DEVICE void make_votes(const Chunk<Tr>& chunk, int capsule, int tile, const ThreadCoord& at,
+CAPSFAST_DEVICE void make_votes(const Inputs& in, const Weights<Tr>& weights, int stage, int capsule,
+                                const typename Poses<Tr>::Raw& poses, const ThreadCoord& at,
                                 Accumulator (&votes)[Tr::tiles]) {
-  const Shared<float> weight = chunk.weight(), poses = chunk.poses();
-  const int from = capsule * Tr::weight + in_plane(at.group, at.quad), poses_at = chunk.poses_at(capsule, tile);
-  unrolled<Tr::steps>([&](int step) {
-    const Four u = poses.template vector<Four>(poses_at + step * 128 + at.lane * 4);
-    float high[4], low[4];
-    unrolled<4>([&](int n) {
-      high[n] = u.value[n];
-      if constexpr (Tr::exact) two_parts(u.value[n], high[n], low[n]);
+  constexpr int kCount = Poses<Tr>::count, kTogether = 4;  // tiles whose products take turns: each waits for the last
+  with_element<Tr>(in.matrix.storage, [&](auto e) {
+    using E = decltype(e);
+    constexpr int kProducts = Tr::exact && std::is_same_v<E, float> ? 3 : 1;
+    const Shared<E> weight = weights.template at<E>(stage, capsule);
+    const ColumnPlace<Tr> column(at.group);
+    float u_high[Tr::steps][4], u_low[Tr::steps][4];
+    unrolled<Tr::steps, 4>([&](int step, int n) {
+      two_parts<Tr, E>(poses.template get<E>(n % 2, 2 * step + n / 2), u_high[step][n], u_low[step][n]);
     });
-    unrolled<Tr::pairs>([&](int pair) {
-      const int plane = from + (pair * Tr::steps + step) * Tr::parts * kPlane;
-      const Four w = weight.template vector<Four>(plane);
-      Four rest = {};
-      if constexpr (Tr::exact) rest = weight.template vector<Four>(plane + kPlane);
-      unrolled<2>([&](int n) {
-        multiply<Tr>(!kAdd && step == 0, votes[2 * pair + n], high, low, {w.value[2 * n], w.value[2 * n + 1]},
-                     {rest.value[2 * n], rest.value[2 * n + 1]});
+    unrolled<Tr::tiles / kTogether>([&](int four) {
+      const int first = four * kTogether;
+      float high[kTogether][Tr::steps][2], low[kTogether][Tr::steps][2];
+      unrolled<kTogether>([&](int n) {
+        const auto w = weight.template vector<Run<E, kCount>>(column.at(first + n) + kCount * at.quad);
+        unrolled<Tr::steps, 2>([&](int step, int m) {
+          two_parts<Tr, E>(widened(w.value[2 * step + m]), high[n][step][m], low[n][step][m]);
+        });
+      });
+      unrolled<Tr::steps * kProducts, kTogether>([&](int turn, int n) {
+        const int step = turn / kProducts, product = turn % kProducts + 3 - kProducts;  // the largest product last
+        const float (&a)[4] = product == 0 ? u_low[step] : u_high[step];
+        const float (&b)[2] = product == 1 ? low[n][step] : high[n][step];
+        Accumulator& sum = votes[first + n];
+        !kAdd&& turn == 0 ? gpu::mma_tf32_from_zero(sum, a, b) : gpu::mma_tf32(sum, a, b);
       });
     });
   });
