@@ -26,6 +26,7 @@ RIGHT = {
     "pass": np.roll(BLOCKS.reshape(2, 4, 64), -1, axis=1),
     "gather": np.tile(BLOCKS[:4].sum(0), (4, 1)),
     "ahead": np.roll(NUMBERS, -1) + np.roll(NUMBERS, -5),
+    "bulk": 2 * np.roll(NUMBERS, -1),
 }
 KIB = 1024
 
@@ -103,6 +104,13 @@ def test_right_kernels_give_right_results(kernel: str) -> None:
         ("ahead", "source not aligned", "a copy that is not aligned to 16 bytes"),
         ("ahead", "beyond the source", "index 61 of 64 elements in memory"),
         ("ahead", "beyond the destination", "index 64 of 64 elements in shared memory"),
+        ("bulk", "not released", "copy to shared memory that thread"),
+        ("bulk", "begins without a barrier", "an Arrival that begins without a barrier before its use"),
+        ("bulk", "too few bytes", "a thread waits for copies that do not arrive"),
+        ("bulk", "beyond the source", "index 16 of 256 elements in memory"),
+        ("bulk", "nobody waits", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "wrong turn", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "copied over too soon", "race: copy to shared memory that thread"),
     ],
 )
 def test_planted_faults_are_found(kernel: str, fault: str, message: str) -> None:

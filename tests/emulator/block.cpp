@@ -29,7 +29,7 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   warp_epoch_.assign(threads / kWarp, 0);
   memory_.begin(shared_bytes);
   arrivals_.clear();
-  for (const auto& state : states_) state->released = memory_.epoch();  // what earlier launches have left
+  for (const auto& state : states_) state->released = memory_.epoch() - 1;  // what earlier launches have left
   for (size_t n = 0; n < threads; ++n) {
     states_[n]->wait = Wait::none;
     states_[n]->exchanges = 0;

@@ -126,6 +126,32 @@ ahead(Args a) {
   a.out[n] = sum;
 }
 
+// One thread copies for all in bulk, twice to the same place. Each time every thread reads the number of its neighbour.
+CAPSFAST_KERNEL(kThreads, 1)
+bulk(Args a) {
+  const Shared<float> box = gpu::shared<float>(16, kThreads);
+  const int n = gpu::thread(), bytes = 4 * kThreads;
+  const gpu::Arrival arrival(0);
+  if (n == 0) arrival.begin();
+  box[n] = 0.0f;
+  if (!a.is("not released")) gpu::Arrival::release_writes();
+  if (!a.is("begins without a barrier")) gpu::barrier();
+  float sum = 0.0f;
+  for (int turn = 0; turn < 2; ++turn) {
+    if (n == 0) {
+      arrival.expect(a.is("too few bytes") ? bytes + 16 : bytes);
+      const int64_t from = a.is("beyond the source") ? 16 : 0;
+      arrival.copy(gpu::shared<unsigned char>(16, bytes), a.in.as<const unsigned char>(), from, bytes);
+    }
+    gpu::barrier();
+    if (!a.is("nobody waits")) arrival.wait(a.is("wrong turn") ? turn == 0 : turn == 1);
+    sum += box[(n + 1) % kThreads];
+    if (!a.is("copied over too soon")) gpu::barrier();
+  }
+  if (n == 0) arrival.end();
+  a.out[n] = sum;
+}
+
 // out [16, 8] = in [16, 8] in [8, 8], one product of tensor cores.
 CAPSFAST_KERNEL(32, 1)
 product(Args a) {
@@ -160,6 +186,7 @@ const std::map<std::string, Planted> kernels = {
     {"gather", {gather, {4, 1, 1}, {2, true}}},
     {"gather alone", {gather, {4, 1, 1}, {2, false}}},
     {"ahead", {ahead}},
+    {"bulk", {bulk}},
     {"product", {product, {}, {}, 32}},
     {"order", {order, {3, 1, 1}, {}, 32}},
     {"odd block", {rotate, {}, {}, 40}},
