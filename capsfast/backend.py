@@ -83,7 +83,17 @@ def backends() -> dict[str, BackendStatus]:
 
     ``backend=None`` tries the backends in this order. "reference" serves every call.
     """
-    return {name: BackendStatus(not (why := BACKENDS[name].absent()), why, _devices(name)) for name in ORDER}
+    return {name: BackendStatus(not (why := _why_not_here(name)), why, _devices(name)) for name in ORDER}
+
+
+def _why_not_here(name: str) -> str:
+    """Why a backend can't run on any device of this machine, "" if it can."""
+    there, gpus = BACKENDS[name], range(torch.cuda.device_count())
+    reason = there.absent()
+    if reason or there.unsuitable is None or _devices(name) != there.devices:
+        return reason
+    reasons = [there.unsuitable(torch.device("cuda", n)) for n in gpus]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def _checked(name: str | None, source: str) -> str | None:

@@ -60,6 +60,15 @@ def test_backends_says_what_there_is_and_why_not(no_extension: str) -> None:
     assert all(state.available == (not state.reason) for state in states.values())
 
 
+def test_a_backend_that_no_gpu_can_run_is_not_available(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: "" if device.index else "it is too old")
+    assert capsfast.backends()["triton"].available
+    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: f"{device} is too old")
+    assert capsfast.backends()["triton"] == (False, "cuda:0 is too old", ("cuda",))
+    assert capsfast.backends()["cuda"].available
+
+
 def test_the_fastest_available_is_the_default() -> None:
     # The interpreter of GPU kernels never serves the CPU by default.
     fused = {name for name in ops_of() if name.startswith("capsfast::")}

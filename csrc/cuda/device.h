@@ -100,11 +100,6 @@ CAPSFAST_DEVICE T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, value, mask);
 }
 
-template <class T>
-CAPSFAST_DEVICE T shuffle(T value, int lane) {
-  return __shfl_sync(0xFFFFFFFFu, value, lane);
-}
-
 // Whether `value` is true in any lane of the warp.
 CAPSFAST_DEVICE bool any(bool value) { return __any_sync(0xFFFFFFFFu, value) != 0; }
 
@@ -171,19 +166,12 @@ class Global {
   T* data_ = nullptr;
 };
 
-// Two neighbouring floats, loaded or stored at once.
-struct alignas(8) Pair {
-  float first, second;
-};
-
 // Elements in the block's shared memory.
 template <class T>
 class Shared {
  public:
   CAPSFAST_DEVICE explicit Shared(T* data) : data_(data) {}
   CAPSFAST_DEVICE T& operator[](int n) const { return data_[n]; }
-  // Elements n and n + 1, for even n.
-  CAPSFAST_DEVICE Pair pair(int n) const { return *reinterpret_cast<const Pair*>(data_ + n); }
   // Loads or stores as many elements as Vector holds at once, from n on. n is a multiple of their number.
   template <class Vector>
   CAPSFAST_DEVICE Vector vector(int n) const {

@@ -1,94 +1,237 @@
-"""The emulator that runs the CUDA kernels in other tests: right kernels pass, planted faults are found."""
+"""The emulator that runs the CUDA kernels in other tests: right kernels pass, planted faults and launches are found."""
+
+import ctypes
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
-from ..emulator.planted import check_found, check_right, run
+from ..emulator import backend as emulator
+from ..emulator.build import library
+from ..support.backends import Shape
+from ..support.problems import PLAIN, make
+from ..support.problems import run as run_op
 
+Floats = NDArray[np.float32]
 NUMBERS = np.arange(1, 65, dtype=np.float32)
+BLOCKS = np.arange(1, 513, dtype=np.float32).reshape(8, 64)
 RIGHT = {
     "rotate": np.roll(NUMBERS, -1),
-    "sum": np.repeat([NUMBERS[:32].sum(), NUMBERS[32:].sum()], 32),
-    "warp": np.stack((NUMBERS[1::2], NUMBERS[0::2] * 2 + NUMBERS[1::2]), axis=1),
-    "reread": np.where(np.arange(64) % 32 < 6, 1, 7),
-    "vectors": NUMBERS[::-1],
-    "diverge": NUMBERS,
+    "sum": np.stack([2 * NUMBERS.reshape(2, 16, 2).sum((1, 2))] * 32, 1) / 2,
+    "pass": np.roll(BLOCKS.reshape(2, 4, 64), -1, axis=1),
+    "gather": np.tile(BLOCKS[:4].sum(0), (4, 1)),
+    "ahead": np.roll(NUMBERS, -1) + np.roll(NUMBERS, -5),
+    "bulk": 2 * np.roll(NUMBERS, -1),
 }
+KIB = 1024
+
+
+@functools.cache
+def planted() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library("planted")))
+    loaded.capsfast_run_planted.restype = ctypes.c_char_p
+    loaded.capsfast_run_planted_meanwhile.restype = ctypes.c_char_p
+    loaded.capsfast_planted_max_active.restype = ctypes.c_int64
+    return loaded
+
+
+def run(kernel: str, fault: str = "", size: int = 512, values: Floats | None = None) -> tuple[str, Floats]:
+    """The fault that the emulator found, and the result."""
+    given = np.arange(1, size + 1, dtype=np.float32) if values is None else values.astype(np.float32)
+    out = np.full(size, np.nan, dtype=np.float32)
+    pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (given, out))
+    found = planted().capsfast_run_planted(kernel.encode(), fault.encode(), *pointers, size)
+    return found.decode(), out
+
+
+def device(**settings: Any) -> AbstractContextManager[None]:
+    return emulator.device(kernels="planted", **settings)
+
+
+def active(size: int, shared_bytes: int) -> int:
+    """Blocks of a multiprocessor (size 0) or clusters of the device that run together; -1 if the emulator faults."""
+    return int(planted().capsfast_planted_max_active(size, shared_bytes))
+
+
+def questions() -> int:
+    return emulator.take_questions(kernels="planted")
 
 
 @pytest.mark.parametrize("kernel", RIGHT)
 def test_right_kernels_give_right_results(kernel: str) -> None:
-    check_right(kernel, RIGHT[kernel])
+    for _ in range(4):  # forwards and backwards
+        found, out = run(kernel, size=RIGHT[kernel].size)
+        assert found == ""
+        np.testing.assert_array_equal(out, RIGHT[kernel].flatten())
 
 
 @pytest.mark.parametrize(
     ("kernel", "fault", "message"),
     [
         ("rotate", "missing barrier", "race: "),
-        ("rotate", "missing barrier in a warp", "race: "),
+        ("rotate", "barrier of a warp", "race: "),
         ("rotate", "overwritten too soon", "race: "),
         ("rotate", "wrong index", "index 64 of 64 elements in memory"),
         ("rotate", "wrong shared index", "index 64 of 64 elements in shared memory"),
-        ("rotate", "before shared memory", "256 bytes of shared memory from -8 on, of 1024"),
         ("rotate", "beyond shared memory", "256 bytes of shared memory from 1016 on, of 1024"),
-        ("warp", "missing barrier of the warp", "race: "),
-        ("warp", "overwritten too soon", "race: "),
-        ("warp", "read too soon", "race: "),
-        ("reread", "read by another warp", "race: write of shared memory that thread"),
-        ("vectors", "missing barrier", "race: "),
-        ("vectors", "wrong index", "index 61 of 64 elements in shared memory"),
-        ("vectors", "misaligned", "a vector access that is not aligned"),
-        ("vectors", "misaligned in memory", "an access to memory that is not aligned"),
-        ("sum", "half a warp", "threads wait for each other: thread 0 in the exchange of its warp"),
-        ("sum", "lane out of range", "shuffle from lane 32"),
-        ("diverge", "two barriers", "threads wait for each other: thread 0 at the barrier of line"),
-        ("diverge", "early exit", "thread 7 has left the kernel"),
+        ("rotate", "misaligned", "a vector access that is not aligned"),
+        ("rotate", "two barriers", "threads wait for each other: thread 0 at the barrier of line"),
+        ("rotate", "early exit", "thread 7 has left the kernel"),
         ("odd block", "", "a block has whole warps"),
+        ("sum", "missing barrier of the warp", "race: "),
+        ("sum", "half a warp", "threads wait for each other: thread 0 in the exchange of its warp"),
+        ("pass", "missing barrier", "race: "),
+        ("pass", "barrier of the block", "race: "),
+        ("pass", "overwritten too soon", "race: "),
+        ("pass", "missing barrier at the end", "leaves while another may read its shared memory"),
+        ("pass", "a thread leaves early", "thread 3 has left the kernel"),
+        ("pass", "wrong rank", "block 4 of a cluster of 4"),
+        ("gather", "a block leaves early", "thread 0 has left the kernel"),
+        ("gather alone", "", "a barrier of the grid in a launch that is not cooperative"),
+        ("ahead", "read on its way", "read of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "overwritten on its way", "write of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "one thread does not wait", "read of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "copies overlap", "race: copy to shared memory that thread"),
+        ("ahead", "missing barrier", "shared memory that "),  # is written, read, or is for the copies
+        ("ahead", "copied over too soon", "shared memory that "),
+        ("ahead", "left on its way", "a block leaves with a copy that was not waited for"),
+        ("ahead", "source overwritten", "the source of a copy changes on its way"),
+        ("ahead", "source not aligned", "a copy that is not aligned to 16 bytes"),
+        ("ahead", "beyond the source", "index 61 of 64 elements in memory"),
+        ("ahead", "beyond the destination", "index 64 of 64 elements in shared memory"),
+        ("bulk", "not released", "copy to shared memory that thread"),
+        ("bulk", "begins without a barrier", "an Arrival that begins without a barrier before its use"),
+        ("bulk", "too few bytes", "a thread waits for copies that do not arrive"),
+        ("bulk", "beyond the source", "index 16 of 256 elements in memory"),
+        ("bulk", "nobody waits", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "wrong turn", "read of shared memory that belongs to a copy that was not waited for"),
+        ("bulk", "copied over too soon", "race: copy to shared memory that thread"),
     ],
 )
 def test_planted_faults_are_found(kernel: str, fault: str, message: str) -> None:
-    check_found(kernel, fault, message)
-
-
-def test_a_wrong_shuffle_gives_a_wrong_sum() -> None:
-    found, out = run("sum", "wrong mask")
-    assert found == ""
-    assert not np.array_equal(out, run("sum")[1])
+    for _ in range(4):
+        found = run(kernel, fault, RIGHT[kernel].size if kernel in RIGHT else 512)[0]
+        assert message in found, found
+    assert run("rotate", size=64)[0] == run("gather")[0] == ""
 
 
 def test_shared_memory_nobody_wrote_is_nan() -> None:
-    found, out = run("rotate", "unwritten")
+    found, out = run("rotate", "unwritten", 64)
     assert found == ""
-    assert np.isnan(out[2])
-    assert np.isfinite(np.delete(out, 2)).all()
+    assert list(np.flatnonzero(np.isnan(out))) == [2]
 
 
 def test_a_result_that_depends_on_the_order_of_blocks_differs_from_launch_to_launch() -> None:
     assert {float(run("order")[1][0]) for _ in range(4)} == {0.0, 2.0}
+    # A barrier of the cluster is not enough for sums over the grid.
+    assert len({run("gather", "barrier of the cluster alone")[1].tobytes() for _ in range(4)}) == 2
+
+
+def entry(values: Floats, fault: str = "") -> float:
+    return float(run("product", fault, 128, values)[1][0])
 
 
 def test_tensor_core_products() -> None:
     # The tensor core multiplies numbers of 11 bits exactly.
-    values = np.random.default_rng(0).integers(-1000, 1000, 128)
+    values = np.random.default_rng(0).integers(-1000, 1000, 128).astype(np.float32)
     found, out = run("product", size=128, values=values)
     assert found == ""
-    left, right = values.reshape(16, 8), values[:64].reshape(8, 8)
-    np.testing.assert_array_equal(out.reshape(16, 8), left @ right)
-
-
-def test_sums_of_tensor_cores_are_cut_off() -> None:
-    values = np.zeros(128)
-    values[0], values[1], values[8] = 1, 1.5 * 2.0**-12, 2.0**-12  # 1 + 1.5 / 2^24 is nearer to 1 + 2 / 2^24
-    assert run("product", size=128, values=values)[1].reshape(16, 8)[0, 0] == 1.0
-
-
-def test_tensor_core_products_have_ten_bits_of_mantissa() -> None:
-    values = np.zeros(128)
+    np.testing.assert_array_equal(out.reshape(16, 8), values.reshape(16, 8) @ values[:64].reshape(8, 8))
+    values = np.zeros(128, dtype=np.float32)
     values[0] = 1 + 2.0**-11 + 2.0**-12  # between two numbers of 10 bits, nearer to the larger one
-    values[1:8] = 0
-    exact = np.outer(values[:1], values[:8])
-    dropped = run("product", size=128, values=values)[1].reshape(16, 8)[0, 0]
-    rounded = run("product", "rounded", size=128, values=values)[1].reshape(16, 8)[0, 0]
-    assert dropped == 1.0
-    assert rounded == 1 + 2.0**-10
-    assert exact[0, 0] != dropped
+    assert entry(values) == 1.0
+    values[1], values[8] = 1.5 * 2.0**-12, 2.0**-12  # 1 + 1.5 / 2^24 is nearer to 1 + 2 / 2^24; sums are cut off
+    values[0] = 1.0
+    assert entry(values) == 1.0
+    values[0], values[1] = 1 + 2.0**-11 + 2.0**-12, 0.0
+    assert entry(values, "rounded") == 1 + 2.0**-10
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "message"),
+    [
+        ("clusters of 3", {}, "clusters of 3 blocks, 1, 2, 4 and 8 are possible"),
+        ("part of a cluster", {}, "clusters of 4 blocks do not divide a grid of (6, 1, 1)"),
+        ("pass", {"clusters": False}, "clusters of 4 blocks on a device without clusters"),
+        ("pass", {"multiprocessors": 1}, "clusters of 4 blocks do not fit the device"),
+        ("many blocks", {}, "a cooperative launch of 8 blocks, the device runs 4 at a time"),
+        ("many blocks", {"multiprocessors": 4}, ""),
+        ("many blocks", {"multiprocessors": 4, "cooperative": False}, "a cooperative launch on a device without"),
+        ("rotate", {"shared_bytes": 1023}, "1024 bytes of shared memory, a block can have 1023"),
+        ("product", {"architecture": 75}, "an instruction of architecture 80 on a device of 75"),
+        ("ahead", {"architecture": 75}, "an instruction of architecture 80 on a device of 75"),
+    ],
+)
+def test_a_device_refuses_launches(kernel: str, given: dict[str, int], message: str) -> None:
+    with device(**given):
+        found, _ = run(kernel)
+    assert (message in found) if message else found == ""
+    assert run("pass")[0] == ""
+
+
+def test_launches_are_counted_by_how_their_blocks_run() -> None:
+    emulator.take_launches(kernels="planted")
+    for kernel, times in (("rotate", 2), ("pass", 1), ("gather", 3), ("clusters of 3", 1)):
+        for _ in range(times):
+            run(kernel)
+    ways = {"Args": 2, "Args cluster4": 1, "Args cluster2 cooperative": 3}
+    assert emulator.take_launches(ways=True, kernels="planted") == ways  # one was refused
+
+
+def test_how_much_runs_at_a_time() -> None:
+    with device(multiprocessors=6, shared_bytes=100_000, shared_bytes_together=150_000):
+        assert [active(0, kib * KIB) for kib in (0, 72, 73, 97, 98)] == [2, 2, 1, 1, -1]
+        assert [active(size, KIB) for size in (1, 2, 4, 8)] == [12, 6, 3, 1]
+    with device(clusters=False):
+        assert active(0, KIB) == 2
+        assert active(2, KIB) == 0
+
+
+@pytest.mark.parametrize("kib", [47, 48, 49, 99])
+def test_a_launch_may_ask_for_all_that_a_block_can_have(kib: int) -> None:
+    for order in ((99 * KIB, kib * KIB), (kib * KIB, 99 * KIB)):
+        with device():
+            assert planted().capsfast_run_planted_meanwhile(*order) == b""
+
+
+def test_threads_ask_the_device_once() -> None:
+    sizes = [KIB, 60 * KIB, 99 * KIB, *range(1, 401)]
+    with device(), ThreadPoolExecutor(4) as pool:
+        questions()
+        answers = list(pool.map(functools.partial(active, 0), sizes * 4))
+        assert answers == ([2, 1, 1] + [2] * 400) * 4
+        assert questions() == len(sizes) + 2  # and the limits of a block and of the kernel
+    with device(shared_bytes=60 * KIB):  # another device
+        assert active(0, 60 * KIB) == 1
+        assert questions() == 3
+
+
+def test_answers_do_not_pile_up() -> None:
+    with device():
+        for size in range(3000):
+            active(0, size)
+        questions()
+        assert active(0, 2999) == active(0, 0) == 2
+        assert questions() == 1  # the last answer is known, the first was forgotten
+
+
+def test_ops_run_on_the_emulated_device() -> None:
+    emulator.install()
+    problem = make(Shape(1, 200, 10, 16, 8), PLAIN, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="a block can have 1024"), emulator.device(shared_bytes=1024):
+        run_op(problem, emulator.NAME)
+    emulator.take_launches()
+    with emulator.device(multiprocessors=4):
+        emulator.take_questions()
+        run_op(problem, emulator.NAME)
+        assert emulator.take_questions() > 0
+        run_op(problem, emulator.NAME)
+        assert emulator.take_questions() == 0
+    assert emulator.take_launches()["rows::AccumulateArgs"] > 0
+    with pytest.raises(ValueError, match="no device has"), emulator.device(multiprocessors=0):
+        pass

@@ -53,15 +53,6 @@ T shuffle_xor(T value, int mask, int line = __builtin_LINE()) {
   return value;
 }
 
-template <class T>
-T shuffle(T value, int lane, int line = __builtin_LINE()) {
-  static_assert(sizeof(T) <= emulator::kSlot);
-  if (lane < 0 || lane >= emulator::kWarp) fault("shuffle from lane " + std::to_string(lane));
-  const unsigned char* slots = Block::current().exchange(&value, sizeof(T), line);
-  std::memcpy(&value, slots + static_cast<size_t>(lane) * emulator::kSlot, sizeof(T));
-  return value;
-}
-
 inline bool any(bool value, int line = __builtin_LINE()) {
   const unsigned char* slots = Block::current().exchange(&value, sizeof(value), line);
   bool any = false;
@@ -146,10 +137,6 @@ class Element {
   T* where_;
 };
 
-struct alignas(8) Pair {
-  float first, second;
-};
-
 template <class T>
 class Shared {
  public:
@@ -158,7 +145,6 @@ class Shared {
     check(n, 1);
     return Element<T>(data_ + n);
   }
-  Pair pair(int n) const { return vector<Pair>(n); }
   template <class Vector>
   Vector vector(int n) const {
     check(n, static_cast<int>(sizeof(Vector) / sizeof(T)));

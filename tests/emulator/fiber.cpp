@@ -3,11 +3,24 @@
 #include <cstdint>
 #include <cstdlib>
 
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
 namespace capsfast::emulator {
 
 namespace {
+
 constexpr size_t kStack = 64 * 1024;
+
+thread_local void (*starting_entry)(void*) = nullptr;
+thread_local void* starting_argument = nullptr;
+void begin() {
+  starting_entry(starting_argument);
+  std::abort();  // entry never returns
 }
+
+}  // namespace
 
 #if defined(__x86_64__)
 
@@ -25,86 +38,53 @@ __asm__(
     "  ret\n"
     ".size capsfast_emulator_switch, .-capsfast_emulator_switch\n");
 
-struct Fiber::Context {
-  std::unique_ptr<char[]> stack{new char[kStack]};
-  void* inside = nullptr;
-  void* outside = nullptr;
-  void (*entry)(void*) = nullptr;
-  void* argument = nullptr;
-};
-
-namespace {
-thread_local void (*starting_entry)(void*) = nullptr;
-thread_local void* starting_argument = nullptr;
-void begin() {
-  starting_entry(starting_argument);
-  std::abort();  // entry never returns
-}
-}  // namespace
-
-void Fiber::start(void (*entry)(void*), void* argument) {
-  context_->entry = entry;
-  context_->argument = argument;
-  const uintptr_t top = (reinterpret_cast<uintptr_t>(context_->stack.get()) + kStack) & ~uintptr_t{15};
+using Side = void*;  // the stack pointer
+static inline void switch_sides(Side& from, Side& to) { capsfast_emulator_switch(&from, to); }
+static void prepare(Side& side, char* stack) {
+  const uintptr_t top = (reinterpret_cast<uintptr_t>(stack) + kStack) & ~uintptr_t{15};
   // The switch pops six registers and returns into begin(). The ABI wants the stack pointer at the entry of a function
   // to be 8 above a multiple of 16.
   void** frame = reinterpret_cast<void**>(top) - 2;
   frame[0] = reinterpret_cast<void*>(&begin);
   frame[1] = nullptr;
-  context_->inside = frame - 6;
+  side = frame - 6;
   for (int n = 1; n <= 6; ++n) frame[-n] = nullptr;
 }
 
-void Fiber::resume() {
-  starting_entry = context_->entry;
-  starting_argument = context_->argument;
-  capsfast_emulator_switch(&context_->outside, context_->inside);
+#else
+
+using Side = ucontext_t;
+static inline void switch_sides(Side& from, Side& to) { swapcontext(&from, &to); }
+static void prepare(Side& side, char* stack) {
+  getcontext(&side);
+  side.uc_stack.ss_sp = stack;
+  side.uc_stack.ss_size = kStack;
+  side.uc_link = nullptr;
+  makecontext(&side, begin, 0);
 }
 
-void Fiber::suspend() { capsfast_emulator_switch(&context_->inside, context_->outside); }
-
-#else
-}  // namespace capsfast::emulator
-
-#include <ucontext.h>
-
-namespace capsfast::emulator {
+#endif
 
 struct Fiber::Context {
   std::unique_ptr<char[]> stack{new char[kStack]};
-  ucontext_t inside{}, outside{};
+  Side inside{}, outside{};
   void (*entry)(void*) = nullptr;
   void* argument = nullptr;
 };
 
-namespace {
-thread_local void (*starting_entry)(void*) = nullptr;
-thread_local void* starting_argument = nullptr;
-void begin() {
-  starting_entry(starting_argument);
-  std::abort();
-}
-}  // namespace
-
 void Fiber::start(void (*entry)(void*), void* argument) {
   context_->entry = entry;
   context_->argument = argument;
-  getcontext(&context_->inside);
-  context_->inside.uc_stack.ss_sp = context_->stack.get();
-  context_->inside.uc_stack.ss_size = kStack;
-  context_->inside.uc_link = nullptr;
-  makecontext(&context_->inside, begin, 0);
+  prepare(context_->inside, context_->stack.get());
 }
 
 void Fiber::resume() {
   starting_entry = context_->entry;
   starting_argument = context_->argument;
-  swapcontext(&context_->outside, &context_->inside);
+  switch_sides(context_->outside, context_->inside);
 }
 
-void Fiber::suspend() { swapcontext(&context_->inside, &context_->outside); }
-
-#endif
+void Fiber::suspend() { switch_sides(context_->inside, context_->outside); }
 
 Fiber::Fiber() : context_(new Context) {}
 Fiber::~Fiber() = default;

@@ -1,51 +1,243 @@
-// Runs the kernels of planted.h for the Python tests.
-#include "planted.h"
+// Small kernels that test the emulator itself, and their runs for the Python tests. Each kernel is correct, unless
+// Args::fault names a fault.
+#include <functional>
+#include <map>
+#include <string>
 
-#include <vector>
+#include "../../csrc/cuda/device.h"
+
+namespace planted {
+
+using namespace capsfast;
+using gpu::Global;
+using gpu::Shared;
+
+constexpr int kThreads = 64, kSharedBytes = 1024;
+
+struct Args {
+  std::string fault;
+  Global<float> in, out;
+
+  bool is(const char* name) const { return fault == name; }
+};
+
+struct alignas(8) Two {
+  float numbers[2];
+};
+
+// Every thread gives its number to its neighbour through shared memory.
+CAPSFAST_KERNEL(kThreads, 1)
+rotate(Args a) {
+  const Shared<float> box = gpu::shared<float>(a.is("beyond shared memory") ? kSharedBytes - 8 : 0, kThreads);
+  const int n = gpu::thread();
+  if (!a.is("unwritten") || n != 3) box[n] = a.in[n];
+  if (a.is("early exit") && n == 7) return;
+  if (a.is("two barriers") && n < 32) {
+    gpu::barrier();
+  } else if (a.is("barrier of a warp")) {
+    gpu::warp_barrier();
+  } else if (!a.is("missing barrier")) {
+    gpu::barrier();
+  }
+  if (a.is("misaligned")) box.vector<Two>(1);
+  const int from = a.is("wrong shared index") ? n + 1 : (n + 1) % kThreads;
+  a.out[a.is("wrong index") ? n + 1 : n] = box[from];
+  if (a.is("overwritten too soon")) box[n] = 0.0f;
+}
+
+// The sum of the numbers of each pair of neighbours, through shared memory, then of each warp, by shuffles.
+CAPSFAST_KERNEL(kThreads, 1)
+sum(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, kThreads);
+  const int n = gpu::thread();
+  box[n] = a.in[n];
+  if (!a.is("missing barrier of the warp")) gpu::warp_barrier();
+  float x = box[n] + box[n ^ 1];
+  if (a.is("half a warp") && n % 32 >= 16) return;
+  for (int mask = 16; mask > 1; mask /= 2) x += gpu::shuffle_xor(x, mask);
+  a.out[n] = x;
+}
+
+// Every block gives its numbers to the block before it in the cluster.
+CAPSFAST_KERNEL(kThreads, 1)
+pass(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, kThreads);
+  const int n = gpu::thread(), size = gpu::cluster_size(), rank = gpu::cluster_rank();
+  const int64_t block = gpu::block_x();
+  if (rank == 1 && a.is("a thread leaves early") && n == 3) return;
+  box[n] = a.in[block * kThreads + n];
+  if (a.is("barrier of the block")) {
+    gpu::barrier();
+  } else if (!a.is("missing barrier")) {
+    gpu::cluster_barrier();
+  }
+  a.out[block * kThreads + n] = box.read_from(a.is("wrong rank") ? rank + 1 : (rank + 1) % size, n);
+  if (a.is("overwritten too soon")) box[n] = 0.0f;
+  if (!a.is("missing barrier at the end")) gpu::cluster_barrier();
+}
+
+// Every block adds up the numbers of its cluster through shared memory, then the numbers of all blocks through device
+// memory.
+CAPSFAST_KERNEL(kThreads, 1)
+gather(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, kThreads);
+  const int n = gpu::thread(), size = gpu::cluster_size();
+  const int64_t block = gpu::block_x(), blocks = gpu::blocks_x();
+  box[n] = a.in[block * kThreads + n];
+  gpu::cluster_barrier();
+  float x = 0.0f;
+  for (int rank = 0; rank < size; ++rank) x += box.read_from(rank, n);
+  a.out[block * kThreads + n] = x;
+  if (a.is("barrier of the cluster alone")) {
+    gpu::cluster_barrier();
+  } else {
+    gpu::grid_barrier();  // is also a barrier of every cluster
+  }
+  if (block == 1 && a.is("a block leaves early")) return;
+  x = 0.0f;
+  for (int64_t other = 0; other < blocks; other += size) x += a.out[other * kThreads + n];
+  gpu::grid_barrier();
+  a.out[block * kThreads + n] = x;
+}
+
+// Some threads copy for all, twice to the same place. Each time every thread reads the number of its neighbour.
+CAPSFAST_KERNEL(kThreads, 1)
+ahead(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, kThreads);
+  const int n = gpu::thread(), next = (n + 1) % kThreads;
+  const bool copies = n < kThreads / 4;
+  float sum = 0.0f;
+  for (int turn = 0; turn < 2; ++turn) {
+    int from = 4 * (n + turn) % kThreads, to = 4 * n;
+    if (a.is("source not aligned") && n == 9) from = 4 * n + 1;
+    if (a.is("beyond the source") && n == 9) from = kThreads - 3;
+    if (a.is("beyond the destination") && n == 9) to = kThreads;
+    if (a.is("copies overlap") && n == 9) to = 4 * n + 4;
+    if (copies) gpu::copy_ahead(box, to, Global<const float>(a.in), from);
+    if (a.is("left on its way")) return;
+    if (a.is("read on its way") && copies) sum += box[4 * n];
+    if (a.is("overwritten on its way") && copies) box[4 * n] = 0.0f;
+    if (a.is("source overwritten") && copies) a.in[from] = 0.0f;
+    if (!a.is("one thread does not wait") || n != 9) gpu::copies_wait();
+    if (!a.is("missing barrier")) gpu::barrier();
+    sum += box[next];
+    if (!a.is("copied over too soon")) gpu::barrier();
+  }
+  a.out[n] = sum;
+}
+
+// One thread copies for all in bulk, twice to the same place. Each time every thread reads the number of its neighbour.
+CAPSFAST_KERNEL(kThreads, 1)
+bulk(Args a) {
+  const Shared<float> box = gpu::shared<float>(16, kThreads);
+  const int n = gpu::thread(), bytes = 4 * kThreads;
+  const gpu::Arrival arrival(0);
+  if (n == 0) arrival.begin();
+  box[n] = 0.0f;
+  if (!a.is("not released")) gpu::Arrival::release_writes();
+  if (!a.is("begins without a barrier")) gpu::barrier();
+  float sum = 0.0f;
+  for (int turn = 0; turn < 2; ++turn) {
+    if (n == 0) {
+      arrival.expect(a.is("too few bytes") ? bytes + 16 : bytes);
+      const int64_t from = a.is("beyond the source") ? 16 : 0;
+      arrival.copy(gpu::shared<unsigned char>(16, bytes), a.in.as<const unsigned char>(), from, bytes);
+    }
+    gpu::barrier();
+    if (!a.is("nobody waits")) arrival.wait(a.is("wrong turn") ? turn == 0 : turn == 1);
+    sum += box[(n + 1) % kThreads];
+    if (!a.is("copied over too soon")) gpu::barrier();
+  }
+  if (n == 0) arrival.end();
+  a.out[n] = sum;
+}
+
+// out [16, 8] = in [16, 8] in [8, 8], one product of tensor cores.
+CAPSFAST_KERNEL(32, 1)
+product(Args a) {
+  const int group = gpu::thread() / 4, quad = gpu::thread() % 4;
+  float left[4], right[2], c[4] = {0, 0, 0, 0};
+  for (int n = 0; n < 4; ++n) left[n] = a.in[(group + n % 2 * 8) * 8 + quad + n / 2 * 4];
+  for (int n = 0; n < 2; ++n) right[n] = a.in[(quad + n * 4) * 8 + group];
+  if (a.is("rounded")) {
+    for (float& x : left) x = gpu::to_tf32(x);
+  }
+  gpu::mma_tf32(c, left, right);
+  for (int n = 0; n < 4; ++n) a.out[(group + n / 2 * 8) * 8 + 2 * quad + n % 2] = c[n];
+}
+
+// Every block writes its index to the same element, so the result depends on which block runs last.
+CAPSFAST_KERNEL(32, 1)
+order(Args a) {
+  if (gpu::thread() == 0) a.out[0] = static_cast<float>(gpu::block_x());
+}
+
+struct Planted {
+  void (*run)(Args);
+  gpu::Grid grid = {};
+  gpu::Together together = {};
+  int threads = kThreads;
+};
+
+const std::map<std::string, Planted> kernels = {
+    {"rotate", {rotate}},
+    {"sum", {sum}},
+    {"pass", {pass, {8, 1, 1}, {4, false}}},
+    {"gather", {gather, {4, 1, 1}, {2, true}}},
+    {"gather alone", {gather, {4, 1, 1}, {2, false}}},
+    {"ahead", {ahead}},
+    {"bulk", {bulk}},
+    {"product", {product, {}, {}, 32}},
+    {"order", {order, {3, 1, 1}, {}, 32}},
+    {"odd block", {rotate, {}, {}, 40}},
+    {"clusters of 3", {pass, {6, 1, 1}, {3, false}}},
+    {"part of a cluster", {pass, {6, 1, 1}, {4, false}}},
+    {"many blocks", {gather, {8, 1, 1}, {1, true}}},
+};
+
+std::string found_by(const std::function<void()>& run) {
+  try {
+    run();
+    return "";
+  } catch (const emulator::Fault& fault) { return fault.what(); }
+}
+
+}  // namespace planted
 
 using namespace planted;
 
 // Runs a kernel with `size` numbers in `in` and `out`. Returns the fault that the emulator found, or "".
-extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted(
-    const char* kernel, const char* fault, float* in, float* out, int size) {
+extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted(const char* name, const char* fault,
+                                                                                   float* in, float* out, int size) {
   static std::string found;
-  found.clear();
-  try {
-    const Kernel* chosen = nullptr;
-    for (const Kernels* kernels : {&of_a_block, &of_a_team, &of_copies}) {
-      if (const auto here = kernels->find(kernel); here != kernels->end()) chosen = &here->second;
-    }
-    if (chosen == nullptr) return "no such kernel";
-    const Args args{fault, Global<float>(in, size), Global<float>(out, size)};
-    gpu::launch(chosen->run, chosen->grid, chosen->threads, kSharedBytes, {}, args, chosen->together);
-  } catch (const emulator::Fault& fault_found) { found = fault_found.what(); }
+  const Planted& kernel = kernels.at(name);
+  const Args args{fault, Global<float>(in, size), Global<float>(out, size)};
+  found =
+      found_by([&] { gpu::launch(kernel.run, kernel.grid, kernel.threads, kSharedBytes, {}, args, kernel.together); });
   return found.c_str();
 }
 
-// How many blocks (size 0) or clusters of `size` blocks run at the same time; -1 if the emulator finds a fault.
-extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_active(int size, int threads,
-                                                                                      int shared_bytes) {
-  const gpu::Kernel<Args> kernel = of_a_block.at("rotate").run;
-  try {
-    return size == 0 ? gpu::max_active_blocks(kernel, threads, shared_bytes)
-                     : gpu::max_active_clusters(kernel, size, threads, shared_bytes);
-  } catch (const emulator::Fault&) { return -1; }
+// How many blocks (size 0) or clusters of `size` blocks, each of two warps, run at the same time; -1 if the emulator
+// finds a fault.
+extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_active(int size, int shared_bytes) {
+  int64_t active = -1;
+  found_by([&] {
+    active = size == 0 ? gpu::max_active_blocks(&rotate, kThreads, shared_bytes)
+                       : gpu::max_active_clusters(&rotate, size, kThreads, shared_bytes);
+  });
+  return active;
 }
 
 // Launches a kernel with `much` shared memory. Just before the launch it plans a launch with less, as another thread of
-// the host may. own: as if each thread set the limit of the kernel to what it needs.
-extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted_meanwhile(int much, int less,
-                                                                                             bool own) {
-  const Kernel& chosen = of_a_block.at("rotate");
+// the host may.
+extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted_meanwhile(int much, int less) {
   static std::string found;
-  found.clear();
-  try {
-    std::vector<float> numbers(kThreads);
-    const Args args{"", Global<float>(numbers.data(), kThreads), Global<float>(numbers.data(), kThreads)};
-    gpu::allow_shared(chosen.run, much);
-    gpu::max_active_blocks(chosen.run, chosen.threads, less);
-    if (own) gpu::Driver::allow_shared(reinterpret_cast<const void*>(chosen.run), less);
-    gpu::launch_allowed(chosen.run, chosen.grid, chosen.threads, much, args, {});
-  } catch (const emulator::Fault& fault_found) { found = fault_found.what(); }
+  float numbers[kThreads] = {};
+  const Args args{"", Global<float>(numbers, kThreads), Global<float>(numbers, kThreads)};
+  found = found_by([&] {
+    gpu::allow_shared(&rotate, much);
+    gpu::max_active_blocks(&rotate, kThreads, less);
+    gpu::launch_allowed(&rotate, {}, kThreads, much, args, {});
+  });
   return found.c_str();
 }

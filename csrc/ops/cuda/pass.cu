@@ -19,7 +19,7 @@ struct Pass {
     in.prior = operand(inputs.prior, {p.B, p.J});
     if (inputs.query.data == nullptr) return;
     const Global<T> V = call.template scratch<T>(call.vectors());
-    call.per_output(query_kernel<T>, QueryArgs<T>{in, operand(inputs.query, {p.B, p.J, p.D}), V});
+    step(QueryArgs<T>{in, operand(inputs.query, {p.B, p.J, p.D}), V});
     scoring.V = V;
   }
 
@@ -37,6 +37,11 @@ struct Pass {
 
   void accumulate(const AccumulateArgs<T>& args) const {
     if (p.I > 0) call.general_accumulate(args);
+  }
+
+  template <class Args>
+  void step(const Args& args) const {
+    call.per_output(step_kernel<Args>, args);
   }
 
   Call<T> call;
@@ -84,7 +89,7 @@ void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const Pass
     if (call.plan.row_norm_apart && !accumulate.unweighted) accumulate.norm = pass.row_norm();
   }
   pass.accumulate(accumulate);
-  call.per_output(moment_kernel<T>, moments);
+  pass.step(moments);
   if (!p.softmax_in() || !weights.data) return;
   // One more pass writes the coupling. Its normaliser is known now, and it forms no sums.
   AccumulateArgs<T> write = pass.accumulating({});
@@ -115,7 +120,7 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
     const Global<const T> columns(static_cast<const T*>(saved.norm), 2 * call.scalars());
     norm = {columns.from(0, call.scalars()), columns.from(call.scalars(), call.scalars()), gradients.mean};
   }
-  call.per_output(moment_gradient_kernel<T>, gradients);
+  pass.step(gradients);
   pass.scoring.ds = gradients.ds;
   pass.scoring.dmass = gradients.dmass;
   pass.scoring.dcoupling = gradients.dweights;
@@ -131,7 +136,7 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
     AccumulateArgs<T> accumulate = pass.accumulating(sums.parts);
     accumulate.norm = norm;
     pass.accumulate(accumulate);
-    call.per_output(moment_kernel<T>, sums);
+    pass.step(sums);
   }
   if (!wants_gradient(p, out.common)) return;
   GradientArgs<T> last = gradient_args<T>(p, out.common);

@@ -33,7 +33,7 @@ struct Accumulation {
   // barrier.
   CAPSFAST_DEVICE void follow_maximum() const {
     for_each(tile.samples, tile.outputs, [&](int sample, int out) {
-      const int column = tile.at(0, sample, out), end = columns * tile.inputs;
+      const int column = tile.index(0, sample, out), end = columns * tile.inputs;
       if (tile.i0 == i_begin) {
         const bool leaky = in.leaky && split == 0;  // the entry with logit 0 must count once: the first split has it
         max[column] = leaky ? T(0) : Extreme<T>::lowest;
@@ -69,11 +69,11 @@ struct Accumulation {
         T votes[kSamples];
         tile.make_votes(valid, tile.i0 + input, tile.j0 + out, d, votes);
         for_samples(
-            valid, [&](int n) { sum[n] += a.unweighted ? votes[n] : votes[n] * weights[tile.at(input, n, out)]; });
+            valid, [&](int n) { sum[n] += a.unweighted ? votes[n] : votes[n] * weights[tile.index(input, n, out)]; });
       }
       for_samples(tile.all_samples(), [&](int n) {
         double& to = a.sum[((split * in.B + tile.b0 + n) * in.J + tile.j0 + out) * components + d];
-        const double kept = a.max ? static_cast<double>(factor[tile.at(0, n, out)]) : 1.0;
+        const double kept = a.max ? static_cast<double>(factor[tile.index(0, n, out)]) : 1.0;
         to = (tile.i0 == i_begin ? 0.0 : to * kept) + static_cast<double>(sum[n]);
       });
     });

@@ -34,8 +34,9 @@ template <class T, class E, bool kVotes>
 struct Gradient {
   using Size = GradientTile<T>;
   using Scores = Tile<T, E, kVotes, Size>;
-  static constexpr int dvotes_at = Scores::elements + Scores::scores, du_at = dvotes_at + Scores::pairs * Size::rows;
-  static constexpr int bytes = (du_at + Scores::pairs * Size::columns) * static_cast<int>(sizeof(T));
+  static constexpr int dvotes_from = Scores::elements + Scores::scores,
+                       du_from = dvotes_from + Scores::pairs * Size::rows;
+  static constexpr int bytes = (du_from + Scores::pairs * Size::columns) * static_cast<int>(sizeof(T));
 
   const GradientArgs<T>& a;
   const Inputs& in = a.in;
@@ -46,9 +47,9 @@ struct Gradient {
   const int64_t split = gpu::block_y(), tiles = (in.B + kSamples - 1) / kSamples,
                 b_begin = tiles * split / gpu::blocks_y() * kSamples,
                 b_end = tiles * (split + 1) / gpu::blocks_y() * kSamples;
-  Shared<T> dlogits = Scores::array(Scores::elements, Scores::scores);     // [pairs][outputs]
-  Shared<T> dvotes = Scores::array(dvotes_at, Scores::pairs* Size::rows);  // [pairs][outputs * components]
-  Shared<T> du = Scores::array(du_at, Scores::pairs* Size::columns);       // [pairs][columns]
+  Shared<T> dlogits = Scores::array(Scores::elements, Scores::scores);       // [pairs][outputs]
+  Shared<T> dvotes = Scores::array(dvotes_from, Scores::pairs* Size::rows);  // [pairs][outputs * components]
+  Shared<T> du = Scores::array(du_from, Scores::pairs* Size::columns);       // [pairs][columns]
 
   // c and db of iteration t and, with_dlogits, dlogits += db.
   CAPSFAST_DEVICE void couple(int64_t t, bool with_dc, bool with_dlogits) const {
@@ -76,10 +77,10 @@ struct Gradient {
         const int64_t b = tile.b0 + n, j = tile.j0 + out, element = ((t * in.B + b) * in.J + j) * in.D + d0 + d;
         const T ds = a.ds[element], V = with_db ? a.V[element] : T(0);
         for (int input = 0; input < tile.inputs; ++input) {
-          const int pair = input * kSamples + n, at = pair * Size::outputs + out,
+          const int pair = input * kSamples + n, score = pair * Size::outputs + out,
                     to = pair * Size::rows + out * components + d;
-          T sum = tile.c[at] * ds;
-          if (with_db) sum += tile.dc[at] * V;
+          T sum = tile.c[score] * ds;
+          if (with_db) sum += tile.dc[score] * V;
           if (t > a.first) sum += dvotes[to];
           dvotes[to] = sum;
           if (!kVotes || t + 1 < a.iterations) continue;
@@ -93,7 +94,7 @@ struct Gradient {
   CAPSFAST_DEVICE void sum_dlogits() const {
     for_each(tile.inputs, tile.outputs, [&](int input, int out) {
       T sum = T(0);
-      for (int n = 0; n < tile.samples; ++n) sum += dlogits[tile.at(input, n, out)];
+      for (int n = 0; n < tile.samples; ++n) sum += dlogits[tile.index(input, n, out)];
       double& to = a.dlogits[(split * in.I + tile.i0 + input) * in.J + tile.j0 + out];
       to = (tile.b0 == b_begin ? 0.0 : to) + static_cast<double>(sum);
     });
@@ -129,11 +130,12 @@ struct Gradient {
       double sum = 0;
       for (int input = unit; input < unit + each; ++input) {
         const int64_t i = tile.i0 + input, from = in.u.at(tile.b0, i, k0 + k);
-        T here = T(0);
+        T product = T(0);
         for_samples(tile.valid_samples(i), [&](int sample) {
-          here += dvotes[(input * kSamples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);
+          product +=
+              dvotes[(input * kSamples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);
         });
-        sum += static_cast<double>(here);
+        sum += static_cast<double>(product);
       }
       const int64_t j = tile.j0 + row / components, d = d0 + row % components;
       double& to = a.dweight[(((part + unit) * in.J + j) * in.D + d) * in.K + k0 + k];

@@ -57,8 +57,8 @@ struct GeneralKernels {
 };
 
 template <auto kKernel, int kBytes, class Args>
-void launch_general(const Args& args, const Launch& at) {
-  gpu::launch(kKernel, at.grid, kThreads, kBytes, at.stream, args);
+void launch_general(const Args& args, const Launch& launch) {
+  gpu::launch(kKernel, launch.grid, kThreads, kBytes, launch.stream, args);
 }
 
 // The kernels for inputs of type E. kVotes: votes are given. Each type has a file in ../instantiations, so that types

@@ -83,7 +83,7 @@ struct Tile {
     outputs = at_most(in.J - j0, most_outputs);
   }
 
-  CAPSFAST_DEVICE int at(int input, int n, int out) const { return (input * kSamples + n) * Size::outputs + out; }
+  CAPSFAST_DEVICE int index(int input, int n, int out) const { return (input * kSamples + n) * Size::outputs + out; }
   CAPSFAST_DEVICE int64_t sample_of(int pair) const { return b0 + pair % kSamples; }
   CAPSFAST_DEVICE int64_t input_of(int pair) const { return i0 + pair / kSamples; }
 
@@ -156,8 +156,8 @@ struct Tile {
           with.dcoupling.add_to(&by_ds[n], b, i, j);
           with.dmass.add_to(&by_ds[n], b, j);
         }
-        c[at(input, n, out)] = counts ? by_V[n] : -Extreme<T>::infinity;
-        if (with.ds) dc[at(input, n, out)] = counts ? by_ds[n] : T(0);
+        c[index(input, n, out)] = counts ? by_V[n] : -Extreme<T>::infinity;
+        if (with.ds) dc[index(input, n, out)] = counts ? by_ds[n] : T(0);
       });
     });
     gpu::barrier();
@@ -169,11 +169,11 @@ struct Tile {
     constexpr int kLanes = 8;
     static_assert(kLanes * kSamples % 32 == 0, "all lanes of a warp take part in every shuffle");
     for_each(inputs * kSamples, kLanes, [&](int pair, int lane) {
-      const bool mine = pair % kSamples < samples;
-      const int row = pair * Size::outputs, end = mine ? row + outputs : row;
+      const bool exists = pair % kSamples < samples;
+      const int row = pair * Size::outputs, end = exists ? row + outputs : row;
       // The leaky entry has logit 0, and its dc is 0.
       T before = in.leaky ? T(0) : Extreme<T>::lowest, total = in.leaky ? T(1) : T(0), total_dc = T(0);
-      if (mine && j0 > 0) {
+      if (exists && j0 > 0) {
         before = max[pair];
         total = scale[pair];
         total_dc = mean[pair];
@@ -190,7 +190,7 @@ struct Tile {
       sum = lane_sum(sum, kLanes);
       sum_dc = lane_sum(sum_dc, kLanes);
       gpu::warp_barrier();  // all lanes have read what is overwritten below
-      if (!mine || lane != 0) return;
+      if (!exists || lane != 0) return;
       const T factor = std::exp(before - m);
       total = total * factor + sum;
       const bool last = j0 + outputs == in.J;

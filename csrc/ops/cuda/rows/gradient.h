@@ -305,11 +305,11 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
 #pragma unroll 1
     for (int j0 = begin; j0 < J; j0 += kTogether * step) {
       Four sum[kTogether] = {};
+      const unsigned n0 = static_cast<unsigned>((j0 * D + d) * K + k), next = static_cast<unsigned>(step * D * K);
       // Calls f(m, j, element of `to`) for the output capsules of this turn.
       const auto each = [&](const auto& f) {
         unrolled<kTogether>([&](int m) {
-          const int j = j0 + m * step;
-          if (j < J) f(m, j, static_cast<unsigned>((j * D + d) * K + k));
+          if (j0 + m * step < J) f(m, j0 + m * step, n0 + static_cast<unsigned>(m) * next);
         });
       };
       if (!first && whole) {
