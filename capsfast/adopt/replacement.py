@@ -26,6 +26,10 @@ from .trace import first_line
 from .watch import Call, Candidate, candidates
 
 OP = "capsfast.accelerate"
+VOTES_IN_MEMORY = (
+    "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting in the place of both "
+    "never forms them"
+)
 
 
 def accelerate(
@@ -128,7 +132,7 @@ def _looked_at(
             device = candidate.call.given[0].device.type if candidate.call else "cpu"
             # The caller's autocast is for the model: each call is compared under the autocast that was around it.
             with torch.autocast(device, enabled=False):
-                chosen[layer], found = _found(model, candidate, tolerance, seconds)
+                chosen[layer], found = _found(candidate, tolerance, seconds)
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
             around[candidate.name] = set(layer.modules())
@@ -159,9 +163,7 @@ def _check(model: object, dry_run: object, only_faster: object, tolerance: objec
             raise ValueError(f"{OP}: {name} must not be negative, got {checks.shown(value)}")
 
 
-def _found(
-    model: nn.Module, candidate: Candidate, tolerance: float | None, seconds: float
-) -> tuple[Fused, LayerReport]:
+def _found(candidate: Candidate, tolerance: float | None, seconds: float) -> tuple[Fused, LayerReport]:
     """The fused call of a layer, and its report.
 
     Raises:
@@ -195,12 +197,13 @@ def _found(
     shapes = tuple(tuple(each.shape) for each in identification.tensors(layer).values())
     forward, both = timing.speeds(beside, first.given, first.autocast, seconds)
     names = ", ".join(f"`{each}`" for each in search.probe.written)
-    said = f"its own forward writes {names}, which a fused one leaves as it is" if names else ""
-    gain = timing.gain(model, layer, beside)
+    said = [f"its own forward writes {names}, which a fused one leaves as it is"] if names else []
     # Last, because this casts the copy to all dtypes in turn.
     results = beside.results(few, first.autocast)
     fused = Fused(identification, signature, results, state, shapes, beside.contiguous, search.single, beside.entries)
-    reason = "\n".join(filter(None, (said, gain)))
+    if identification.weight is None:
+        said.append(VOTES_IN_MEMORY)
+    reason = "\n".join(said)
     return fused, LayerReport(candidate.name, name, report.FUSED, reason, identification, largest, forward, both)
 
 
