@@ -1,6 +1,5 @@
 """The call of capsfast that computes what a layer computes."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ class Identification:
         input_order, output_order: axes of the layer's input (``"BIK"``, for votes ``"BIJD"``) and output.
         sizes: sizes of the axes.
         num_iterations, softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
+        options: the options of the call that differ from the defaults.
         averaged: the call is :func:`capsfast.compat.averaged_routing`, which averages the logits over the batch.
         logits, logits_order, bias, bias_order: names and axes of the layer's logits and bias, if it has them.
         arguments, argument_orders: roles of the layer's further arguments, and their axes. Roles are ``"mask"``,
@@ -81,12 +81,12 @@ class Identification:
     forward_difference: float = field(default=0.0, compare=False)
     gradient_difference: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def options(self) -> dict[str, Any]:
-        """The options of the call that differ from the defaults."""
+    def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in DEFAULTS}
-        return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+        options = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+        object.__setattr__(self, "options", options)  # the class is frozen
 
     @property
     def names(self) -> tuple[str, ...]:
