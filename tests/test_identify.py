@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.adopt import Identification, NotReproduced
-from capsfast.adopt.beside import relative
+from capsfast.adopt.trial import relative
 
 from .support.adopted import D, I, J, K, Plain, example, masked_after, squash, variant
 from .support.published import PUBLISHED, Published, float64

@@ -11,27 +11,16 @@ from .identification import Identification
 from .probe import private_copy, take_hooks_off
 from .refusal import LeftAloneError
 from .trace import first_line
+from .trial import relative
 
 # The largest relative difference of a tensor that counts as rounding, by the dtype of the model.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-TINY = 1e-30
 # Enough samples for a comparison; a layer that takes only one number of samples gets that number.
 SAMPLES = 4
 LOW = (torch.bfloat16, torch.float16)
 
 # The tensors of a call, the capsules or votes first.
 Given = tuple[Tensor, ...]
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    """The largest difference over the largest number in ``other``; infinite if a number is not finite."""
-    if one.shape != other.shape:
-        return float("inf")
-    if one.numel() == 0:
-        return 0.0
-    one, other = one.detach().double(), other.detach().double()
-    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
-    return found if found == found else float("inf")
 
 
 class Beside:

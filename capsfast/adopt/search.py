@@ -99,6 +99,7 @@ class Search(Proof):
                 "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
             ) from error
         except UntraceableError as error:
+            self._steady(self._run(self.inputs).detach())  # a state may be the cause, and is the better reason
             raise self._refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
         if own.random or other.random:
             raise self._refused("it draws random numbers (logits that start at random, or dropout)")

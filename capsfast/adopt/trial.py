@@ -15,6 +15,8 @@ OP = "capsfast.identify"
 # Largest relative differences that count as equal; the second for own parameters and u: saturation costs digits.
 SAME, SAME_ON_REAL = 1e-10, 1e-8
 VOTE_LENGTH = 1.5
+# A tensor with no larger number counts as 0.
+TINY = 1e-30
 
 
 class Trial:
@@ -111,12 +113,15 @@ def capsules(candidate: Identification, output: Tensor) -> Tensor:
     return follow(output, steps_from(candidate.output_order, "BJD", candidate.sizes._asdict()))
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    if found.shape != right.shape:
+def relative(one: Tensor, other: Tensor) -> float:
+    """The largest difference over the largest number in ``other``; infinite if a number is not finite."""
+    if one.shape != other.shape:
         return float("inf")
-    found, right = found.detach(), right.detach()
-    difference = float((found - right).norm())
-    return difference / max(float(right.norm()), 1e-300) if difference else 0.0
+    if one.numel() == 0:
+        return 0.0
+    one, other = one.detach().double(), other.detach().double()
+    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
+    return found if found == found else float("inf")
 
 
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
