@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 import capsfast
 from capsfast.adopt import undo
-from capsfast.adopt.beside import TOLERANCE, relative
+from capsfast.adopt.beside import TOLERANCE
+from capsfast.adopt.trial import relative
 
 from .support import published_layers as layers
 from .support.adopted import IMAGES, Net, Plain, accelerate, assert_same, example, undone_copy, variant

@@ -23,40 +23,6 @@ def identification(order: str = "IJDK", given: str = "BIK", out: str = "BJD", **
     return Identification("w", order, given, out, SIZES, **options)
 
 
-# The weight of another layer, its conversion to [I, J, D, K], and its order.
-WEIGHTS = {
-    "IJDK": (lambda w: w),
-    "1IJDK": (lambda w: w[None]),
-    "JIKD": (lambda w: w.permute(1, 0, 3, 2)),
-    "IK(JD)": (lambda w: w.permute(0, 3, 1, 2).flatten(2)),
-    "(IJD)K1": (lambda w: w.flatten(0, 2)[..., None]),
-    "1IJDK1": (lambda w: w[None, ..., None]),
-}
-
-
-@pytest.mark.parametrize("order", WEIGHTS)
-def test_weights_in_other_orders_are_read_as_views(order: str) -> None:
-    u, w = rand(B, I, K), rand(I, J, D, K)
-    theirs = WEIGHTS[order](w).contiguous().requires_grad_()
-    got = identification(order)({"w": theirs}, u)
-    assert torch.equal(got, capsfast.dynamic_routing(u, w))
-    got.sum().backward()
-    assert theirs.grad is not None and theirs.grad.shape == theirs.shape
-
-
-@pytest.mark.parametrize(("order", "shape"), [("JDK", (J, D, K)), ("(JD)K", (J * D, K)), ("1JKD", (1, J, K, D))])
-def test_a_weight_without_i_is_shared(order: str, shape: tuple[int, ...]) -> None:
-    u, w = rand(B, I, K), rand(*shape)
-    of_one = w.view(J, K, D).transpose(1, 2) if order == "1JKD" else w.view(J, D, K)
-    assert torch.equal(identification(order)({"w": w}, u), capsfast.dynamic_routing(u, of_one[None]))
-
-
-def test_input_and_output_in_other_orders() -> None:
-    u, w = rand(B, I, K), rand(I, J, D, K)
-    got = identification(given="1B(KI)1", out="JB11D")({"w": w}, u.transpose(1, 2).flatten(1)[None, ..., None])
-    torch.testing.assert_close(got[:, :, 0, 0].transpose(0, 1), capsfast.dynamic_routing(u, w))
-
-
 def test_votes_logits_bias_and_mask() -> None:
     votes, prior, bias, mask = rand(B, I, J, D), rand(J), rand(D, J), torch.tensor([[1.0, 0, 1, 1, 0, 1]] * B)
     found = Identification(

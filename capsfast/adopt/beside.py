@@ -11,27 +11,16 @@ from .identification import Identification
 from .probe import private_copy, take_hooks_off
 from .refusal import LeftAloneError
 from .trace import first_line
+from .trial import relative
 
 # The largest relative difference of a tensor that counts as rounding, by the dtype of the model.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-TINY = 1e-30
 # Enough samples for a comparison; a layer that takes only one number of samples gets that number.
 SAMPLES = 4
 LOW = (torch.bfloat16, torch.float16)
 
 # The tensors of a call, the capsules or votes first.
 Given = tuple[Tensor, ...]
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    """The largest difference over the largest number in ``other``; infinite if a number is not finite."""
-    if one.shape != other.shape:
-        return float("inf")
-    if one.numel() == 0:
-        return 0.0
-    one, other = one.detach().double(), other.detach().double()
-    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
-    return found if found == found else float("inf")
 
 
 class Beside:
@@ -46,17 +35,15 @@ class Beside:
         take_hooks_off(self.layer)
         self.entries, self.contiguous = 0, True
 
-    def own(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> Given:
+    def own(self, given: Given, autocast: torch.dtype | None) -> Given:
         """The results of the layer's own forward: its output, and its coupling if it returns it.
 
         Raises:
             LeftAloneError: the layer fails, or returns more.
         """
-        args, kwargs = (signature or self.signature).fill(*given)
+        args, kwargs = self.signature.fill(*given)
         try:
-            with torch.autocast(
-                given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False
-            ):
+            with _under(autocast, given):
                 found = self.layer.forward(*args, **kwargs)
         except Exception as error:  # other people's code may raise anything: it becomes the reason
             raise LeftAloneError(f"its forward failed on {list(given[0].shape)}: {first_line(error)}") from error
@@ -82,18 +69,16 @@ class Beside:
                 return (call(call.tensors(self.layer), *given),)
             return call.with_coupling(call.tensors(self.layer), *given)
 
-    def difference(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> float:
-        """The largest relative difference of results and of gradients (capsules or votes, logits, all parameters).
+    def difference(self, given: Given, autocast: torch.dtype | None) -> float:
+        """The largest relative difference of results and of gradients (capsules or votes, all parameters).
 
         Raises:
             LeftAloneError: the shapes of the results differ.
         """
-        roles = self.identification.arguments
-        wanted = [0, *(n for n, role in enumerate(roles, 1) if role == "logits")]
         results: list[list[Tensor]] = []
         for fused in (False, True):
-            copies = tuple(each.detach().clone().requires_grad_(n in wanted) for n, each in enumerate(given))
-            found = self.fused(copies, autocast) if fused else self.own(copies, autocast, signature)
+            copies = tuple(each.detach().clone().requires_grad_(n == 0) for n, each in enumerate(given))
+            found = self.fused(copies, autocast) if fused else self.own(copies, autocast)
             for one, other in zip(found, results[0] if results else (), strict=False):
                 if one.shape != other.shape:
                     raise LeftAloneError(f"it gives {list(other.shape)}, the fused call {list(one.shape)}")

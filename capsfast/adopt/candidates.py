@@ -26,13 +26,11 @@ def options(found: list[Fit], most: int = MOST_ITERATIONS) -> Iterator[dict[str,
         yield {**kind, "num_iterations": num_iterations, "averaged": shared}
 
 
-def roles(name: str, shape: tuple[int, ...], found: Identification, B: int) -> Iterator[Identification]:
+def roles(name: str, shape: tuple[int, ...], found: Identification) -> Iterator[Identification]:
     """Variants of the call with this tensor as logits or as bias, in every order that its shape allows."""
     sizes = found.sizes._asdict()
     if found.logits is None:
         for order, _ in orders(shape, "IJ", sizes, optional="IJ"):
-            yield replace(found, logits=name, logits_order=order)
-        for order, _ in orders(shape, "BIJ", {**sizes, "B": B}, merged=0):
             yield replace(found, logits=name, logits_order=order)
     if found.bias is None:
         for order, _ in orders(shape, "JD", sizes, optional="JD"):

@@ -12,7 +12,7 @@ from .identification import Identification, unwrapped
 from .inputs import Inputs
 from .probe import Run
 from .search import Search
-from .trial import OP, Float64Error
+from .trial import OP
 
 
 def identify(
@@ -43,13 +43,12 @@ def identify(
 
     Returns:
         :class:`capsfast.adopt.Identification`: print it, or call it. Values differ by at most 1e-10, relative; with the
-        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8. A
-        TorchScript layer, or a layer that can't run in float64, is compared in float32: 1e-5 and 1e-3, with a note.
+        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8.
 
     Raises:
-        capsfast.adopt.NotReproduced: a ValueError. No options reproduce the layer, the layer fails, or its result is
-            random, or depends on the mode, on earlier calls, or on a tensor or argument that the call does not read.
-            The message gives the reason and the nearest call.
+        capsfast.adopt.NotReproduced: a ValueError. No options reproduce the layer, it fails in float64, torch can't
+            trace it, or its result is random, or depends on the mode, on earlier calls, or on a tensor or argument that
+            the call does not read. The message gives the reason and the nearest call.
         TypeError, ValueError: layer is not a module; u is empty or not a dense float tensor with at least two axes.
     """
     if not isinstance(layer, nn.Module):
@@ -72,7 +71,6 @@ def searched(
     Raises:
         NotReproduced: capsfast has no such call.
     """
-    inputs = Inputs(u.detach(), others)
     devices = [u.device.index] if u.device.type == "cuda" else []
     with (
         torch.inference_mode(False),
@@ -82,12 +80,5 @@ def searched(
         else nullcontext(),
         torch.random.fork_rng(devices),
     ):
-        if not isinstance(layer, torch.jit.ScriptModule):
-            try:
-                search = Search(layer, inputs, call, output, torch.float64)
-                return search.result(), search
-            except Float64Error:
-                # The layer fixes the dtype of its tensors: the comparison in float32 is coarser.
-                pass
-        search = Search(layer, inputs, call, output, torch.float32)
+        search = Search(layer, Inputs(u.detach(), others), call, output)
         return search.result(), search

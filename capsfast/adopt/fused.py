@@ -42,11 +42,11 @@ class Calls:
 
 @dataclass(frozen=True)
 class Fused:
-    """The call of capsfast in a fused layer, and the calls of the layer that it serves.
+    """The call of capsfast in a fused layer, and the call of the layer that it serves.
 
     Attributes:
         identification: the call of capsfast.
-        calls: the calls of the layer that were compared.
+        signature: the call of the layer that was compared.
         results: for each compared set of dtypes, the dtypes of the layer's results.
         state: state of the layer when it was compared.
         shapes: shapes of the tensors that the call reads.
@@ -56,7 +56,7 @@ class Fused:
     """
 
     identification: Identification
-    calls: tuple[Signature, ...]
+    signature: Signature
     results: Mapping[Dtypes, tuple[torch.dtype, ...]]
     state: State
     shapes: tuple[tuple[int, ...], ...]
@@ -66,11 +66,7 @@ class Fused:
 
     def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """The result of the fused call, or a text that says why the layer's own forward must run."""
-        given = None
-        for call in self.calls:
-            given = call.match(args, kwargs)
-            if given is not None:
-                break
+        given = self.signature.match(args, kwargs)
         if given is None:
             return "it was called with arguments or sizes that differ from the example"
         u = given[0]

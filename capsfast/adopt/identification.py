@@ -12,7 +12,7 @@ from ..functional import dynamic_routing
 from ..kinds import NO_EPS, spelled
 from ..nn import DynamicRouting, RoutingByAgreement
 from ..options import Options
-from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
+from .orders import Steps, as_code, check, follow, kept, letters, steps_from, steps_to
 
 # Roles of further arguments of a forward that the call does not read.
 UNREAD = ("unused", "constant")
@@ -44,10 +44,11 @@ class Identification:
         input_order, output_order: axes of the layer's input (``"BIK"``, for votes ``"BIJD"``) and output.
         sizes: sizes of the axes.
         num_iterations, softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
+        options: the options of the call that differ from the defaults.
         averaged: the call is :func:`capsfast.compat.averaged_routing`, which averages the logits over the batch.
         logits, logits_order, bias, bias_order: names and axes of the layer's logits and bias, if it has them.
         arguments, argument_orders: roles of the layer's further arguments, and their axes. Roles are ``"mask"``,
-            ``"out_mask"``, ``"logits"``, ``"mask_after"`` (a factor of the coupling, as in
+            ``"mask_after"`` (a factor of the coupling, as in
             :func:`capsfast.compat.masked_after_routing`), ``"unused"`` and ``"constant"`` (its value must not change).
         part: index of the output in the layer's tuple; None if the layer returns a tensor.
         coupling, coupling_order: index of the last coupling in that tuple, if it is there, and its axes.
@@ -80,12 +81,12 @@ class Identification:
     forward_difference: float = field(default=0.0, compare=False)
     gradient_difference: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the call that differ from the defaults."""
+    def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in DEFAULTS}
-        return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+        options = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+        object.__setattr__(self, "options", options)  # the class is frozen
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,17 +144,17 @@ class Identification:
         given: dict[str, Any] = dict(self.options)
         for role, name, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
             if name is not None:
-                given[role] = follow(check(op, name, parameters[name], order), self._steps(role, order))
+                given[role] = follow(check(op, name, parameters[name], order), _steps(role, order, self.sizes))
         for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
             if role not in UNREAD and value is not None:
-                value = follow(check(op, role, value, order), self._steps(role, order))
+                value = follow(check(op, role, value, order), _steps(role, order, self.sizes))
                 # A factor keeps its values; of a mask only the zeros count.
                 given[role.removesuffix("_after")] = value != 0 if role.endswith("mask") else value
-        u = follow(check(op, "u", u, self.input_order), self._steps("input", self.input_order))
+        u = follow(check(op, "u", u, self.input_order), self._input_steps())
         if self.weight is None:
             return (u,), given
         weight = check(op, self.weight, parameters[self.weight], self.weight_order)
-        weight = follow(weight, self._weight_steps(any(name in given for name in ("logits", "bias", "out_mask"))))
+        weight = follow(weight, self._weight_steps("logits" in given or "bias" in given))
         return (u, weight), given
 
     def layer(self, own: nn.Module, u: Tensor) -> tuple[nn.Module, Tensor]:
@@ -178,26 +179,11 @@ class Identification:
 
     def _weight_steps(self, outputs_known: bool) -> Steps:
         """Steps from the layer's weight to the function's; expands J if no other argument gives its size."""
-        steps = steps_from(self.weight_order, "IJDK", self.sizes._asdict())
-        if "J" in letters(self.weight_order) or outputs_known:
-            return steps
-        return (*steps, ("expand", (-1, self.sizes.J, -1, -1)))
+        expanded = "J" not in letters(self.weight_order) and not outputs_known
+        return _steps("weight, all J" if expanded else "weight", self.weight_order, self.sizes)
 
-    def _steps(self, role: str, order: str) -> Steps:
-        """Steps from the layer's axes to the function's axes."""
-        sizes = self.sizes._asdict()
-        wanted = {
-            "input": "BIJD" if self.weight is None else "BIK",
-            "logits": "BIJ" if "B" in letters(order) else "IJ",
-            "bias": "JD",
-            "mask": "BI",
-            "mask_after": "BI",
-            "out_mask": "BJ",
-        }[role]
-        steps = steps_from(order, wanted, sizes)
-        if role in ("logits", "bias") and not set(wanted) <= set(letters(order)):
-            steps += (("expand", tuple(-1 if each in letters(order) else sizes[each] for each in wanted)),)
-        return steps
+    def _input_steps(self) -> Steps:
+        return _steps("votes" if self.weight is None else "input", self.input_order, self.sizes)
 
     def describe(self) -> str:
         """What the layer computes, in words, and the call as code."""
@@ -216,27 +202,25 @@ class Identification:
         """The call as Python, for a layer and an input of these names."""
         lines, given = [], []
         if self.weight is not None:
-            steps = self._weight_steps(
-                self.logits is not None or self.bias is not None or {"logits", "out_mask"} & {*self.arguments} != set()
-            )
+            steps = self._weight_steps(self.logits is not None or self.bias is not None)
             lines.append(f"weight = {layer}.{self.weight}{as_code(steps)}  # {spelled(self.weight_order)}")
             given.append("weight")
         if self.num_iterations != DEFAULTS["num_iterations"]:
             given.append(str(self.num_iterations))
         for role, named, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
             if named is not None:
-                given.append(f"{role}={layer}.{named}{as_code(self._steps(role, order))}")
+                given.append(f"{role}={layer}.{named}{as_code(_steps(role, order, self.sizes))}")
         for role, order in zip(self.arguments, self.argument_orders, strict=True):
             if role not in UNREAD:
                 truth = " != 0" if role.endswith("mask") else ""
                 name = role.removesuffix("_after")
-                given.append(f"{name}={name}{as_code(self._steps(role, order))}{truth}")
+                given.append(f"{name}={name}{as_code(_steps(role, order, self.sizes))}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
         if self.averaged or "mask_after" in self.arguments:
             function = f"compat.{'averaged' if self.averaged else 'masked_after'}_routing"
             given = given if self.weight is not None else ["None", *given]
-        source = u + as_code(self._steps("input", self.input_order))
+        source = u + as_code(self._input_steps())
         call = f"capsfast.{function}({', '.join([source, *given])})"
         return "\n".join([*lines, f"v = {call}{as_code(steps_to(self.output_order, 'BJD'))}"])
 
@@ -287,6 +271,20 @@ class Identification:
 
 
 DEFAULTS: dict[str, Any] = Options()._asdict()
+# The axes of the function's arguments, and the axes to which a smaller tensor is expanded.
+AXES = {"votes": "BIJD", "input": "BIK", "weight": "IJDK", "weight, all J": "IJDK", "logits": "IJ", "bias": "JD"}
+AXES |= {"mask": "BI", "mask_after": "BI"}
+EXPANDED = {"weight, all J": "J", "logits": "IJ", "bias": "JD"}
+
+
+@kept
+def _steps(role: str, order: str, sizes: Sizes) -> Steps:
+    """Steps from the layer's axes to the function's axes."""
+    steps, wanted = steps_from(order, AXES[role], sizes._asdict()), EXPANDED.get(role, "")
+    if set(wanted) <= set(letters(order)):
+        return steps
+    missing = {*wanted} - {*letters(order)}
+    return (*steps, ("expand", tuple(getattr(sizes, each) if each in missing else -1 for each in AXES[role])))
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:

@@ -48,9 +48,9 @@ class Inputs:
     def few(self) -> "Inputs":
         return self.batch(next(size for size in SAMPLES if size != self.u.shape[0]))
 
-    def to(self, dtype: torch.dtype) -> "Inputs":
+    def double(self) -> "Inputs":
         def converted(value: Any) -> Any:
-            return value.detach().to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
         return replace(self, u=converted(self.u), others=tuple(converted(each) for each in self.others))
 
@@ -121,15 +121,11 @@ class Inputs:
             return
         shape, known = tuple(value.shape), {**sizes, "B": self.u.shape[0]}
         if binary(value):
-            roles = [("mask", "BI"), ("out_mask", "BJ"), ("mask_after", "BI")]
+            roles = ("mask", "mask_after")
             # A mask of floats may be any factor: try that role first. For a bool, try the mask in the softmax first.
-            for role, wanted in reversed(roles) if value.is_floating_point() else roles:
-                for order, _ in orders(shape, wanted, known, merged=0):
+            for role in reversed(roles) if value.is_floating_point() else roles:
+                for order, _ in orders(shape, "BI", known, merged=0):
                     yield role, order
-        elif value.is_floating_point():
-            for wanted in ("BIJ", "IJ"):
-                for order, _ in orders(shape, wanted, known, merged=0):
-                    yield "logits", order
 
 
 def binary(value: Tensor) -> bool:

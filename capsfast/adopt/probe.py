@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 class Probe:
-    """A copy of a layer, with all its numbers in one dtype, that has run once.
+    """A copy of a layer in float64 that has run once.
 
     Attributes:
         part: index of the output in the layer's tuple, None if the layer returns a tensor.
@@ -60,18 +60,16 @@ class Probe:
         integers: names of the other tensors. true: the layer's own values of the tensors in names.
     """
 
-    def __init__(
-        self, layer: nn.Module, run: Run | None, output: Run | None, inputs: Inputs, dtype: torch.dtype
-    ) -> None:
-        self._run, self._output, self.dtype = run or (lambda layer, *given: layer.forward(*given)), output, dtype
+    def __init__(self, layer: nn.Module, run: Run | None, output: Run | None, inputs: Inputs) -> None:
+        self._run, self._output = run or (lambda layer, *given: layer.forward(*given)), output
         self.part: int | None = None
         self.layer = private_copy(layer)
         _untie(self.layer)
         self.hooked = take_hooks_off(self.layer)
         self._widen()
         before = {name for name, _ in self.layer.named_parameters()}
-        inputs = inputs.to(dtype)
-        with torch.no_grad(), self._mode():
+        inputs = inputs.double()
+        with torch.no_grad(), InFloat64():
             if run is None and any(map(nn.parameter.is_lazy, self.layer.parameters())):
                 self.layer(inputs.u, *inputs.others)  # torch makes lazy parameters in a hook
             own = {name: place[key] for name, (place, key) in held(self.layer).items()}
@@ -92,18 +90,15 @@ class Probe:
         self.names = tuple(dict.fromkeys((*self.settable, *_parametrized(self.layer))))
         self.true = {name: self.tensor(name).detach().clone() for name in self.names}
 
-    def _mode(self) -> Any:
-        return InFloat64() if self.dtype == torch.float64 else nullcontext()
-
     def _widen(self) -> None:
-        """Casts all numbers to one dtype; all parameters require gradients, even frozen ones."""
+        """Casts all numbers to float64; all parameters require gradients, even frozen ones."""
         for parameter in self.layer.parameters():
             parameter.grad = None
-        self.layer.to(self.dtype)
+        self.layer.double()
         for module in self.layer.modules():
             for name, value in list(vars(module).items()):
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    vars(module)[name] = value.detach().to(self.dtype)
+                    vars(module)[name] = value.detach().double()
         for parameter in self.layer.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_()
@@ -125,12 +120,12 @@ class Probe:
         return [*self.layer.parameters(), *(each.requires_grad_() for each in computed if each.is_floating_point())]
 
     def __call__(self, inputs: Inputs, gradient: bool = True) -> Tensor:
-        with torch.set_grad_enabled(gradient), self._mode():
+        with torch.set_grad_enabled(gradient), InFloat64():
             return self._part_of(self._run(self.layer, inputs.u, *inputs.others))
 
     def outputs(self, inputs: Inputs) -> Any:
         """All results of the layer."""
-        with torch.enable_grad(), self._mode():
+        with torch.enable_grad(), InFloat64():
             return self._run(self.layer, inputs.u, *inputs.others)
 
     def _part_of(self, found: Any) -> Tensor:
@@ -163,7 +158,7 @@ class Probe:
             found = self._run(self.layer, u, *others)
             return [self._part_of(found), *(found[part] for part in parts)]
 
-        with preserved(self.layer), self._mode():
+        with preserved(self.layer), InFloat64():
             return trace(run, given | kept, numbers, "u", symbolic)
 
 

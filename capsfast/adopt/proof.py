@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks
 from .identification import Identification
 from .inputs import Inputs
-from .trial import Trial, relative
+from .trial import SAME, SAME_ON_REAL, Trial, relative
 
 # Largest number of entries in the votes with which a call is compared on u.
 QUICK = 2**20
@@ -23,7 +23,7 @@ class Proof(Trial):
         for gradient in ("full", "last"):
             tried = replace(found, gradient=gradient)
             difference = self._gradient_difference(tried, inputs)
-            if difference < self.same:
+            if difference < SAME:
                 for n, role in enumerate(found.arguments):
                     if "mask" in role:
                         self._doubt_mask(tried, n, inputs)
@@ -43,7 +43,7 @@ class Proof(Trial):
             changed = inputs.with_other(n, mask)
             output = self._run(changed).detach()
             difference = relative(self._evaluate(found, changed).detach(), output)
-            return bool(output.isfinite().all()) and not difference < self.same
+            return bool(output.isfinite().all()) and not difference < SAME
 
         mask = inputs.others[n]
         others = () if mask.dtype == torch.bool else (number * mask for number in (2, -1, 0.3))
@@ -76,7 +76,7 @@ class Proof(Trial):
         self._of_one_sample(found, real)
         self._random_again([*self.probe.names])
         self._check_special(found)
-        if not gradient[-1] < self.same_on_real:
+        if not gradient[-1] < SAME_ON_REAL:
             self.nearest = gradient[-1], found
             raise self._refused("with its parameters and on u it has a different gradient than on random numbers")
         return replace(
@@ -99,30 +99,25 @@ class Proof(Trial):
         for words, changed in variations.items():
             output, ours = self._run(changed).detach(), self._evaluate(found, changed).detach()
             finite = output.isfinite()
-            if not relative(ours[finite], output[finite]) < self.same_on_real:
+            if not relative(ours[finite], output[finite]) < SAME_ON_REAL:
                 raise self._refused(f"with {words} it computes something else")
             if not bool(changed.u.isfinite().all()) and bool((ours.isfinite() & ~finite).any()):
                 raise self._refused(f"with {words} it gives numbers that are not finite, and the call does not")
 
     def _of_given(self, found: Identification) -> Inputs:
         """As many samples of u as run quickly, but at least self.B."""
-        if "B" in found.logits_order:
-            return self.real.to(self.probe.dtype)
         sizes = found.sizes
         quick = QUICK // (sizes.I * sizes.J * sizes.D)
-        return self.given.batch(max(self.B, min(self.given.u.shape[0], quick))).to(self.probe.dtype)
+        return self.given.batch(max(self.B, min(self.given.u.shape[0], quick))).double()
 
     def _real_difference(self, found: Identification, real: Inputs, output: Tensor) -> float:
         difference = relative(self._evaluate(found, real).detach(), output.detach())
-        if not difference < self.same_on_real:
+        if not difference < SAME_ON_REAL:
             self.nearest = difference, found
             raise self._refused("with its parameters and on u it computes a different result than on random numbers")
         return difference
 
     def _of_one_sample(self, found: Identification, real: Inputs) -> None:
-        if "B" in found.logits_order:
-            self.notes.append(f"`{found.logits}` fixes the batch size at {self.B}")
-            return
         one = real.batch(1)
         try:
             output = self.probe(one)

@@ -1,6 +1,5 @@
 """Replaces routing layers of a model by fused ones after a comparison."""
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,8 +26,10 @@ from .trace import first_line
 from .watch import Call, Candidate, candidates
 
 OP = "capsfast.accelerate"
-# Enough samples to recognise averaged logits; more samples make the search of the options longer.
-SAMPLES = 4
+VOTES_IN_MEMORY = (
+    "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting in the place of both "
+    "never forms them"
+)
 
 
 def accelerate(
@@ -128,10 +129,10 @@ def _looked_at(
             done.update(layer.modules())
             continue
         try:
-            device = candidate.calls[0].given[0].device.type if candidate.calls else "cpu"
+            device = candidate.call.given[0].device.type if candidate.call else "cpu"
             # The caller's autocast is for the model: each call is compared under the autocast that was around it.
             with torch.autocast(device, enabled=False):
-                chosen[layer], found = _found(model, candidate, tolerance, seconds)
+                chosen[layer], found = _found(candidate, tolerance, seconds)
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
             around[candidate.name] = set(layer.modules())
@@ -162,18 +163,15 @@ def _check(model: object, dry_run: object, only_faster: object, tolerance: objec
             raise ValueError(f"{OP}: {name} must not be negative, got {checks.shown(value)}")
 
 
-def _found(
-    model: nn.Module, candidate: Candidate, tolerance: float | None, seconds: float
-) -> tuple[Fused, LayerReport]:
+def _found(candidate: Candidate, tolerance: float | None, seconds: float) -> tuple[Fused, LayerReport]:
     """The fused call of a layer, and its report.
 
     Raises:
         LeftAloneError: the layer can't be fused.
     """
     layer, name = candidate.layer, type(candidate.layer).__name__
-    _check_layer(candidate)
-    first = candidate.calls[0]
-    signature, identification, search = _identified(layer, first)
+    first = _checked_call(candidate)
+    signature, identification, search = _identified(first, layer)
     saved = {name for name, _ in (*layer.named_buffers(), *layer.named_parameters())} | {*identification.names}
     kept = [each for each in search.probe.written if each in saved]
     if kept:
@@ -196,38 +194,22 @@ def _found(
         raise LeftAloneError(
             f"capsfast's call differs from it by {largest:.1e} in {kind}; the tolerance is {limit:.0e}"
         )
-    calls = [signature, *_calls_alike(layer, candidate.calls[1:], beside, limit)]
     shapes = tuple(tuple(each.shape) for each in identification.tensors(layer).values())
     forward, both = timing.speeds(beside, first.given, first.autocast, seconds)
     names = ", ".join(f"`{each}`" for each in search.probe.written)
-    said = f"its own forward writes {names}, which a fused one leaves as it is" if names else ""
-    gain = timing.gain(model, layer, beside)
+    said = [f"its own forward writes {names}, which a fused one leaves as it is"] if names else []
     # Last, because this casts the copy to all dtypes in turn.
     results = beside.results(few, first.autocast)
-    fused = Fused(
-        identification, tuple(calls), results, state, shapes, beside.contiguous, search.single, beside.entries
-    )
-    reason = "\n".join(filter(None, (said, gain)))
+    fused = Fused(identification, signature, results, state, shapes, beside.contiguous, search.single, beside.entries)
+    if identification.weight is None:
+        said.append(VOTES_IN_MEMORY)
+    reason = "\n".join(said)
     return fused, LayerReport(candidate.name, name, report.FUSED, reason, identification, largest, forward, both)
 
 
-def _calls_alike(layer: nn.Module, calls: list[Call], beside: Beside, limit: float) -> list[Signature]:
-    """The further calls for which capsfast's call is the same; all other calls will run the layer's own forward."""
-    found = []
-    entries = beside.entries
-    for call in calls:
-        with contextlib.suppress(LeftAloneError, RuntimeError):
-            signature, identification, search = _identified(layer, call)
-            few = beside.few(call.given)
-            same = identification == beside.identification
-            same = same and beside.difference(few, call.autocast, signature) <= limit and beside.entries == entries
-            if same:
-                found.append(replace(signature, batch=len(call.given[0]) if search.fixed else None))
-    return found
+def _checked_call(candidate: Candidate) -> Call:
+    """The call of a layer that may be fused.
 
-
-def _check_layer(candidate: Candidate) -> None:
-    """
     Raises:
         LeftAloneError: the layer can't be fused, whatever it computes.
     """
@@ -238,7 +220,7 @@ def _check_layer(candidate: Candidate) -> None:
         raise LeftAloneError("its class has a __call__ of its own, which would not run")
     if "forward" in vars(layer):
         raise LeftAloneError("its forward was replaced by other code; restore it first")
-    if candidate.why_not:
+    if candidate.call is None:
         raise LeftAloneError(candidate.why_not)
     try:
         made = fused_class(type(layer))
@@ -251,13 +233,18 @@ def _check_layer(candidate: Candidate) -> None:
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")
-    if candidate.calls[0].given[0].shape[0] == 1:
+    if candidate.call.given[0].shape[0] == 1:
         raise LeftAloneError("the example holds one sample; two or more are needed to see what depends on the batch")
+    return candidate.call
 
 
-def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification, Search]:
-    """The signature of a call with the meaning of its arguments, its identification, and the search."""
-    failures: list[str] = []
+def _identified(call: Call, layer: nn.Module) -> tuple[Signature, Identification, Search]:
+    """The signature of a call with the meaning of its arguments, its identification, and the search.
+
+    Raises:
+        LeftAloneError: capsfast has no such call, or is in doubt.
+    """
+    reason = ""
     for signature in call.signature.readings(call.given[0].shape[0], call.arguments):
 
         def run(layer: nn.Module, *given: Any, signature: Signature = signature) -> Any:
@@ -265,23 +252,13 @@ def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification
             return layer.forward(*args, **kwargs)
 
         try:
-            try:
-                found, search = searched(
-                    layer, call.given[0][:SAMPLES], tuple(x[:SAMPLES] for x in call.given[1:]), run
-                )
-            except NotReproduced as error:
-                if "a copy of it fails" not in error.reason:
-                    raise
-                # The layer takes only one number of samples.
-                found, search = searched(layer, call.given[0], call.given[1:], run)
-            if search.doubts:
-                raise LeftAloneError(search.doubts[0])
-            return signature, found, search
-        except LeftAloneError as error:
-            failures.append(str(error))
+            found, search = searched(layer, call.given[0], call.given[1:], run)
+            if not search.doubts:
+                return signature, found, search
+            reason = search.doubts[0]
         except NotReproduced as error:
             nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
-            failures.append(f"it is not reproduced: {error.reason}{nearest}")
+            reason = f"it is not reproduced: {error.reason}{nearest}"
         except Exception as error:  # other people's code, here in float64
-            failures.append(f"its forward failed in float64: {first_line(error)}")
-    raise LeftAloneError(failures[-1])
+            reason = f"its forward failed in float64: {first_line(error)}"
+    raise LeftAloneError(reason)

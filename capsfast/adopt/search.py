@@ -1,6 +1,7 @@
 """Finds the options with which capsfast computes what a layer computes, by trial."""
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +26,8 @@ from .probe import modes_swapped, same
 from .proof import Proof
 from .squashes import Fit, fits
 from .structures import orders
-from .trace import BranchError, UntraceableError
-from .trial import capsules, relative
+from .trace import BATCHES, BranchError, UntraceableError
+from .trial import SAME, capsules, relative
 
 # A factor of u that makes all coupling equal. Two lengths of weighted sums: the first shows eps, the second coupling.
 NEAR_0 = 1e-5
@@ -50,8 +51,6 @@ class Search(Proof):
             raise self._refused("its output has no gradient, as under torch.no_grad")
         reads = self._traced()
         self._steady(first.detach())
-        if self.probe.dtype != torch.float64:
-            self.notes.append("compared in float32, in which it computes whatever it is given; eps may differ")
         if self.probe.hooked:
             self.notes.append("modules in it have hooks, which the call leaves out")
         if self.probe.built:
@@ -100,10 +99,8 @@ class Search(Proof):
                 "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
             ) from error
         except UntraceableError as error:
-            self.doubts.append(f"torch cannot trace it, so what it does with special numbers was not seen ({error})")
-            return frozenset(name for name in self.probe.names if self._matters(name)) | {
-                f"argument {n}" for n in range(2, 2 + len(self.inputs.others))
-            }
+            self._steady(self._run(self.inputs).detach())  # a state may be the cause, and is the better reason
+            raise self._refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
         if own.random or other.random:
             raise self._refused("it draws random numbers (logits that start at random, or dropout)")
         if own.steps != other.steps:
@@ -125,17 +122,10 @@ class Search(Proof):
         apart = self.inputs.batch(next(size for size in itertools.count(5) if size not in lengths))
         found = self.probe.trace(apart, symbolic=True).conditions
         # Code such as a loop over samples is traced for one number of samples but does the same for other numbers.
-        several = (self.inputs, self.given.to(self.probe.dtype), *map(self.inputs.batch, (2, 17, 64, 300)))
+        named = {int(number) + more for each in found for number in re.findall(r"\d+", each) for more in (0, 1)}
+        sizes = {2, 17, 64, 300, *(size for size in named if 1 < size <= BATCHES[-1])}
+        several = (self.inputs, self.given.double(), *map(self.inputs.batch, sorted(sizes)))
         return found if found and len({_runs(self.probe.trace(each).steps) for each in several}) > 1 else ()
-
-    def _matters(self, name: str) -> bool:
-        """Whether other values of a tensor change the output; used if there is no trace."""
-        value = self.probe.tensor(name).detach().clone()
-        before = self._run(self.inputs).detach().clone()
-        self.probe.set({name: self.draw(value, 0.3)})
-        after = self._run(self.inputs)
-        self.probe.set({name: value})
-        return not same(before, after)
 
     def _steady(self, first: Tensor) -> None:
         """Refuses a layer unless equal numbers give equal results each time, in both modes and without gradients."""
@@ -147,7 +137,7 @@ class Search(Proof):
                 raise self._refused("it computes something else in training mode than in evaluation mode")
         changed = [name for name, value in before.items() if not same(self.probe.tensor(name), value)]
         self.probe.written = tuple(dict.fromkeys((*self.probe.written, *changed)))
-        if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < self.same:
+        if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < SAME:
             raise self._refused("it computes something else under torch.no_grad")
 
     def _routed(self, weight: str | None, rest: list[str]) -> Identification | None:
@@ -159,12 +149,8 @@ class Search(Proof):
             output = self._run(neutral.scaled(NEAR_0)).detach()
             if output.any():
                 break
-        shapes = tuple(neutral.u.shape), tuple(output.shape)
-        if weight is None:
-            possible = structures.of_votes(*shapes)
-        else:
-            possible = structures.with_weight(weight, tuple(self.probe.true[weight].shape), *shapes)
-        for candidate in possible:
+        shape = () if weight is None else tuple(self.probe.true[weight].shape)
+        for candidate in structures.calls(weight, shape, tuple(neutral.u.shape), tuple(output.shape)):
             total, v = self._sums(candidate, neutral.u), capsules(candidate, output)
             if v.shape[1] > 1 and off_direction(v.transpose(1, 2), total.transpose(1, 2)) < SAME_DIRECTION:
                 self.over_outputs.append(candidate)
@@ -204,7 +190,7 @@ class Search(Proof):
         fitting = fits(sums, results, sizes.I, sizes.J)
         for options in candidates.options(fitting):
             tried = replace(candidate, **options)
-            if self._difference(tried, inputs, output) < self.same:
+            if self._difference(tried, inputs, output) < SAME:
                 return tried
         self._missed(no_options(sums, results, bool(fitting)), candidate)
         return None
@@ -245,8 +231,8 @@ class Search(Proof):
             self._random_again([name])
             output = self._run(inputs)
             self._start_anew(found, inputs, output)
-            for each in candidates.roles(name, tuple(self.probe.true[name].shape), found, self.B):
-                if self._difference(each, inputs, output) < self.same:
+            for each in candidates.roles(name, tuple(self.probe.true[name].shape), found):
+                if self._difference(each, inputs, output) < SAME:
                     found = each
                     break
             else:
@@ -263,20 +249,17 @@ class Search(Proof):
             output = self._run(inputs)
             self._start_anew(found, inputs, output)
             for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
-                if found.averaged and (role != "mask" or found.softmax == "in") and role.startswith(("mask", "out")):
+                if found.averaged and (role == "mask_after" or (role == "mask" and found.softmax == "in")):
                     continue  # with averaged logits all samples must have the same softmax
-                if role == "mask_after" and "out_mask" in found.arguments:
-                    continue  # no function has both
                 tried = replace(
                     found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
                 )
-                if self._difference(tried, inputs, output) < self.same and self._is_factor(tried, n, inputs):
+                if self._difference(tried, inputs, output) < SAME and self._is_factor(tried, n, inputs):
                     found = tried
                     break
             else:
                 raise self._refused(
-                    f"its output depends on argument {n + 2} of the forward, which is neither a mask nor logits as "
-                    "capsfast has them"
+                    f"its output depends on argument {n + 2} of the forward, which is no mask as capsfast has it"
                 )
         return found
 
@@ -286,7 +269,7 @@ class Search(Proof):
         if tried.arguments[n] != "mask_after" or not mask.is_floating_point():
             return True
         changed = inputs.with_other(n, 0.7 * mask)
-        return self._difference(tried, changed, self._run(changed)) < self.same
+        return self._difference(tried, changed, self._run(changed)) < SAME
 
     def _start_anew(self, candidate: Identification, inputs: Inputs, output: Tensor) -> None:
         """Forgets the nearest call, because differences on new numbers can't be compared with earlier ones."""
@@ -304,7 +287,7 @@ class Search(Proof):
             if part == self.probe.part or not isinstance(value, Tensor):
                 continue
             for order, _ in orders(tuple(value.shape), "BIJ", known):
-                if relative(follow(c, steps_to(order, "BIJ")), value.detach()) < self.same:
+                if relative(follow(c, steps_to(order, "BIJ")), value.detach()) < SAME:
                     return replace(found, coupling=part, coupling_order=order), reads | self._traced(part)
         return found, reads
 

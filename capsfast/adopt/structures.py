@@ -58,33 +58,18 @@ def _factors(length: int, group: tuple[str, ...], sizes: Mapping[str, int]) -> I
                 yield {**sizes, unknown[0]: one, unknown[1]: left // one}
 
 
-def with_weight(
-    name: str, weight: tuple[int, ...], u: tuple[int, ...], output: tuple[int, ...]
-) -> Iterator[Identification]:
-    """Calls of dynamic_routing that fit the shapes of weight, input and output; the simplest first."""
+def calls(
+    name: str | None, weight: tuple[int, ...], u: tuple[int, ...], output: tuple[int, ...]
+) -> list[Identification]:
+    """Calls that fit the shapes of weight, input and output; the simplest first. Without a name u are votes."""
     found = [
-        Identification(name, weight_order, input_order, output_order, Sizes(**sizes_of("IJDK", sizes)))
-        for input_order, of_input in orders(u, "BIK", {"B": u[0]})
-        for output_order, of_output in orders(output, "BJD", of_input)
-        for weight_order, sizes in orders(weight, "IJDK", of_output, optional="IJ")
-        if input_order.startswith("B")
-    ]
-    yield from sorted(dict.fromkeys(found), key=_simplicity)
-
-
-def of_votes(u: tuple[int, ...], output: tuple[int, ...]) -> Iterator[Identification]:
-    """Calls of route_votes that fit the shapes of input and output."""
-    found = [
-        Identification(None, "", input_order, output_order, Sizes(**sizes_of("IJD", sizes), K=0))
+        Identification(name, weight_order, input_order, output_order, Sizes(*(sizes.get(each, 0) for each in "IJDK")))
         for output_order, of_output in orders(output, "BJD", {"B": u[0]})
-        for input_order, sizes in orders(u, "BIJD", of_output)
+        for input_order, of_input in orders(u, "BIJD" if name is None else "BIK", of_output)
         if input_order.startswith("B")
+        for weight_order, sizes in orders(weight, "" if name is None else "IJDK", of_input, optional="IJ")
     ]
-    yield from sorted(dict.fromkeys(found), key=_simplicity)
-
-
-def sizes_of(letters: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    return {each: sizes[each] for each in letters}
+    return sorted(dict.fromkeys(found), key=_simplicity)
 
 
 def _simplicity(found: Identification) -> tuple[int, ...]:

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..bench.timing import interleave
 from .beside import Beside, Given
-from .watch import axes_of
 
 LEAST_ROUNDS = 3
 # The first timing takes so many samples.
@@ -59,32 +57,3 @@ def _speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds:
         timings = interleave(steps, given[0].device, seconds, LEAST_ROUNDS)
         found.append(Speed(timings["own"].median, timings["fused"].median, len(given[0])))
     return found[0], found[1]
-
-
-def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tuple[str, int] | None:
-    """Name and K of a parameter outside the layer whose sizes fit a weight that makes the layer's votes."""
-    I, J, D = sizes
-    own = set(layer.parameters())
-    for name, p in model.named_parameters():
-        K, rest = divmod(p.numel(), I * J * D)
-        if p in own or rest or not K:
-            continue
-        for parts in ([I, J, D], [I, J * D]):
-            if sorted(axes_of(p.shape)) == sorted(axes_of((*parts, K))):
-                return name, K
-    return None
-
-
-def gain(model: nn.Module, layer: nn.Module, beside: Beside) -> str:
-    """Advice: if the layer takes votes and their weight is in the model, one layer for both would gain more."""
-    if beside.identification.weight is not None:
-        return ""
-    I, J, D = beside.identification.sizes[:3]
-    found = maker(model, layer, (I, J, D))
-    if found is None:
-        return ""
-    name, K = found
-    return (
-        f"its votes are in memory, where `{name}` has the size of the weight that makes them: one "
-        f"capsfast.DynamicRouting({I}, {J}, {K}, {D}) in the place of both never forms them"
-    )

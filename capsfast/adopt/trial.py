@@ -13,12 +13,10 @@ from .refusal import NotReproduced
 
 OP = "capsfast.identify"
 # Largest relative differences that count as equal; the second for own parameters and u: saturation costs digits.
-SAME = {torch.float64: (1e-10, 1e-8), torch.float32: (1e-5, 1e-3)}
+SAME, SAME_ON_REAL = 1e-10, 1e-8
 VOTE_LENGTH = 1.5
-
-
-class Float64Error(Exception):
-    """The layer does not run in float64."""
+# A tensor with no larger number counts as 0.
+TINY = 1e-30
 
 
 class Trial:
@@ -30,33 +28,28 @@ class Trial:
         single: whether layer and call agree for one sample.
     """
 
-    def __init__(self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None) -> None:
         self.name = type(layer).__name__
         self.nearest: tuple[float, Identification] | None = None
         self.notes: list[str] = []
         self.doubts: list[str] = []
         self.single = True
         self.draw = Draw(real.u.device)
-        self.same, self.same_on_real = SAME[dtype]
-        self.real, self.probe = self._copied(layer, real, run, output, dtype)
+        self.real, self.probe = self._copied(layer, real, run, output)
         self.fixed = self.real.u.shape[0] == real.u.shape[0]
         self.given = replace(real, sized=self.real.sized)
-        self.inputs = self.real.to(dtype)
+        self.inputs = self.real.double()
         self.B = self.inputs.u.shape[0]
 
-    def _copied(
-        self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype
-    ) -> tuple[Inputs, Probe]:
+    def _copied(self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None) -> tuple[Inputs, Probe]:
         """A few samples of u and a probe that ran on them; all samples if the layer takes no other number."""
         failed: Exception | None = None
         for inputs in (real.few(), replace(real, sized=True).few(), real):
             try:
-                return inputs, Probe(layer, run, output, inputs, dtype)
+                return inputs, Probe(layer, run, output, inputs)
             except Exception as error:  # noqa: PERF203
                 failed = error
-        if dtype == torch.float64:
-            raise Float64Error from failed
-        raise self._refused(f"a copy of it fails on u, with {type(failed).__name__}: {failed}") from failed
+        raise self._refused(f"a float64 copy of it fails on u, with {type(failed).__name__}: {failed}") from failed
 
     def _refused(self, reason: str) -> NotReproduced:
         difference, nearest = self.nearest or (None, None)
@@ -120,12 +113,15 @@ def capsules(candidate: Identification, output: Tensor) -> Tensor:
     return follow(output, steps_from(candidate.output_order, "BJD", candidate.sizes._asdict()))
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    if found.shape != right.shape:
+def relative(one: Tensor, other: Tensor) -> float:
+    """The largest difference over the largest number in ``other``; infinite if a number is not finite."""
+    if one.shape != other.shape:
         return float("inf")
-    found, right = found.detach(), right.detach()
-    difference = float((found - right).norm())
-    return difference / max(float(right.norm()), 1e-300) if difference else 0.0
+    if one.numel() == 0:
+        return 0.0
+    one, other = one.detach().double(), other.detach().double()
+    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
+    return found if found == found else float("inf")
 
 
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:

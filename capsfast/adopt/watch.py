@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from .fused import FusedLayer, autocast_of
 from .probe import preserved
 from .refusal import LeftAloneError
 
-# Kinds of calls that are recorded for a module: more than occur in practice.
-MOST_CALLS = 4
 # From this size on, two equal last axes are probably axes of capsules, not of a convolution's window.
 LARGE_KERNEL = 12
 # A module that holds one of these does more than route; a module inside it may be the layer.
@@ -29,7 +27,7 @@ NO_ROUTING = (
 
 @dataclass
 class Call:
-    """A call of a module that the model made.
+    """The first call of a module that the model made.
 
     Attributes:
         signature: the signature of the call. given: copies of its tensors, capsules or votes first. arguments: number
@@ -49,11 +47,11 @@ class Call:
 
 @dataclass
 class Candidate:
-    """A module that may be a routing layer. why_not: the reason, if its calls already show that it can't be fused."""
+    """A module that may be a routing layer. why_not: the reason, if its call already shows that it can't be fused."""
 
     name: str
     layer: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    call: Call | None = None
     why_not: str = ""
 
 
@@ -89,20 +87,17 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         first = next((each for each in results if u is not None and looks_like_routing(u, each)), None)
         if u is None or first is None:
             return
-        candidate = found.setdefault(layer, Candidate("", layer))
-        if len(candidate.calls) == MOST_CALLS:
+        if layer in found:
             return
+        candidate = found[layer] = Candidate("", layer)
         try:
             signature, given = Signature.of(layer, args, kwargs)
         except LeftAloneError as error:
             candidate.why_not = str(error)
             return
-        made = len(args) + len(kwargs)
+        given = tuple(each.detach().clone() for each in given)
         ends = (u.data_ptr(), first.data_ptr())
-        call = Call(signature, given, made, ends, tuple(first.shape), autocast_of(u))
-        if all((call.signature, call.autocast) != (other.signature, other.autocast) for other in candidate.calls):
-            call.given = tuple(each.detach().clone() for each in given)
-            candidate.calls.append(call)
+        candidate.call = Call(signature, given, len(args) + len(kwargs), ends, tuple(first.shape), autocast_of(u))
 
     handles = []
     try:
@@ -131,7 +126,7 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         if candidate is None or not _owns_what_routing_needs(candidate):
             candidate = Candidate("", module, why_not=_holds_a_weight(module, module in called))
         candidate.name = name
-        if candidate.calls or candidate.why_not:
+        if candidate.call or candidate.why_not:
             ordered.append(candidate)
     return [each for each in ordered if not _passes_through(each, ordered) and not _is_around(each, ordered)]
 
@@ -168,28 +163,25 @@ def _owns_what_routing_needs(candidate: Candidate) -> bool:
     if any(isinstance(module, NO_ROUTING) for module in layer.modules()):
         return False
     tensors = [each for each in (*layer.parameters(), *layer.buffers()) if each.numel() > 1]
-    if candidate.why_not:
+    if candidate.call is None:
         return any(len(axes_of(each.shape)) >= 3 for each in tensors)
     shapes = {tuple(each.shape) for each in tensors if len(axes_of(each.shape)) > 1}
-    return any(_fits(shapes, tuple(call.given[0].shape), call.shape) for call in candidate.calls)
-
-
-def _fits(shapes: set[tuple[int, ...]], given: tuple[int, ...], made: tuple[int, ...]) -> bool:
+    given, made = tuple(candidate.call.given[0].shape), candidate.call.shape
     for shape in shapes:
-        for found in structures.with_weight("", shape, given, made):
+        for found in structures.calls("", shape, given, made):
             # A shared weight with I = J is probably a linear layer or attention, not routing.
             if set("IJ") & set(found.weight_order) or found.sizes.I != found.sizes.J:
                 return True
-    votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.of_votes(given, made)
+    votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.calls(None, (), given, made)
     return any(found.sizes.I > 1 for found in votes)
 
 
 def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
     """Whether a module only passes its input to an inner module and returns its output: the inner one is the layer."""
     inside = set(candidate.layer.modules()) - {candidate.layer}
-    ends = [call.ends for call in candidate.calls]
-    return bool(ends) and any(
-        other.layer in inside and ends == [call.ends for call in other.calls] for other in all_of_them
+    ends = candidate.call and candidate.call.ends
+    return ends is not None and any(
+        other.layer in inside and other.call is not None and other.call.ends == ends for other in all_of_them
     )
 
 
@@ -215,4 +207,4 @@ def _holds_a_weight(module: nn.Module, called: bool) -> str:
 def _is_around(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
     """Whether a module only holds a possible weight while a module inside it may route."""
     inside = set(candidate.layer.modules()) - {candidate.layer}
-    return not candidate.calls and any(other.calls and other.layer in inside for other in all_of_them)
+    return candidate.call is None and any(other.call is not None and other.layer in inside for other in all_of_them)

@@ -4,7 +4,6 @@ A network keeps its code and its checkpoints and changes only the import. docs/m
 lists their deviations from the paper.
 """
 
-from .averaged import averaged_routing
 from .forms import (
     AgreementRouting,
     CapsLayer,
@@ -18,7 +17,7 @@ from .forms import (
     Router,
 )
 from .losses import CapsuleLoss, MarginLoss
-from .masked import masked_after_routing
+from .routings import averaged_routing, masked_after_routing
 
 __all__ = [
     "AgreementRouting",

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from capsfast.adopt.beside import relative
 from capsfast.adopt.refusal import LeftAloneError
 from capsfast.adopt.state import State
+from capsfast.adopt.trial import relative
 
 from ..support import published_layers as layers
 from ..support.adopted import accelerate, undone_copy

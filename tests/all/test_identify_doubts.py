@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast.adopt import NotReproduced
-from capsfast.compat.masked import masked_after_routing
+from capsfast.compat import masked_after_routing
 
 from ..support.adopted import D, I, J, K, Plain, accelerate, example, masked_after, squash, variant
 
@@ -157,6 +157,10 @@ LOOKS: dict[str, tuple[Any, str]] = {
     ),
     "twelve": ({"forward": lambda self, u: Plain.forward(self, u, 12)}, "or there are more than 10 iterations"),
     "len": ({"forward": lambda self, u: Plain.forward(self, u, 1 if len(u) > 16 else 3)}, "the number B of samples"),
+    "large": (
+        {"forward": lambda self, u: Plain.forward(self, u, 1 if u.shape[0] > 700 else 3)},
+        "the number B of samples: B <= 700",
+    ),
     "int": (
         {"forward": lambda self, u: Plain.forward(self, u, 1 if int(u.shape[0]) > 16 else 3)},
         "the number B of samples",

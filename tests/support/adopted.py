@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast.adopt import Acceleration, undo
-from capsfast.adopt.beside import relative
+from capsfast.adopt.trial import relative
 
 from . import published_layers as layers
 

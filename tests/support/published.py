@@ -67,29 +67,6 @@ class Published(NamedTuple):
         """Inputs of a call: first the tensor of capsules or votes."""
         return self.inputs(sizes)
 
-    def weight_of(self, layer: nn.Module, sizes: Shape = SIZES) -> Tensor:
-        """The weight as ``[I, J, D, K]``, where shared axes have length 1."""
-        assert self.weight is not None and self.order is not None
-        return arranged(named(layer, self.weight), self.order, "IJDK", sizes)
-
-    def result_of(self, found: Tensor, sizes: Shape = SIZES) -> Tensor:
-        """The result of the layer as ``[B, J, D]``."""
-        return arranged(found, self.out, "BJD", sizes)
-
-
-def named(layer: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name, which may have dots."""
-    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}[name]
-
-
-def arranged(tensor: Tensor, order: str, wanted: str, sizes: Shape) -> Tensor:
-    """``tensor``, whose axes are ``order``, with the axes ``wanted``."""
-    letters = [each for each in order if each.isalpha()]
-    split = tensor.reshape([getattr(sizes, each) for each in letters])
-    missing = [each for each in wanted if each not in letters]
-    split = split.reshape(*split.shape, *[1] * len(missing))
-    return split.permute([[*letters, *missing].index(each) for each in wanted])
-
 
 def votes(s: Shape) -> tuple[Tensor]:
     return (torch.randn(s.B, s.I, s.J, s.D),)
