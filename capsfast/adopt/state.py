@@ -17,6 +17,10 @@ from .._torch import constant_while_tracing
 from ..nn._layer import hooked
 from .refusal import LeftAloneError
 
+# Before torch 2.13 (tried: 2.10) torch.compile can't list the attributes of a module: a compiled call sees a changed
+# attribute, and not a new one.
+LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 # Class attributes of these types count as options.
 PLAIN = (numbers.Number, str, bytes, enum.Enum)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -107,9 +111,10 @@ class State:
                 module = None if module is None else module._modules.get(name)
             if kind is not None and (type(module) is not kind or hooked(module)):
                 return path
-            names = [*_names(module, path, self.written)]
+            listed = LISTS_ATTRIBUTES or not torch.compiler.is_compiling()
+            names = [*_names(module, path, self.written)] if listed else [*held]
             for name in names:
-                if name not in held or not same(getattr(module, name), held[name], module):
+                if name not in held or not same(getattr(module, name, None), held[name], module):
                     return name
             if len(names) != len(held):
                 return next(name for name in held if name not in names)
