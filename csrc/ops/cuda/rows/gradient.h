@@ -280,9 +280,9 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>
 }
 
 // Adds up dweight of the warps that share an input capsule and have one of the `strips`, for `count` input capsules from
-// i on, and adds the sum to memory. first: overwrites memory instead. Warps take whole output capsules, those of an input
-// capsule its own; a thread has the same elements each time. It loads several before it adds to the first, because a load
-// takes long.
+// i on, and adds the sum to memory. first: overwrites memory instead. Warps take whole output capsules; an input capsule
+// has warps of its own. A thread has the same elements each time. It loads several before it adds to the first, because a
+// load takes long.
 template <class Tr>
 CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int64_t part,
                                    int64_t i, bool first, int count) {

@@ -11,9 +11,9 @@
 // Four output capsules take a group of eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of
 // capsule j = 4 G + quad. A rest of two output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad
 // / 2, d = 4 t + 2 (quad % 2) + e. So dot products over d need no exchange (or one shuffle between two lanes), the
-// weighted sum finds each coupling in its lane, and the softmax over j takes two shuffles. Of every other capsule tiles
-// are swapped (t ^ 1), of every other two capsules components (e ^ 1): then lanes that read a weight at the same time,
-// as it lies in memory, read different banks.
+// weighted sum finds each coupling in its lane, and the softmax over j takes two shuffles. Every other capsule has its
+// tiles swapped (t ^ 1), and every other two capsules their components (e ^ 1): then lanes that read a weight at the
+// same time, as it lies in memory, read different banks.
 //
 // A lane of quad q has 2 steps neighbouring components k of a pose or a weight, from k = 2 steps q on: products may take
 // their k in any order, and the lane loads its operands of all steps at once.

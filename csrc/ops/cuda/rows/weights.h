@@ -31,7 +31,7 @@ class Weights {
  public:
   CAPSFAST_HOST_DEVICE Weights(const Inputs& inputs, const Shape& cut) : in(inputs), shape(cut) {}
 
-  // Of the Arrivals and the ring, at the beginning of the block's shared memory.
+  // The bytes of the Arrivals and the ring, which lie at the beginning of the block's shared memory.
   CAPSFAST_HOST_DEVICE int bytes() const { return kArrivalBytes + ring_bytes(); }
   // Input capsule `capsule` of the chunk in `stage`, in the order of ColumnPlace. E: the type in memory.
   template <class E>
