@@ -43,8 +43,9 @@ class Family(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-# A padded tile, one sample, and enough input capsules for clusters; sizes for the general kernels only; many outputs.
-ROWS = ((33, 63, 10, 16, 8), (1, 33, 12, 12, 16), (2, 6000, 5, 8, 4))
+# Full tiles of columns; padded ones; enough input capsules for clusters, with weights in bulk copies as in the first.
+# Sizes for the general kernels only; many outputs.
+ROWS = ((33, 63, 10, 16, 8), (1, 33, 12, 12, 16), (2, 6000, 5, 16, 8))
 GENERAL = ((17, 21, 5, 23, 3), (33, 9, 300, 4, 4))
 VOTES = ((17, 21, 5, 7, 1), (4, 2520, 10, 16, 1))
 FAMILIES = {
@@ -166,7 +167,8 @@ class Check:
                 stopped = INTERRUPTED if self.interrupted else LATE if time.monotonic() - begin > limit else ""
                 time.sleep(0.05)
             before = lines[-1:]
-            for number in (signal.SIGINT, signal.SIGKILL) if stopped else ():
+            # A child that outlives its parent would hold the pipe, and the check would wait for it.
+            for number in (signal.SIGINT, signal.SIGKILL) if stopped else (signal.SIGKILL,):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -126,6 +126,14 @@ def test_clusters_add_up_their_sums() -> None:
     assert ran["rows::AccumulateArgs cluster4 cooperative"] == 2
 
 
+def test_fewer_input_capsules_than_blocks_of_a_cluster() -> None:
+    problem = make(Shape(1024, 2, 2, 1, 1), CASES[0], dtype=torch.float32)
+    emulator.take_launches()
+    with emulator.device(multiprocessors=2, shared_bytes_together=200 * 1024):
+        check(problem, BACKEND)
+    assert "rows::AccumulateArgs cluster4 cooperative" in emulator.take_launches(ways=True)
+
+
 @pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "refusal",

@@ -80,6 +80,12 @@ def test_a_late_step_names_its_call_and_ends_with_its_children(tmp_path: Path) -
     assert facts(tmp_path, "reason")["next"] == "no time is left"
 
 
+def test_a_child_that_outlives_its_step_is_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    Check(tmp_path, 1).run(Step("parent", ["sh", "-c", "sleep 50 & echo done"], 10))
+    assert facts(tmp_path, "status") == {"parent": "ok"} and time.monotonic() - begin < 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_an_interrupted_check_leaves_what_it_had(tmp_path: Path, number: signal.Signals) -> None:
     code = f"""

@@ -218,9 +218,11 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
     if constexpr (kBackward) ds = lane_vectors<Tr>(a.scoring.ds, vectors, at);
   }
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
-  // The poses of the warp's next input capsule are on their way while it works on one.
+  // The poses of the warp's next input capsule are on their way while it works on one. A block of a cluster may have no
+  // input capsule of a short segment; then it loads, and does not use, one that exists.
   const Poses<Tr> poses(a.in, shape, at, samples.b0);
-  const auto load = [&](int i) { return poses.load(at, i < end ? i : end - 1); };
+  const int last = begin < end ? end - 1 : begin;
+  const auto load = [&](int i) { return poses.load(at, i < last ? i : last); };
   typename Poses<Tr>::Raw next = load(begin + stream);
   const auto votes_of = [&](int i, int stage, int capsule, auto adds, Accumulator(&votes)[Tr::tiles]) {
     const typename Poses<Tr>::Raw now = next;
