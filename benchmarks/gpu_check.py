@@ -249,6 +249,7 @@ class Steps:
         """The extension in place, for this compute capability alone."""
         why_not = "a rehearsal takes the extension as it is" if self.rehearse else ""
         why_not = why_not or ("CAPSFAST_BUILD=0" if os.environ.get("CAPSFAST_BUILD") == "0" else "")
+        why_not = why_not or missing("setuptools", "pybind11", "ninja")
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         more = {**self.environment, "TORCH_CUDA_ARCH_LIST": capability}
         return Step("build", command, 240, more, why_not, quiet=True)

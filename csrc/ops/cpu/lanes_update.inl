@@ -1,6 +1,6 @@
-// The work between two passes, a tile of samples at a time; a tile of the rows layout is a sample (L = 1). Forward: s_t, v_t and V_t from the
-// partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a
-// call.
+// The work between two passes, a tile of samples at a time; a tile of the rows layout is a sample (L = 1). Forward: s_t,
+// v_t and V_t from the partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules this
+// is a good part of a call.
 #pragma once
 
 #include "../../cpu/vec.inl"
