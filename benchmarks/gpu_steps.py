@@ -62,7 +62,7 @@ def problems(name: str, device: str, few: bool) -> Iterator[routings.Problem]:
     family = {**FAMILIES, **REHEARSED}[name]
     op = next(each for each in (*routings.OPS, *passes.PASS_OPS) if each.name == family.op)
     cases: list[Any] = [routings.Case(coupling=False), routings.LOADED, routings.LOADED_OUT]
-    if isinstance(op, passes.PassOp):
+    if op in passes.PASS_OPS:
         cases = [passes.LINEAR, *passes.LINEAR_WAYS, *[passes.QUADRATIC] * (family.backend == "triton")]
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     if family.backend == "triton":

@@ -48,7 +48,10 @@ toc_object_entries_show_parents = "hide"
 
 nitpicky = True
 # Their pages are not here, and their inventories would need a network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib|torchmetrics)(\..*)?")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib|torchmetrics|typing_extensions)(\..*)?"),
+    ("py:class", r".*Keywords"),
+]
 
 html_theme = "furo"
 html_title = f"capsfast {version}"

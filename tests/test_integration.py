@@ -69,7 +69,7 @@ def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: Op, case: A
             counts.append(counter.frame_count)
         targets = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes}
         held = any(f"capsfast.{backend.prefix}{OP_OF[op.name]}" in target for target in targets)
-        assert held == (backend.fused and case is not SHARED)
+        assert held == backend.fused
         # dynamic=True: the first graph serves all. Else the second batch size makes one graph for all others.
         assert len(set(counts[0 if dynamic else 1 :])) == 1, counts
 

@@ -129,7 +129,9 @@ def test_graph_of_one_piece(name: str) -> None:
     model, x = network(name), images()
     torch._dynamo.reset()
     found = []
-    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+    # In the backward of this one aot_eager keeps a view of a tensor with other strides.
+    backend = "inductor" if name == "InvertedAttentionCapsNet" else "aot_eager"
+    for each in (model, torch.compile(model, fullgraph=True, backend=backend)):
         model.zero_grad()
         output = each(x)
         loss_of(output).backward()

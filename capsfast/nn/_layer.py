@@ -61,26 +61,32 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _checked(owner: type["Layer"]) -> Callable[..., None]:
     """The constructor of a class, with a check of its arguments in front."""
     init: Callable[..., None] = owner.__init__
-    whole = _signature(init)
-    signature = whole.replace(parameters=[*whole.parameters.values()][1:])
 
+    # torch.compile cannot follow a signature, nor a function that holds one.
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():  # torch.compile cannot follow a signature
-            _check(signature, self, args, kwargs)
+        if not torch.compiler.is_compiling():
+            _check(owner, self, args, kwargs)
         init(self, *args, **kwargs)
 
-    checked.__signature__ = whole  # type: ignore[attr-defined]
+    checked.__signature__ = _signature(init)  # type: ignore[attr-defined]
     return checked
 
 
-def _check(signature: inspect.Signature, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@functools.cache
+def _without_self(owner: type["Layer"]) -> inspect.Signature:
+    whole = inspect.signature(owner.__init__)
+    return whole.replace(parameters=[*whole.parameters.values()][1:])
+
+
+def _check(owner: type["Layer"], layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     Raises:
         TypeError: the call does not fit; names the signature, the error, and layers that can be called this way.
         TypeError, ValueError: an argument that is not as annotated, see :func:`_arguments.option`.
     """
-    known, op = signature.parameters, layer._op
+    signature, op = _without_self(owner), layer._op
+    known = signature.parameters
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
