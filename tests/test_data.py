@@ -304,11 +304,13 @@ def test_npz_damaged_or_with_other_arrays(tmp_path: Path) -> None:
     np.savez_compressed(path, images=GREY, labels=LABELS)
     content = path.read_bytes()
     np.savez(path, a=GREY)
+    alone = io.BytesIO()
+    np.save(alone, GREY)
     rule = r"can't be read as an .npz file \(.*\); write it again with numpy.savez"
     damaged = content[:-30], content[:120] + b"\xff" * 60 + content[180:]
     for damage, error in (
         (path.read_bytes(), "must hold arrays named .*, got a$"),
-        *((each, rule) for each in damaged),
+        *((each, rule) for each in (*damaged, alone.getvalue())),
     ):
         path.write_bytes(damage)
         with pytest.raises(ValueError, match=error):

@@ -134,6 +134,14 @@ def test_copies_are_equal_and_apart(name: str) -> None:
         assert all(map(torch.equal, results(other(*given)), wanted)) and repr(other) == repr(layer)
 
 
+def test_a_subclass_shows_what_the_layer_took() -> None:
+    class Own(capsfast.DynamicRouting):
+        def __init__(self) -> None:
+            super().__init__(7, 4, 6, 5, squash="exp")
+
+    assert "(\n  7, 4, 6, 5, num_iterations=3, squash='exp'\n" in repr(Own())
+
+
 @each_layer
 def test_dtypes(name: str) -> None:
     layer, given = layer_of(name)

@@ -113,8 +113,17 @@ def read_npz(path: Path, image_size: int | None) -> Split:
             there = list(archive.files)
             names = next((each for each in NAMES if set(each) <= set(there)), ())
             arrays = {name: archive[name] for name in names}
-    # The error for a damaged file depends on its bytes; TypeError: a single array.
-    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+    # The error for a damaged file depends on its bytes. A single array: a TypeError, in Python 3.10 an AttributeError.
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        AttributeError,
+        EOFError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"{op} can't be read as an .npz file ({error}); write it again with numpy.savez") from None
     if not names:
         wanted = ", or ".join(" ".join(each) for each in NAMES)
@@ -123,7 +132,7 @@ def read_npz(path: Path, image_size: int | None) -> Split:
     for name, found in arrays.items():
         # numpy gives bytes for what is not an array.
         kind = getattr(found, "dtype", type(found).__name__)
-        if getattr(kind, "kind", "") not in ("i", "u", "f"):
+        if getattr(kind, "kind", "") not in ("i", "u", "f") or found.itemsize > 8:
             raise ValueError(f"{op}: {name} must hold integers or floats, got {kind}; save it as such")
         tensors[name] = torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))
     images = []

@@ -74,12 +74,12 @@ def _checked(owner: type["Layer"]) -> Callable[..., None]:
 
 
 @functools.cache
-def _without_self(owner: type["Layer"]) -> inspect.Signature:
+def _without_self(owner: Any) -> inspect.Signature:
     whole = inspect.signature(owner.__init__)
     return whole.replace(parameters=[*whole.parameters.values()][1:])
 
 
-def _check(owner: type["Layer"], layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     Raises:
         TypeError: the call does not fit; names the signature, the error, and layers that can be called this way.
@@ -141,7 +141,9 @@ class Layer(nn.Module):
 
     def extra_repr(self) -> str:
         found = []
-        for each in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
+        # A user's subclass may take other arguments.
+        own: Any = next(each for each in type(self).__mro__ if ours(each))
+        for each in [*inspect.signature(own.__init__).parameters.values()][1:]:
             required, value = each.default is each.empty, getattr(self, each.name, each.default)
             if value is each.empty or not (isinstance(value, PLAIN) or (required and value is None)):
                 continue

@@ -162,7 +162,8 @@ def _keep_if_best(trainer: pl.Trainer) -> None:
             continue
         best = each.reached(score)
         if (last := best.with_name("last.ckpt")).exists():
-            content = torch.load(last, map_location="cpu", weights_only=True)
+            # This process has just written the file, and a user's callback may keep any object in it.
+            content = torch.load(last, map_location="cpu", weights_only=False)
             # last.ckpt also learns the result, for a resumed run.
             content["callbacks"][each.state_key] = each.state_dict()
             for path in (best, last):
