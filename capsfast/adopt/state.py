@@ -31,6 +31,8 @@ RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
 # torch.compile) add them to modules that they compile or replicate.
 OF_TOOLS = {"_compiled_call_impl", "_is_torch_compile", "_is_replica", "_former_parameters", "_compile_kwargs"}
 OWN = frozenset({*vars(nn.Module()), RECORD, COUNT} | OF_TOOLS)
+# Values of these types cannot change, and may not equal themselves or a copy (NaN, a scripted function).
+ATOMS = (float, torch.jit.ScriptFunction)
 
 
 def kept(value: Any, reason: str) -> Any:
@@ -41,6 +43,8 @@ def kept(value: Any, reason: str) -> Any:
             the value holds tensors or modules.
     """
     memo: dict[int, Any] = {}
+    if isinstance(value, ATOMS):
+        return value
     try:
         found = copy.deepcopy(value, memo)
     except Exception:  # other people's classes
@@ -53,8 +57,11 @@ def kept(value: Any, reason: str) -> Any:
 
 
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
+    if isinstance(now, ATOMS) and now is before:
+        return True
     try:
-        return bool(_compared(now, owner) == _compared(before, owner))
+        one, other = _compared(now, owner), _compared(before, owner)
+        return type(one) is type(other) and bool(one == other)  # True == 1, but they index differently
     except Exception:  # other people's classes, arrays, a list that holds itself
         return False
 

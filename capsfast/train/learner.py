@@ -313,8 +313,9 @@ class Learner(_OfItsModel):
         self.tested_at = self.global_step
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        # Here and not in the trainer, so that the checkpoint holds the option. None: no clipping.
-        self.clip_gradients(optimizer, gradient_clip_val=self.hparams["clip"], gradient_clip_algorithm="norm")
+        # Here and not in the trainer, so that the checkpoint holds the option.
+        if self.hparams["clip"] is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=self.hparams["clip"], gradient_clip_algorithm="norm")
 
     def configure_optimizers(self) -> Any:
         if not self.decay_steps:
