@@ -137,8 +137,10 @@ def warm(asked: argparse.Namespace, device: torch.device) -> None:
     part, of = map(int, asked.share.split("/"))
     for name, call in calls(device, cases(device)[part - 1 :: of], ours=False):
         print(name)
-        with contextlib.suppress(Exception):  # the step "times" reports it
+        try:
             call()
+        except Exception as error:  # the step "times" reports it again
+            print(f"failed: {first_line(error)}")
 
 
 def rates(device: torch.device) -> dict[str, float]:
@@ -189,16 +191,19 @@ def times(asked: argparse.Namespace, device: torch.device) -> None:
 def kernels(device: torch.device, case: Case) -> None:
     """The time of every kernel of a call: name, launches, microseconds of all launches."""
     kind = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}[device.type]
-    with contextlib.suppress(RuntimeError):  # measure() reports it, or this machine has no profiler
-        for name, call in calls(device, [case], ours=True):
+    for name, call in calls(device, [case], ours=True):
+        try:
             call()
             with profile(activities=[kind]) as seen:
                 call()
                 torch.cuda.synchronize() if device.type == "cuda" else None
-            spent = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
-            events = [each for each in seen.key_averages() if each.device_type.name == kind.name]
-            longest = sorted(events, key=lambda each: -getattr(each, spent))[:12]
-            publish(call=name, kernels=[(each.key[:80], each.count, getattr(each, spent)) for each in longest])
+        except RuntimeError as error:  # the call fails, as measure() reports, or this machine has no profiler
+            print(f"no times of the kernels of {name}: {first_line(error)}")
+            continue
+        spent = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
+        events = [each for each in seen.key_averages() if each.device_type.name == kind.name]
+        longest = sorted(events, key=lambda each: -getattr(each, spent))[:12]
+        publish(call=name, kernels=[(each.key[:80], each.count, getattr(each, spent)) for each in longest])
 
 
 def profiled(asked: argparse.Namespace, device: torch.device) -> None:
