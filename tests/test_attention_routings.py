@@ -12,16 +12,13 @@ import capsfast
 from capsfast.nn import (
     ROUTINGS,
     CosineRouting,
-    InvertedAttentionRouting,
     RoutedCaps,
-    SelfRouting,
     VariationalRouting,
     couplings,
 )
 
 from .support import plain
 from .support.backends import Backend
-from .support.refusals import Refusal, refusals
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 from .test_docs import ROOT, table_rows
@@ -75,13 +72,6 @@ def test_exact_cosine_of_votes_that_output_capsules_share() -> None:
     plain.assert_same(tuple(routing(votes)), tuple(routing(votes.expand(-1, -1, J, -1))))
 
 
-def test_exact_cosine_needs_votes() -> None:
-    with pytest.raises(ValueError, match=r"routing must take \(u, weight\), got CosineRouting"):
-        RoutedCaps(I, J, K, D, routing="cosine", exact=True)
-    with pytest.raises(ValueError, match=r"cosines need votes in memory, got \(u, weight\)"):
-        CosineRouting(I, J, K, D, exact=True)((torch.randn(2, I, K), torch.randn(I, J, D, K)))
-
-
 def test_sharp_k_means_is_a_choice() -> None:
     """With a large sharpness every vote goes to the nearest center: spherical k-means."""
     torch.manual_seed(0)
@@ -103,19 +93,6 @@ def test_self_routing_shares_sum_to_one() -> None:
     torch.testing.assert_close(found.activations.sum(1), torch.ones(B))
     torch.testing.assert_close(layer(u, 3 * activation).poses, found.poses)
     assert not layer(u, torch.zeros(B, I)).activations.any()
-
-
-def test_self_routing_of_a_masked_capsule_that_is_not_a_number() -> None:
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing="self")
-    randomize(layer.routing)
-    u, mask = torch.randn(B, I, K), torch.ones(B, I, dtype=torch.bool)
-    mask[:, 0] = False
-    wild = u.clone()
-    wild[:, 0] = torch.nan
-    found = layer(wild, torch.rand(B, I), mask=mask)
-    found.poses.sum().backward()
-    assert found.poses.isfinite().all() and all(each.grad.isfinite().all() for each in layer.parameters())
 
 
 def test_self_attention_makes_three_passes_and_records_one() -> None:
@@ -303,35 +280,3 @@ def test_a_reset_forgets_the_statistics_of_a_batch() -> None:
         layer(torch.randn(B, I, K))
     layer.reset_parameters()
     torch.testing.assert_close(layer.routing.state_dict(), fresh)
-
-
-WRONG: dict[str, Refusal] = {
-    "one number": (
-        lambda: InvertedAttentionRouting(2, 2, 2, 1),
-        ValueError,
-        "InvertedAttentionRouting: out_dim must be at least 2, got 1",
-    ),
-    "nu": (
-        lambda: VariationalRouting(2, 2, 2, 4, nu=3),
-        ValueError,
-        "VariationalRouting: nu must be more than out_dim - 1 = 3, got 3",
-    ),
-    "batch_norm": (
-        lambda: VariationalRouting(2, 2, 2, 2, batch_norm="poses"),
-        ValueError,
-        "VariationalRouting: batch_norm must be False, True or 'both', got 'poses'",
-    ),
-    "no option": (
-        lambda: RoutedCaps(2, 2, 2, 2, routing="self", num_iterations=3),
-        TypeError,
-        "routing self has no option num_iterations; it has shared_route, learned_logits, backend",
-    ),
-    "u": (
-        lambda: SelfRouting(2, 2, 3, 2)((torch.zeros(1, 2, 4), torch.zeros(2, 2, 2, 4))),
-        ValueError,
-        r"u must have capsules of in_dim=3, got \[1, 2, 4\]",
-    ),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

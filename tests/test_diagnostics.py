@@ -253,21 +253,3 @@ def test_the_default_labels_are_the_classes_in_turn() -> None:
     layer, u = layer_of(), capsules()
     loss = MarginLoss()(layer(u), torch.arange(B) % J).item()
     assert capsfast.diagnose(layer, u).margin_loss == pytest.approx(loss)
-
-
-def test_wrong_arguments() -> None:
-    layer = layer_of()
-    with pytest.raises(TypeError, match=r"layer must be .* got Linear; of a model, take its part \.routing"):
-        capsfast.diagnose(torch.nn.Linear(3, 3), capsules())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"capsfast\.diagnose: u must hold at least one sample, got \[0, 30, 5\]"):
-        capsfast.diagnose(layer, capsules(0))
-    with pytest.raises(ValueError, match=r"targets must be in \[0, 3\], got 4"):
-        capsfast.diagnose(layer, capsules(1), torch.tensor([4]))
-    with pytest.raises(TypeError, match=r"layer must be .* got int"):
-        capsfast.diagnose(3, capsules())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"u must be a torch\.Tensor, got list"):
-        capsfast.diagnose(layer, [1.0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"poses must have shape \[B, in_types, in_dim, H, W\]"):
-        capsfast.diagnose(ConvCaps2d(3, J, K, D, padding=1), capsules())
-    with pytest.raises(ValueError, match="u must be"):
-        capsfast.diagnose(layer, capsules()[:, 1:])

@@ -12,9 +12,8 @@ from capsfast.nn import DepthwisePrimaryCaps
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
+from .support.layers import parameters_of
 from .support.plain import assert_alike, assert_same, on_cpu
-from .support.refusals import Refusal, refusals
-from .test_models import parameters_of
 
 B = 4
 SMALL: dict[str, Any] = {"conv_channels": 3, "primary_groups": 3, "primary_dim": 4, "digit_dim": 6}
@@ -169,37 +168,3 @@ def test_depthwise_capsules_are_a_convolution_of_each_map() -> None:
             alone = F.conv2d(x[:, n : n + 1], layer.conv.weight[n : n + 1], layer.conv.bias[n : n + 1], (1, 2))
             assert_same(poses[:, t, k], alone[:, 0])
     assert_same(found.view(B, 2, 3, 3, 3).movedim(-1, 2), plain.squash(poses.movedim(2, -1), "exp").movedim(-1, 2))
-
-
-WRONG: dict[str, Refusal] = {
-    "small": (
-        lambda: EfficientCapsNet(1, (8, 2)),
-        ValueError,
-        "EfficientCapsNet: image_size must be at least 3, got 8",
-    ),
-    "strides": (lambda: EfficientCapsNet(strides=(1, 2)), ValueError, r"strides must hold four of them, got \(1, 2\)"),
-    "nothing left": (
-        lambda: EfficientCapsNet(1, 8, strides=(2, 2, 2, 2)),
-        ValueError,
-        "image_size must be larger for these kernel_sizes and strides, got 8 x 8",
-    ),
-    "kernel": (lambda: EfficientCapsNet(1, 8, kernel_size=4), ValueError, "a window of 4 x 4 .* got 3 x 3"),
-    "option": (
-        lambda: EfficientCapsNet(top_k=3),
-        TypeError,
-        "routing self-attention has no option top_k; it has squash",
-    ),
-    "maps": (
-        lambda: DepthwisePrimaryCaps(2, 3, 1)(torch.rand(1, 5, 2, 2)),
-        ValueError,
-        r"features must be \[B, in_channels=6, H, W\], got \[1, 5, 2, 2\]",
-    ),
-    "window": (
-        lambda: DepthwisePrimaryCaps(1, 1, 3)(torch.rand(1, 1, 2, 2)),
-        ValueError,
-        "a window of 3 x 3 .* must fit",
-    ),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

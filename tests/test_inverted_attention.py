@@ -13,9 +13,8 @@ from capsfast.nn import recorded
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
+from .support.layers import parameters_of
 from .support.plain import assert_alike, assert_same, on_cpu
-from .support.refusals import Refusal, refusals
-from .test_models import parameters_of
 
 B = 4
 SMALL: dict[str, Any] = {
@@ -142,15 +141,6 @@ def test_couplings_of_its_layers_are_recorded() -> None:
         capsfast.diagnose(classes, poses[2])
 
 
-@pytest.mark.parametrize("size", [28, 8, (5, 2), 1])
-def test_any_image_size(size: Any) -> None:
-    model = InvertedAttentionCapsNet(1, size, 7, **SMALL)
-    x = torch.rand(2, *model.image_shape)
-    lengths, capsules, reconstruction = model(x, torch.tensor([6, 0]))
-    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 6) and reconstruction.shape == x.shape
-    assert lengths.min() > 0 and lengths.max() < 1
-
-
 def test_activations_are_those_of_the_classifier() -> None:
     model = small()
     x = images()
@@ -163,16 +153,3 @@ def test_activations_are_those_of_the_classifier() -> None:
     assert bare(x).reconstruction is None and parameters_of(bare) == parameters_of(model) - parameters_of(model.decoder)
     with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
         bare.reconstruct(capsules)
-
-
-WRONG: dict[str, Refusal] = {
-    "one number": (
-        lambda: InvertedAttentionCapsNet(primary_dim=1),
-        ValueError,
-        "primary_dim must be at least 2, got 1",
-    ),
-    "one number above": (lambda: InvertedAttentionCapsNet(digit_dim=1), ValueError, "digit_dim must be at least 2"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

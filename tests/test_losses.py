@@ -1,9 +1,6 @@
 """The losses against loops over samples and classes."""
 
-import copy
 import math
-import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from torch import Tensor, nn
 
 from capsfast.models import CapsNetOutput
 from capsfast.nn import CapsNetLoss, CouplingEntropy, MarginLoss, ReconstructionLoss, SpreadLoss
-
-from .support.refusals import Refusal, refusals
 
 B, J, D = 5, 4, 6
 LABELS = torch.tensor([3, 0, 0, 2, 1])
@@ -189,58 +184,3 @@ def test_sums_of_16_bit_numbers_are_formed_in_float32(dtype: torch.dtype) -> Non
         found = loss(*arguments)
         assert found.dtype == torch.float32
         assert found.item() == pytest.approx(loss(*wide).item(), rel=1e-5)
-
-
-LOSSES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
-    "margin": (MarginLoss(squared=False), (torch.rand(B, J), LABELS)),
-    "margin of several": (MarginLoss(reduction="sum"), (torch.rand(B, J, D), SEVERAL)),
-    "reconstruction": (ReconstructionLoss(), (torch.rand(B, 1, 4, 4), torch.rand(B, 1, 4, 4))),
-    "capsnet": (CapsNetLoss(), ((torch.rand(B, J), None, torch.rand(B, 1, 4, 4)), torch.rand(B, 1, 4, 4), LABELS)),
-    "spread": (SpreadLoss(), (torch.rand(B, J), LABELS, 100)),
-    "entropy": (CouplingEntropy("in", normalize=False), (torch.rand(B, 7, J).softmax(1),)),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_compilation_and_copies(name: str) -> None:
-    loss, arguments = LOSSES[name]
-    wanted = loss(*arguments)
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(*arguments), wanted)
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        torch.testing.assert_close(other(*arguments), wanted, rtol=0, atol=0)
-        assert repr(other) == repr(loss)
-    assert not list(loss.parameters())
-
-
-WRONG: dict[str, Refusal] = {
-    "targets": (lambda: MarginLoss()(torch.rand(B, J), LABELS + 1), ValueError, r"targets must be in \[0, 3\], got 4"),
-    "targets batch": (lambda: MarginLoss()(torch.rand(B, J), LABELS[1:]), ValueError, r"targets must be \[B\] = \[5\]"),
-    "targets float": (lambda: MarginLoss()(torch.rand(B, J), LABELS.float()), TypeError, "targets must be int64"),
-    "multi-hot": (
-        lambda: MarginLoss()(torch.rand(B, J), SEVERAL[:, :3]),
-        ValueError,
-        r"targets must be \[B\] or \[B, J\] = \[5, 4\], got \[5, 3\]",
-    ),
-    "lengths": (
-        lambda: MarginLoss()(torch.rand(B), LABELS),
-        ValueError,
-        r"lengths must have shape \[B, J\], got \[5\]",
-    ),
-    "lengths int": (lambda: MarginLoss()(SEVERAL, LABELS), TypeError, "lengths must be float32"),
-    "images": (
-        lambda: ReconstructionLoss()(torch.rand(B, 1, 4, 4), torch.rand(B, 4, 4)),
-        ValueError,
-        r"must have one shape \[B, ...\], got \[5, 1, 4, 4\] and \[5, 4, 4\]",
-    ),
-    "image bytes": (
-        lambda: ReconstructionLoss()(torch.rand(B, 4), torch.zeros(B, 4, dtype=torch.uint8)),
-        TypeError,
-        "images must be float32, .* got uint8",
-    ),
-    "spread targets": (lambda: SpreadLoss()(torch.rand(B, J), SEVERAL, 0), ValueError, r"must have shape \[B\]"),
-    "coupling": (lambda: CouplingEntropy()(torch.rand(B, J)), ValueError, r"coupling must have shape \[B, I, J\]"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

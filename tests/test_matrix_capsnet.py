@@ -13,7 +13,6 @@ from capsfast.nn import ClassCaps2d, PrimaryMatrixCaps
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
-from .support.refusals import Refusal, refusals
 from .support.routings import convolutional_variational, randomize, variational
 
 f64 = torch.float64
@@ -230,61 +229,3 @@ def test_starting_options_give_way() -> None:
         capsfast.nn.RoutedCaps(5, 3, 4, 6, routing="em", identity=True)
     layer = capsfast.nn.RoutedCaps(50, 3, 4, 4, routing="em", identity=True, init_std=1e-3)
     torch.testing.assert_close(layer.W, torch.eye(4).expand(50, 3, 4, 4), rtol=0, atol=0.002 + 1e-6)
-
-
-@pytest.mark.parametrize("size", [28, 17, (16, 9), 7, (3, 1)])
-def test_network_takes_any_image_size(size: Any) -> None:
-    model = MatrixCapsNet(3, size, 4, **SMALL)
-    output = model(torch.rand(2, *model.image_shape), torch.tensor([0, 1]))
-    assert output.lengths.shape == (2, 4) and output.capsules.shape == (2, 4, 4) and output.reconstruction is None
-    with pytest.raises(RuntimeError, match="there is no decoder"):
-        model.reconstruct(output.capsules)
-
-
-WRONG: dict[str, Refusal] = {
-    "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
-    "coordinates": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=0.1),
-        TypeError,
-        r"ClassCaps2d: coordinates must be True, False or a pair \(offset, scale\), got 0\.1",
-    ),
-    "scale": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=(1, float("inf"))),
-        ValueError,
-        "scale of coordinates must be finite, got inf",
-    ),
-    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "positions is not an option"),
-    "activation of a list": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),
-        TypeError,
-        r"ClassCaps2d: activation must be a torch\.Tensor \[B, I\], got list",
-    ),
-    "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is not an option"),
-    "image": (lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 3)), ValueError, "u must be .*in_types=2"),
-    "activation": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), torch.zeros(1, 2, 2, 3)),
-        ValueError,
-        r"activation must be \[B, in_types, H, W\]",
-    ),
-    "deviation and norm": (
-        lambda: MatrixCapsNet(form="variational", activation_std=3.0),
-        ValueError,
-        r"MatrixCapsNet: activation_std needs form='em': .* leave it out",
-    ),
-    "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
-    "a window for windows": (
-        lambda: MatrixCapsNet(windows=3),
-        TypeError,
-        r"windows must be three pairs \(kernel size, stride\), got 3",
-    ),
-    "ints for windows": (
-        lambda: MatrixCapsNet(windows=(5, 3, 3)),
-        TypeError,
-        "windows must be a sequence of ints, got 5",
-    ),
-    "windows": (lambda: MatrixCapsNet(windows=[(3, 1)]), ValueError, "windows must be three pairs"),
-    "window": (lambda: MatrixCapsNet(1, 4, windows=[(3, 1)] * 3), ValueError, "a window of 3 x 3"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

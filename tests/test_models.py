@@ -16,7 +16,6 @@ from capsfast.nn import CapsNetLoss
 from .support import plain
 from .support.backends import Backend, recorded_ops
 from .support.plain import assert_alike, assert_same, on_cpu
-from .support.refusals import Refusal, refusals
 
 B = 4
 # image, kernel, places of the primary capsules
@@ -211,15 +210,6 @@ def test_kernel_size_is_an_option() -> None:
         CapsNet(1, 8, kernel_size=9, **SMALL)
 
 
-@pytest.mark.parametrize("size", [8, (28, 20), (5, 1)])
-def test_deepcaps_takes_any_image_size(size: Any) -> None:
-    model = DeepCaps(3, size, 4, **DEEP)
-    x = torch.rand(2, *model.image_shape)
-    output = model(x, torch.tensor([3, 0]))
-    assert output.lengths.shape == (2, 4)
-    assert output.reconstruction.shape == x.shape
-
-
 @pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)])
 def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
     model = DeepCaps(1, size, device="meta")
@@ -294,17 +284,6 @@ def test_gradients_of_single_samples() -> None:
     for b in range(B):
         wanted = torch.autograd.grad(loss(model(x, labels), x, labels).total[b], list(model.parameters()))
         assert_same([found[name][b] for name, _ in model.named_parameters()], list(wanted))
-
-
-WRONG: dict[str, Refusal] = {
-    "size": (lambda: CapsNet(1, (28, 28, 1)), TypeError, "models.CapsNet: image_size must be an int or two of them"),
-    "dims": (lambda: DeepCaps(dims=(4, 8)), ValueError, "the last two of dims must be alike"),
-    "a dim": (lambda: DeepCaps(dims=8), TypeError, "DeepCaps: dims must be a sequence of ints, got 8"),
-    "few dims": (lambda: DeepCaps(dims=(4,)), ValueError, "dims must hold at least 2 of them"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)
 
 
 def test_diagnosis_of_a_fresh_capsnet_is_clean() -> None:

@@ -163,35 +163,3 @@ def test_a_deep_stack_neither_fades_nor_saturates() -> None:
     )
     lengths = stack(torch.rand(4, 1, 8, 8)).norm(dim=2)
     assert 0.2 < lengths.mean().item() < 0.9
-
-
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "groups in": ({"weight": Groups(3)}, ValueError, "groups must divide in_types, got groups=3 and in_types=4"),
-    "groups out": ({"weight": Groups(4)}, ValueError, "groups must divide out_types, got groups=4 and out_types=6"),
-    "kernel": ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),
-    "padding": ({"padding": (0, -1)}, ValueError, "padding must be at least 0, got -1"),
-    "pose_rows 0": ({"pose_rows": 0}, ValueError, "pose_rows must be at least 1, got 0"),
-    "pose_rows": ({"pose_rows": 2}, ValueError, "pose_rows must divide in_dim=3, got 2"),
-    "pose_rows text": ({"pose_rows": "2"}, TypeError, "pose_rows must be an int, got '2'"),
-    "dilation": ({"dilation": None}, TypeError, "dilation must be an int or two of them, got None"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    options, error, message = WRONG[case]
-    with pytest.raises(error, match=message) as caught:
-        ConvCaps2d(**{"in_types": C, "out_types": J, "in_dim": K, "out_dim": D, **options})
-    assert str(caught.value).startswith("capsfast.nn.ConvCaps2d: ")
-
-
-def test_wrong_inputs() -> None:
-    layer = ConvCaps2d(C, J, K, D)
-    with pytest.raises(ValueError, match=r"poses must be \[B, in_types=4, in_dim=3, H, W\], got \[2, 3, 4, 5, 6\]"):
-        layer(torch.randn(2, K, C, *SIZE))
-    with pytest.raises(ValueError, match=r"poses must have shape \[B, in_types, in_dim, H, W\], got \[2, 12, 5, 6\]"):
-        layer(torch.randn(2, C * K, *SIZE))
-    with pytest.raises(ValueError, match=r"a window of 3 x 3 .* .* got 2 x 6 with padding 0 x 0"):
-        layer(torch.randn(2, C, K, 2, 6))
-    with pytest.raises(TypeError, match="poses must be float32"):
-        layer(torch.zeros(2, C, K, *SIZE, dtype=torch.int32))

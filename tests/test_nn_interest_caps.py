@@ -399,61 +399,6 @@ def test_errors_name_a_function_that_was_called(weight: str) -> None:
     gradient.sum().backward()
 
 
-def test_arguments_that_do_not_fit() -> None:
-    layer, u = made(), torch.randn(B, I, K, dtype=torch.float64)
-    short = LENGTHS.clone()
-    offsets = torch.tensor([0, 4, 3, 9])
-    values = u.flatten(0, 1)[:9]
-    free = made(max_length=None, initial_logits="zero", weight="output")
-    long = torch.randn(1, 300, K, dtype=torch.float64)
-    assert torch.equal(
-        free(long, torch.tensor([50], dtype=torch.uint8)).vectors, free(long, torch.tensor([50])).vectors
-    )
-    for message, call in {
-        "initial_logits='fixed' needs max_length": lambda: InterestCapsules(J, K, D),
-        "weight='position' needs max_length": lambda: InterestCapsules(
-            J, K, D, weight="position", initial_logits="zero"
-        ),
-        "squash must be one of": lambda: made(squash="exp", squash_power=2.0),
-        "lengths must be from 0 to I=24, got 0 to 25": lambda: layer(u, short.index_fill(0, torch.tensor(0), 25)),
-        "lengths must be from 0 to I=24, got -1 to 24": lambda: layer(u, short.index_fill(0, torch.tensor(1), -1)),
-        r"lengths must be \[5\]": lambda: layer(u, LENGTHS[:3]),
-        "at most one of lengths, mask and offsets": lambda: layer(u, LENGTHS, mask=VALID),
-        "offsets must begin with 0, not decrease and end with N=9": lambda: layer(values, offsets=offsets),
-        "offsets must begin with 0, not decrease and": lambda: layer(values, offsets=offsets.to(torch.uint8)),
-        "offsets must begin with 0": lambda: layer(values, offsets=torch.tensor([1, 9])),
-        "end with N=9": lambda: layer(values, offsets=torch.tensor([0, 8])),
-        "at least one number, got none": lambda: layer(values, offsets=torch.zeros(0, dtype=torch.int64)),
-        "at most max_length=24 long, got one of 25": lambda: layer(
-            torch.zeros(25, K, dtype=torch.float64), offsets=torch.tensor([0, 25])
-        ),
-        "at most max_length=24, got 30": lambda: layer(torch.zeros(2, 30, K, dtype=torch.float64)),
-        "behaviours must end in in_dim=6": lambda: layer(u[..., :5]),
-        r"behaviours must have shape \[N, K\]": lambda: layer(u, offsets=offsets),
-        r"mask must be \[B, I\] = \[5, 24\]": lambda: layer(u, mask=VALID[:, :5]),
-        "interests must be from 1 to num_interests=3, got 0 to 3": lambda: layer(
-            u, interests=torch.tensor([0, 1, 2, 3, 3])
-        ),
-        r"logits must be \[I, J\]": lambda: layer(u, logits=torch.zeros(3, 3, dtype=torch.float64)),
-        "power must be 0, from 1 on": lambda: LabelAwareAttention(0.5, signed=True),
-        "power must be an integer unless signed": lambda: LabelAwareAttention(1.5),
-        r"items must be \[B, D\] or \[B, N, D\]": lambda: LabelAwareAttention()(u, u[:3, 0]),
-        "items must end in D=6": lambda: interest_scores(u, torch.zeros(3, 5, dtype=torch.float64)),
-        r"mask must be \[B, J\] = \[5, 24\]": lambda: interest_scores(u, u[0], VALID[:3]),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-    for message, call in {
-        "lengths must hold integers, got float64": lambda: layer(u, LENGTHS.double()),
-        "must have one dtype": lambda: layer(u.float()),
-        "mask must be bool": lambda: layer(u, mask=VALID.long()),
-        "behaviours must be a torch.Tensor": lambda: layer([1.0]),
-        "items must be a torch.Tensor": lambda: interest_scores(u, None),  # type: ignore[arg-type]
-    }.items():
-        with pytest.raises(TypeError, match=message):
-            call()
-
-
 def test_the_layer_says_what_it_is() -> None:
     text = str(made(update="overwrite", count="floor"))
     assert "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor'" in text

@@ -204,33 +204,3 @@ def test_squash_kinds() -> None:
     layer = PrimaryCaps(C, TYPES, DIM, 3, squash="exp")
     poses = layer.conv(x).unflatten(1, (TYPES, DIM)).flatten(3).transpose(2, 3).flatten(1, 2)
     torch.testing.assert_close(layer(x), plain.squash(poses, "exp"))
-
-
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "kernel": ({"kernel_size": "3"}, TypeError, "kernel_size must be an int or two of them, got '3'"),
-    "kernel three": ({"kernel_size": (3, 3, 3)}, TypeError, r"kernel_size must be an int or two of them"),
-    "kernel entry": ({"kernel_size": (3, 0)}, ValueError, "kernel_size must be at least 1, got 0"),
-    "stride": ({"stride": 0}, ValueError, "stride must be at least 1, got 0"),
-    "padding": ({"padding": -1}, ValueError, "padding must be at least 0, got -1"),
-    "no place": ({"order": "view", "flatten": False}, ValueError, "flatten=False needs capsules with a place"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    options, error, message = WRONG[case]
-    with pytest.raises(error, match=message) as caught:
-        PrimaryCaps(**{"in_channels": C, "types": TYPES, "dim": DIM, **options})
-    assert str(caught.value).startswith("capsfast.nn.PrimaryCaps: ")
-
-
-def test_wrong_inputs() -> None:
-    layer = PrimaryCaps(C, TYPES, DIM)
-    with pytest.raises(ValueError, match=r"features must be \[B, in_channels=3, H, W\], got \[2, 4, 9, 9\]"):
-        layer(torch.randn(2, 4, 9, 9))
-    with pytest.raises(ValueError, match=r"a window of 9 x 9 .* must fit into the input with its padding, got 9 x 7"):
-        layer(torch.randn(2, C, *SIZE))
-    with pytest.raises(ValueError, match=r"poses must have shape \[B, C, K, H, W\], got \[2, 3, 4\]"):
-        FlattenCaps()(torch.randn(2, 3, 4))
-    with pytest.raises(TypeError, match="features must be float32"):
-        layer(torch.zeros(2, C, 9, 9, dtype=torch.int64))

@@ -23,7 +23,6 @@ from capsfast.nn.routing.base import Routing
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
 from .support.plain import assert_alike, assert_same, gradients, on_cpu
-from .support.refusals import Refusal, refusals
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 
@@ -349,73 +348,3 @@ def test_text_and_state() -> None:
     assert layer.routing.bias.tolist() == [[pytest.approx(0.1)] * D] * J
     assert SlimConvTransposeCaps2d(I, J, K, D).conv.weight.shape == (K, J * D, 4, 4)
     assert sum(each.numel() for each in SlimConvCaps3d(I, J, K, D).parameters()) == J * D * K * 27
-
-
-CALLS: dict[str, Refusal] = {
-    "kernel": (
-        lambda: SlimConvCaps3d(I, J, K, D, (3, 3)),
-        TypeError,
-        r"SlimConvCaps3d: kernel_size must be an int or three of them, got \(3, 3\)",
-    ),
-    "stride": (lambda: SlimConvCaps2d(I, J, K, D, 3, 0), ValueError, "stride must be at least 1, got 0"),
-    "option": (
-        lambda: SlimConvCaps2d(I, J, K, D, 3, groups=2),
-        TypeError,
-        "SlimConvCaps2d: routing dynamic has no option groups; it has num_iterations, learned_logits",
-    ),
-    "no inputs": (
-        lambda: SlimConvTransposeCaps3d(I, J, K, D, routing="self"),
-        ValueError,
-        "SlimConvTransposeCaps3d: routing must need only votes, .* got self, which needs the input capsules too",
-    ),
-    "routing": (lambda: SlimConvCaps2d(I, J, K, D, routing="no"), ValueError, "SlimConvCaps2d: routing must be one of"),
-    "softmax": (lambda: SlimConvCaps2d(I, J, K, D, softmax="no"), ValueError, "SlimConvCaps2d: softmax must be one of"),
-    "more than a stride": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D, output_padding=2),
-        ValueError,
-        "output_padding must be smaller than stride or dilation",
-    ),
-    "rank": (
-        lambda: SlimConvCaps3d(I, J, K, D)(torch.zeros(B, I, K, 4, 4)),
-        ValueError,
-        r"poses must have shape \[B, in_types, in_dim, Z, H, W\], got \[2, 3, 3, 4, 4\]",
-    ),
-    "sizes": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, K + 1, K, 4, 4)),
-        ValueError,
-        r"poses must be \[B, in_types=3, in_dim=3, H, W\], got \[2, 4, 3, 4, 4\]",
-    ),
-    "ints": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4, dtype=torch.int64)),
-        TypeError,
-        "poses must be float32",
-    ),
-    "small": (
-        lambda: SlimConvCaps3d(I, J, K, D)(torch.zeros(B, I, K, 4, 2, 4)),
-        ValueError,
-        r"a window of 3 x 3 x 3 \(dilation 1 x 1 x 1\) must fit .* got 4 x 2 x 4 with padding 0 x 0 x 0",
-    ),
-    "nothing left": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D, 2, padding=1)(torch.zeros(B, I, K, 1, 4)),
-        ValueError,
-        "the output must have at least one position, got 0 x 6 for 1 x 4; use a smaller padding",
-    ),
-    "size": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4), size=(8, 10)),
-        ValueError,
-        r"size must be at least \[8, 8\] and less than a stride of \(2, 2\) larger, got \(8, 10\)",
-    ),
-    "activation": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4), torch.zeros(B, I, 4, 4)),
-        ValueError,
-        "dynamic routing takes no activation",
-    ),
-    "activation of another image": (
-        lambda: SlimConvCaps2d(I, J, K, D, routing=Weighted)(torch.zeros(B, I, K, 4, 4), torch.zeros(B, I, 4, 5)),
-        ValueError,
-        r"activation must be \[B, in_types, H, W\] of poses \[2, 3, 3, 4, 4\], got \[2, 3, 4, 5\]",
-    ),
-}
-
-
-test_wrong_arguments = refusals(CALLS)

@@ -19,13 +19,13 @@ from capsfast.nn import (
     PrimaryCaps,
     RoutedCaps,
     RoutingByAgreement,
-    SharedWeight,
     Weight,
     recorded,
 )
 
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
+from .support.layers import WEIGHTS
 from .support.plain import assert_alike, assert_same, gradients, on_cpu
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
@@ -33,25 +33,6 @@ from .support.routings import randomize
 B, I, J, D, K = 5, 12, 6, 4, 3
 INF = float("inf")
 
-# Weights and the shapes of their parameters.
-WEIGHTS: dict[Weight, dict[str, tuple[int, ...]]] = {
-    FullWeight(): {"W": (I, J, D, K)},
-    SharedWeight(): {"W": (1, J, D, K)},
-    FullWeight(4): {"W": (3, J, D, K)},
-    FullWeight(I): {"W": (1, J, D, K)},
-    LowRank(2): {"W": (1, J, D, 2), "A": (I, 2, K)},
-    LowRank(2, positions=None): {"W": (1, J, D, 2), "A": (1, 2, K)},
-    LowRank(2, positions=3): {"W": (1, J, D, 2), "A": (4, 2, K)},
-    LowRank(2, "UV"): {"U": (I, D, 2), "V": (J, K, 2)},
-    LowRank(2, "UV", positions=None): {"U": (1, D, 2), "V": (J, K, 2)},
-    Groups(3): {"W": (I, 2, D, K)},
-    Groups(3, SharedWeight()): {"W": (1, J, D, K)},
-    Groups(3, FullWeight(2)): {"W": (6, 2, D, K)},
-    Groups(3, FullWeight(4)): {"W": (3, 2, D, K)},
-    Groups(2, LowRank(2)): {"W": (1, J, D, 2), "A": (I, 2, K)},
-    Groups(2, LowRank(2, positions=None)): {"W": (1, J, D, 2), "A": (1, 2, K)},
-    Groups(2, LowRank(2, "UV", 3)): {"U": (4, D, 2), "V": (J, K, 2)},
-}
 # A routing asks the weight for votes and passes; each of these weights makes them differently.
 FEW = (FullWeight(4), LowRank(2, "UV"), Groups(3), Groups(2, LowRank(2)))
 each_weight = pytest.mark.parametrize("weight", WEIGHTS, ids=str)
@@ -264,59 +245,6 @@ def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
     layer = capsfast.DynamicRouting(4 * 6, J, K, D, positions=6, dtype=torch.float64)
     assert_same(layer(u.unflatten(1, (4, 6)).flip(2).flatten(1, 2)), layer(u))
     assert not torch.allclose(layer(u.unflatten(1, (4, 6)).flip(1).flatten(1, 2)), layer(u))
-
-
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "rank": (lambda: LowRank(0), ValueError, "nn.LowRank: rank must be at least 1, got 0"),
-    "rank float": (lambda: LowRank(2.0), TypeError, "rank must be an int, got 2.0"),  # type: ignore[arg-type]
-    "factors": (lambda: LowRank(2, "VU"), ValueError, "factors must be one of 'WA', 'UV', got 'VU'"),
-    "groups": (lambda: Groups(0), ValueError, "nn.Groups: groups must be at least 1, got 0"),
-    "groups of groups": (lambda: Groups(2, Groups(3)), TypeError, "weight must be a FullWeight, SharedWeight or LowR"),
-    "groups of inputs": ({"weight": Groups(5)}, ValueError, "groups must divide in_caps, got groups=5 and in_caps=12"),
-    "groups of outputs": ({"weight": Groups(4)}, ValueError, "must divide out_caps, got groups=4 and out_caps=6"),
-    "positions": ({"positions": 5}, ValueError, "positions must divide in_caps, got positions=5 and in_caps=12"),
-    "positions zero": ({"positions": 0}, ValueError, "positions must be at least 1, got 0"),
-    "a type in two groups": ({"weight": Groups(3, FullWeight(6))}, ValueError, "positions must divide in_caps, got"),
-    "both": ({"positions": 4, "shared_weight": True}, ValueError, "shares among all types too; leave out positions="),
-    "twice": ({"positions": 4, "weight": LowRank(2)}, ValueError, "says which capsules share; leave out shared_wei"),
-    "no weight": ({"weight": 4}, TypeError, "weight must be one of capsfast.nn's FullWeight, SharedWeight, LowRank"),
-    "rows": (
-        lambda: RoutedCaps(4, 2, 4, 4, weight=LowRank(1), pose_rows=2),
-        ValueError,
-        "pose_rows needs a weight with whole matrices, got LowRank",
-    ),
-    "identity": (
-        lambda: RoutedCaps(4, 2, 4, 4, weight=LowRank(1), identity=True),
-        ValueError,
-        "identity needs square matrices in W, got LowRank",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message) as caught:
-        capsfast.DynamicRouting(I, J, K, D, **call) if isinstance(call, dict) else call()
-    assert str(caught.value).startswith("capsfast.DynamicRouting: " if isinstance(call, dict) else "capsfast.nn.")
-
-
-def test_wrong_inputs() -> None:
-    grouped = capsfast.DynamicRouting(I, J, K, D, weight=Groups(3))
-    u = torch.randn(B, I, K)
-    for given, message in (
-        ({"mask": torch.ones(B, J, dtype=torch.bool)}, r"mask must be \[B, I\] = \[5, 12\], got \[5, 6\]"),
-        ({"out_mask": torch.ones(B, I, dtype=torch.bool)}, r"out_mask must be \[B, J\] = \[5, 6\], got \[5, 12\]"),
-        ({"logits": torch.ones(I, 3)}, r"logits must be \[I, J\] = \[4, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            grouped(u, **given)
-    with pytest.raises(TypeError, match="u and A must have one dtype, got float64 and float32"):
-        capsfast.DynamicRouting(I, J, K, D, weight=LowRank(2))(u.double())
-    with pytest.raises(ValueError, match=r"logits must end in \[12, 6\], got \[12, 1\]"):
-        capsfast.DynamicRouting(I, J, K, D, learned_logits=True)(u, logits=torch.ones(I, 1))
-    with pytest.raises(TypeError, match=r"u must be a torch\.Tensor"):
-        grouped([1.0])
 
 
 def test_digit_caps_and_class_caps_are_dynamic_routing() -> None:

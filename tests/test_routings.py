@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import capsfast
 from capsfast import native
@@ -21,7 +21,6 @@ from capsfast.nn.routing.votes import STRIDE, votes_of
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
-from .support.refusals import Refusal, refusals
 from .support.routings import ALONE, cases, randomize
 from .support.routings import ROUTINGS as ROWS
 
@@ -253,18 +252,6 @@ def test_far_votes_of_few_active_capsules_do_not_cancel(name: str) -> None:
     assert (found.activations - exact.activations).abs().max() < 5e-3
 
 
-def test_activations_of_positions_have_their_shape() -> None:
-    routing = capsfast.nn.EMRouting(5, 3, 4, 4)
-    votes = torch.randn(2, 5, 3, 4, 3, 2)
-    for wrong in ((2, 5, 2, 3), (2, 5, 6), (2, 5, 3, 3), (2, 4)):
-        with pytest.raises(ValueError, match=r"EMRouting: activation must"):
-            routing(votes, torch.rand(wrong))
-    with pytest.raises(ValueError, match=r"CosineRouting: activation must be \[B, I\] = \[2, 5\]"):
-        capsfast.nn.CosineRouting(5, 3, 4, 4)(votes[..., 0, 0], torch.rand(9, 9))
-    with pytest.raises(TypeError, match=r"EMRouting: activation must be a torch.Tensor, got list"):
-        routing(votes, [0.5])
-
-
 @pytest.mark.parametrize("name", ["em", "self", "variational"])
 def test_lengths_of_an_image_of_capsules(name: str) -> None:
     torch.manual_seed(0)
@@ -345,78 +332,6 @@ def test_a_routing_without_the_options_that_a_layer_adds(routing: type[Routing])
         RoutedCaps(I, J, K, D, routing=routing, dtype=torch.float64)
 
 
-WRONG: dict[str, Refusal] = {
-    "name": (lambda: RoutedCaps(3, 2, 4, 4, routing="magic"), ValueError, "RoutedCaps: routing must be one of 'dyn"),
-    "kind": (lambda: RoutedCaps(3, 2, 4, 4, routing=3), TypeError, "must be a name or a Routing class, got int"),
-    "not a routing": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=lambda *_, **__: nn.Identity()),
-        TypeError,
-        "routing must make a capsfast.nn.Routing, got Identity",
-    ),
-    "another class": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity),
-        TypeError,
-        "RoutedCaps: routing must be a name or a Routing class, got the class Identity; derive it from capsfast.nn.Ro",
-    ),
-    "a layer": (lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity()), TypeError, "or a Routing class, got Identity"),
-    "made already": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=Mean(3, 2, 4, 4)),
-        TypeError,
-        "or a Routing class, got Mean; give its class, and its options to the layer",
-    ),
-    "a function of votes": (
-        lambda: ConvCaps2d(3, 2, 4, 4, routing=lambda votes, activation: votes),
-        TypeError,
-        r"routing must take \(in_caps, .*got <lambda>\(votes, activation\): .*; docs/passes.md shows how to write",
-    ),
-    "no sizes": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Sizeless", (Mean,), {"__init__": lambda self: None})),
-        TypeError,
-        r"RoutedCaps: routing must take \(in_caps, out_caps, in_dim, out_dim, .*, got Sizeless\(\)",
-    ),
-    "not initialised": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Empty", (Mean,), {"__init__": lambda self, *sizes: None})),
-        TypeError,
-        r"routing must be made by Routing.__init__, got Empty without it; call super\(\).__init__",
-    ),
-    "option": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing="dynamic", sharpness=2),
-        TypeError,
-        "routing dynamic has no option sharpness; it has num_iterations, learned_logits",
-    ),
-    "size": (lambda: RoutedCaps(0, 2, 4, 4), ValueError, "RoutedCaps: in_caps must be at least 1, got 0"),
-    "rows": (lambda: RoutedCaps(3, 2, 4, 6, pose_rows=4), ValueError, "pose_rows must divide out_dim=6, got 4"),
-    "u": (lambda: RoutedCaps(3, 2, 4, 6)(torch.zeros(1, 4, 4)), ValueError, r"u must be \[B, in_caps=3, in_dim=4\]"),
-    "votes": (
-        lambda: RoutedCaps(3, 2, 4, 6).routing(torch.zeros(1, 4, 2, 6)),
-        ValueError,
-        "votes must have I=in_caps=3, J=out_caps=2 and D=out_dim=6, got I=4, J=2, D=6",
-    ),
-    "no inputs": (
-        lambda: ROUTINGS["self"](3, 2, 4, 6)(torch.zeros(1, 3, 2, 6)),
-        ValueError,
-        "the logits are made from the input capsules, got votes without them",
-    ),
-    "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
-    "activation": (
-        lambda: ConvCaps2d(2, 2, 4, 4)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 5)),
-        ValueError,
-        "dynamic routing takes no activation",
-    ),
-    "activation of an image": (
-        lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 4)),
-        ValueError,
-        r"activation must be \[B, in_types, H, W\] of poses \[1, 2, 4, 5, 5\], got \[1, 2, 5, 4\]",
-    ),
-    "route": (
-        lambda: RoutedCaps(3, 2, 4, 4, routing=Routing)(torch.zeros(1, 3, 4)),
-        NotImplementedError,
-        r"capsfast.Routing: a routing overrides route\(votes, activation\)",
-    ),
-    "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
-}
-
-
 def routes(route: Callable[[Any], Any]) -> None:
     """Runs a user's route() over votes from a weight, and over votes of 2 by 3 positions."""
 
@@ -482,6 +397,3 @@ def test_what_votes_lack_is_named() -> None:
     votes = votes_of("test", torch.zeros(2, 3, 4, 5, 3, 2))
     with pytest.raises(ValueError, match=r"capsfast.nn.Votes: query must have votes.B=12 rows, got \[2, 4, 5\]; every"):
         votes.moments(query=torch.zeros(2, 4, 5))
-
-
-test_wrong_arguments = refusals(WRONG)

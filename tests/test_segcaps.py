@@ -11,7 +11,6 @@ from capsfast.models import SegCaps, SegCapsOutput
 
 from .support import plain
 from .support.plain import assert_same, on_cpu
-from .support.refusals import Refusal, refusals
 
 B, J = 2, 3
 SMALL: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3, 4), "digit_dim": 4, "kernel_size": 3}
@@ -182,31 +181,3 @@ def test_levels_and_options() -> None:
         assert len(model.down) == len(model.up) == len(dims) - 1
         assert model.classes.routing.bias is not None and model.start.routing.bias is None
         assert model(torch.rand(B, 1, 9, 9)).reconstruction.shape == (B, 1, 9, 9)
-
-
-WRONG: dict[str, Refusal] = {
-    "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
-    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
-    "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
-    "few types": (lambda: SegCaps(1, 9, J, types=(2, 4)), ValueError, r"types must be an int or one .*, got \(2, 4\)"),
-    "a type": (lambda: SegCaps(1, 9, J, types=0), ValueError, "SegCaps: types must be at least 1, got 0"),
-    "own types": (lambda: SegCaps(1, 8, J, form="r3", types=2), ValueError, "form='r3' has its own conv_channels"),
-    "r3 of 12": (lambda: SegCaps(1, 12, J, form="r3"), ValueError, r"must be divisible by 8, got \(12, 12\)"),
-    "hidden": (lambda: SegCaps(1, 9, J, hidden=8), TypeError, "SegCaps: hidden must be a sequence of ints, got 8"),
-    "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
-    "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),
-    "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "routing dynamic has no option sharpness"),
-    "given classes": (
-        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 8, dtype=torch.bool)),
-        ValueError,
-        r"classes must be \[B, J, H, W\] of capsules \[1, 3, 16, 9, 9\], got \[1, 3, 9, 8\]",
-    ),
-    "classes of numbers": (
-        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 9)),
-        TypeError,
-        "classes must be bool, got float32",
-    ),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

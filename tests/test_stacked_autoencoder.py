@@ -223,8 +223,3 @@ def test_clusters_are_named_once() -> None:
     assert cluster_accuracy(points, points, merged, 3) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="train must have at least num_classes=3 rows, got 2"):
         cluster_accuracy(points[:2], points, labels, 3)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="num_heads must divide dim=16, got 3"):
-        SetTransformer(3, 8, 2, num_heads=3)

@@ -5,7 +5,6 @@ import inspect
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import capsfast
 from capsfast.nn import ROUTINGS
 from capsfast.nn._layer import Layer
 
-from .test_nn_modules import LAYERS as OF_MODULES
+from .support.layers import LAYERS as OF_MODULES
+from .support.layers import Row, made
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -103,30 +103,22 @@ def test_nodes_have_every_argument(name: str) -> None:
     assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
 
 
-# Layers that test_nn_modules.py lacks, with their inputs without the batch.
-MORE: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
-    "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3), ((6, 5),)),
-    "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), ((6, 5),)),
-    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), ((6, 5),)),
-    "flatten": (capsfast.nn.FlattenCaps, ((2, 4, 3, 3),)),
-    "length": (capsfast.nn.Length, ((4, 3),)),
-    "longest": (capsfast.nn.Mask, ((4, 3),)),
-    "entropy": (capsfast.nn.CouplingEntropy, ((6, 4),)),
-    "images": (lambda: of_training("normalize").Normalize("image", 2), ((2, 4, 4),)),
-    "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), ((1, 14, 14),)),
+# Further layers, with their inputs without the batch.
+MORE: dict[str, Row] = {
+    "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3), (6, 5)),
+    "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
+    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
+    "flatten": (capsfast.nn.FlattenCaps, (2, 4, 3, 3)),
+    "length": (capsfast.nn.Length, (4, 3)),
+    "longest": (capsfast.nn.Mask, (4, 3)),
+    "images": (lambda: of_training("normalize").Normalize("image", 2), (2, 4, 4)),
+    "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
     **{
-        f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), ((6, 5),))
+        f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), (6, 5))
         for name in ROUTINGS
     },
 }
 LAYERS = {**OF_MODULES, **MORE}
-
-
-def made(name: str) -> tuple[nn.Module, Callable[[int], list[Tensor]]]:
-    """A layer, and a function that draws its inputs for a batch."""
-    torch.manual_seed(0)
-    make, shapes = LAYERS[name]
-    return make().eval(), lambda B: [torch.rand(B, *shape) for shape in shapes]
 
 
 class Two(nn.Module):
@@ -157,8 +149,8 @@ def test_every_layer_is_a_leaf() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_leaves(name: str) -> None:
-    layer, inputs = made(name)
-    given = inputs(3)
+    layer, given = made(name, table=LAYERS)
+    layer.eval()
     model = nn.Sequential(nn.Tanh(), layer) if len(given) == 1 else Two(nn.Tanh(), layer)
     runs: list[int] = []
     layer.register_forward_hook(lambda *_: runs.append(1))
@@ -214,15 +206,15 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
     """check_trace is on: it compares two traces of the layer node by node, and their values."""
-    layer, inputs = made(name)
-    model = Parts(layer) if name == "network" else layer
-    traced = torch.jit.trace(model, tuple(inputs(3)))
+    layer, given = made(name, table=LAYERS)
+    model = Parts(layer.eval()) if name == "network" else layer.eval()
+    traced = torch.jit.trace(model, tuple(given))
     if name == "plain" and capsfast.backends()["cpp"].available:
         assert [node.kind() for node in traced.inlined_graph.nodes()].count("capsfast::dynamic_routing") == 1
     torch.jit.save(traced, tmp_path / "traced.pt")
     loaded = torch.jit.load(tmp_path / "traced.pt")
     for B in (1, 2, 12):
-        given = inputs(B)
+        _, given = made(name, B, LAYERS)
         assert_same(loaded(*given), model(*given))
     assert_same(gradients(loaded, *given), gradients(model, *given))
 

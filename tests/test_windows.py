@@ -16,7 +16,6 @@ from capsfast.passes import Moments
 from .support import plain
 from .support.backends import Backend, Largest
 from .support.plain import gradients
-from .support.refusals import Refusal, refusals
 from .support.routings import randomize
 
 f64 = torch.float64
@@ -258,17 +257,3 @@ def test_competition_in_other_forms() -> None:
     same = ConvCaps2d(C, J, K, D, routing="dynamic", padding=1)
     assert vectors(poses).shape == same(poses).shape
     assert 0.3 < vectors(poses).norm() / same(poses).norm() < 3
-
-
-WRONG: dict[str, Refusal] = {
-    "competition": (lambda: ConvCaps2d(2, 2, 4, 4, competition="all"), ValueError, "competition must be one of"),
-    "start": (lambda: ConvCaps2d(2, 2, 4, 4, competition="child", start="all"), ValueError, "start must be one of"),
-    "start of windows": (
-        lambda: ConvCaps2d(2, 2, 4, 4, start="window"),
-        ValueError,
-        "ConvCaps2d: start='window' needs competition='child', got competition='window'.*; leave out start",
-    ),
-}
-
-
-test_wrong_arguments = refusals(WRONG)
