@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast.nn import ROUTINGS
 from capsfast.nn._layer import Layer
 
 from .support.layers import LAYERS as OF_MODULES
@@ -113,10 +112,6 @@ MORE: dict[str, Row] = {
     "longest": (capsfast.nn.Mask, (4, 3)),
     "images": (lambda: of_training("normalize").Normalize("image", 2), (2, 4, 4)),
     "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
-    **{
-        f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), (6, 5))
-        for name in ROUTINGS
-    },
 }
 LAYERS = {**OF_MODULES, **MORE}
 

@@ -36,6 +36,8 @@ from capsfast.nn import (
     Weight,
 )
 
+from .routings import ALONE, ROUTINGS, randomize
+
 I, J, K, D = 12, 6, 3, 4
 
 # Weights and the shapes of their parameters.
@@ -70,6 +72,16 @@ def interests(**options: Any) -> Callable[[], nn.Module]:
     return lambda: InterestCapsules(J, K, D, max_length=I, **options)
 
 
+def routed(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layer = RoutedCaps(I, J, K, D, routing=name, **ALONE.get(name, {}))
+        if not layer.W.is_meta:
+            randomize(layer.routing)
+        return layer
+
+    return make
+
+
 LAYERS: dict[str, Row] = {
     **{repr(weight): (dense(weight=weight), (I, K)) for weight in WEIGHTS},
     "learned": (dense(learned_logits=True, bias=True), (I, K)),
@@ -98,6 +110,7 @@ LAYERS: dict[str, Row] = {
     "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), (I, K)),
     "scored matrices": (lambda: MatrixRouting(I, J, 4, 6, 2), (I, 4), (I,)),
     "any scored matrices": (lambda: MatrixRouting(None, J, 4, 6, 2, model="k-means"), (I, 4), (I,)),
+    **{f"routed {name}": (routed(name), (I, K), (I,)) for name in ROUTINGS},
 }
 
 
