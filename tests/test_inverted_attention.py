@@ -38,8 +38,7 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def normalized(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    return gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
+    return gain * plain.normalized(x) + shift
 
 
 def plain_network(model: InvertedAttentionCapsNet, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,11 @@
 """CapsNet, DeepCaps and CapsAutoEncoder against plain networks, and as modules."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import capsfast
@@ -15,6 +14,7 @@ from capsfast.nn import CapsNetLoss
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
+from .support.layers import NETWORKS, network, parameters_of
 from .support.plain import assert_alike, assert_same, on_cpu
 
 B = 4
@@ -27,21 +27,11 @@ SIZES = [
     (8, 3, (2, 2)),
     (1, 1, (1, 1)),
 ]
-SMALL: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
-DEEP: dict[str, Any] = {"conv_channels": 6, "types": 3, "dims": (3, 4, 4)}
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "CapsNet": lambda **more: CapsNet(2, (12, 10), 5, digit_dim=6, **SMALL, **more),
-    "DeepCaps": lambda **more: DeepCaps(2, (12, 10), 5, digit_dim=6, **DEEP, **more),
-    "CapsAutoEncoder": lambda **more: CapsAutoEncoder(2, (12, 10), 5, 6, **SMALL, **more),
-}
+MODELS = ("CapsNet", "DeepCaps", "CapsAutoEncoder")
 
 
 def images(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.rand(B, 2, 12, 10, dtype=dtype)
-
-
-def parameters_of(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
 def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | None) -> CapsNetOutput:
@@ -54,15 +44,9 @@ def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | 
     u = torch.stack([x[:, t * K : (t + 1) * K, row, column] for t, row, column in places], 1)
     v, _ = plain.route(plain.votes(plain.squash(u), p["routing.W"]), model.routing.num_iterations)
     lengths = v.square().sum(2).sqrt()
-    kept = v
-    if isinstance(model, CapsNet):
-        chosen = lengths.argmax(1) if labels is None else labels
-        kept = v * F.one_hot(chosen, v.shape[1])[:, :, None]
-    x = kept.flatten(1)
-    for n in (0, 2, 4):
-        x = F.linear(x, p[f"decoder.layers.{n}.weight"], p[f"decoder.layers.{n}.bias"])
-        x = x.sigmoid() if n == 4 else x.relu()
-    return CapsNetOutput(lengths, v, x.view(len(x), *model.image_shape))
+    if not isinstance(model, CapsNet):
+        return CapsNetOutput(lengths, v, plain.decoded(model, v))
+    return CapsNetOutput(lengths, v, plain.decoded(model, v, lengths.argmax(1) if labels is None else labels))
 
 
 def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tensor:
@@ -87,21 +71,17 @@ def plain_3d_routing(poses: Tensor, weight: Tensor, bias: Tensor, num_iterations
     return v
 
 
-def plain_batch_norm(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    mean, var = maps.mean((0, 2, 3), keepdim=True), maps.var((0, 2, 3), unbiased=False, keepdim=True)
-    return (maps - mean) / (var + 1e-3).sqrt() * weight[:, None, None] + bias[:, None, None]
-
-
 def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
     p = dict(model.named_parameters())
     x = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
-    maps = plain_batch_norm(x, p["norm.weight"], p["norm.bias"])
+    maps = plain.normalized(x, (0, 2, 3), 1e-3) * p["norm.weight"][:, None, None] + p["norm.bias"][:, None, None]
     flat = []
-    for n, dim in enumerate(DEEP["dims"]):
+    dims = NETWORKS["DeepCaps"]["dims"]
+    for n, dim in enumerate(dims):
         down, first, second, skip = (p[f"cells.{n}.{name}.conv.weight"] for name in ("down", "first", "second", "skip"))
         halved = plain_caps(maps, down, dim, 2)
         deep = plain_caps(plain_caps(halved.flatten(1, 2), first, dim).flatten(1, 2), second, dim)
-        if n == len(DEEP["dims"]) - 1:
+        if n == len(dims) - 1:
             poses = deep + plain_3d_routing(halved, skip, p[f"cells.{n}.skip.routing.bias"], 3)
         else:
             poses = deep + plain_caps(halved.flatten(1, 2), skip, dim)
@@ -115,18 +95,18 @@ def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
 @on_cpu
 @pytest.mark.parametrize("labels", [torch.tensor([0, 4, 2, 2]), None], ids=["labels", "longest"])
 def test_capsnet_is_the_papers_network(by: Backend, labels: Tensor | None) -> None:
-    model = MODELS["CapsNet"](backend=by.name, dtype=torch.float64, num_iterations=2, init_std=0.5)
+    model = network("CapsNet", backend=by.name, dtype=torch.float64, num_iterations=2, init_std=0.5)
     x = images(torch.float64)
-    found, wanted = model(x, labels), plain_capsnet(model, x, labels)  # type: ignore[arg-type]
+    found, wanted = model(x, labels), plain_capsnet(model, x, labels)
     assert isinstance(found, CapsNetOutput)
     assert_alike(found, wanted, list(model.parameters()))
 
 
 @on_cpu
 def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
-    model = MODELS["CapsAutoEncoder"](backend=by.name, dtype=torch.float64, init_std=0.5)
+    model = network("CapsAutoEncoder", backend=by.name, dtype=torch.float64, init_std=0.5)
     x = images(torch.float64)
-    found, wanted = model(x), plain_capsnet(model, x, None)  # type: ignore[arg-type]
+    found, wanted = model(x), plain_capsnet(model, x, None)
     assert_alike(found, wanted, list(model.parameters()))
     changed = found.capsules.detach().clone()
     changed[:, 3] = 0
@@ -135,12 +115,12 @@ def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
 
 @on_cpu
 def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
-    model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8)
+    model = network("DeepCaps", backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8).train()
     with torch.no_grad():
         model.routing.W.mul_(20)  # so that couplings differ
         model.cells[2].skip.conv.weight.mul_(5)
     x = images(torch.float64)
-    found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
+    found, wanted = model(x), plain_deepcaps(model, x)
     assert_alike(found[:2], wanted[:2], list(model.parameters()))
 
 
@@ -193,21 +173,10 @@ def test_deepcaps_starts_as_the_authors_code() -> None:
 
 @pytest.mark.parametrize(("size", "kernel", "grid"), SIZES)
 def test_primary_capsules_follow_from_the_image(size: Any, kernel: int, grid: tuple[int, int]) -> None:
-    model = CapsNet(3, size, 7, **SMALL)
+    model = network("CapsNet", size, 3)
     assert model.conv.kernel_size == model.primary.conv.kernel_size == (kernel, kernel)
-    x = torch.rand(2, *model.image_shape)
-    u = model.encode(x)
-    assert u.shape == (2, 3 * grid[0] * grid[1], 4)
-    lengths, capsules, reconstruction = model(x)
-    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 16)
-    assert reconstruction.shape == x.shape
-    assert reconstruction.min() > 0 and reconstruction.max() < 1
-
-
-def test_kernel_size_is_an_option() -> None:
-    assert CapsNet(1, 28, kernel_size=5, **SMALL).routing.in_caps == 3 * 10 * 10
-    with pytest.raises(ValueError, match=r"a window of 9 x 9 .* must fit .* got 8 x 8"):
-        CapsNet(1, 8, kernel_size=9, **SMALL)
+    assert model.encode(torch.rand(2, *model.image_shape)).shape == (2, 3 * grid[0] * grid[1], 4)
+    assert network("CapsNet", 28, kernel_size=5).routing.in_caps == 3 * 10 * 10
 
 
 @pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)])
@@ -222,7 +191,7 @@ def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
 @on_cpu
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_make_the_whole(by: Backend, name: str) -> None:
-    model = MODELS[name](backend=by.name)
+    model = network(name, backend=by.name)
     x = images()
     with recorded_ops() as ops:
         output = model(x)
@@ -238,17 +207,16 @@ def test_the_parts_make_the_whole(by: Backend, name: str) -> None:
 
 
 def test_routing_options_reach_the_layer() -> None:
-    model = CapsNet(image_size=8, squash="exp", softmax="in", shared_weight=True, bias=True, **SMALL)
+    model = network("CapsNet", squash="exp", softmax="in", shared_weight=True, bias=True)
     assert model.routing.squash == "exp" and model.routing.softmax == "in"
     assert model.routing.W.shape[0] == 1
-    assert model(torch.rand(2, 1, 8, 8)).lengths.shape == (2, 10)
     with pytest.raises(TypeError, match="learned_logit"):
-        CapsNet(image_size=8, learned_logit=True)
+        network("CapsNet", learned_logit=True)
 
 
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
-    model = MODELS["CapsNet"]()
+    model = network("CapsNet")
     x, labels = images(), torch.tensor([0, 4, 2, 1])
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, labels: CapsNetLoss()(model(x, labels), x, labels), fullgraph=True)
@@ -263,7 +231,7 @@ def test_compiled_by_inductor() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(strict: bool) -> None:
-    model, batch = CapsNet(2, (12, 10), 5, **SMALL), torch.export.Dim("B")
+    model, batch = network("CapsNet"), torch.export.Dim("B")
     x, labels = images(), torch.tensor([0, 4, 2, 1])
     shapes = {"images": {0: batch}, "labels": {0: batch}}
     program = torch.export.export(model, (x, labels), dynamic_shapes=shapes, strict=strict)
@@ -272,7 +240,7 @@ def test_export_with_any_batch_size(strict: bool) -> None:
 
 
 def test_gradients_of_single_samples() -> None:
-    model, loss = MODELS["CapsNet"](dtype=torch.float64), CapsNetLoss(reduction="none")
+    model, loss = network("CapsNet", dtype=torch.float64), CapsNetLoss(reduction="none")
     x, labels = images(torch.float64), torch.tensor([0, 4, 2, 1])
 
     def loss_of_one(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:

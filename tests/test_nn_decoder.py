@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from capsfast.nn import ConvDecoder, Decoder, Length, Mask
 
-from .support.plain import assert_same
+from .support.plain import assert_same, normalized
 
 B, J, D = 5, 4, 6
 LABELS = torch.tensor([3, 0, 0, 2, 1])
@@ -135,8 +135,7 @@ def test_conv_decoder_doubles_feature_maps(size: Any, channels: Any, steps: list
     assert images.shape == (B, 3, *size) and images.min() == 0
 
     x = decoder.start(v[torch.arange(B), LABELS]).relu().view(B, 16, *steps[0])
-    mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), unbiased=False, keepdim=True)
-    x = (x - mean) / (var + 1e-3).sqrt() * decoder.norm.weight[:, None, None] + decoder.norm.bias[:, None, None]
+    x = normalized(x, (0, 2, 3), 1e-3) * decoder.norm.weight[:, None, None] + decoder.norm.bias[:, None, None]
     for n, (conv, wanted) in enumerate(zip(decoder.convs, [*steps, size], strict=True)):
         x = spread(x, conv, 1 if n in (0, len(steps)) else 2, wanted)
     leaves = [v, *decoder.parameters()]

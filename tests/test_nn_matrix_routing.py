@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from capsfast.nn import MatrixRouting, VectorRouting
 
-from .support.plain import assert_alike, assert_same, on_cpu
+from .support.plain import assert_alike, assert_same, normalized, on_cpu
 
 B, I, J, K, D = 3, 13, 4, 5, 6
 P, Q, R = 2, 3, 5
@@ -17,9 +17,7 @@ LINEAR = ("compute_beta_use", "compute_beta_ign")
 
 
 def standard(v: Tensor) -> Tensor:
-    if v.shape[2] == 1:
-        return v
-    return (v - v.mean(2, keepdim=True)) / (v.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
+    return v if v.shape[2] == 1 else normalized(v)
 
 
 def vectors(layer: VectorRouting, u: Tensor) -> tuple[Tensor]:
