@@ -100,9 +100,10 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str
     within = [rows.chunk(groups, 2)[g] for g, rows in enumerate(c.chunk(groups, 1))]
     assert_same(found_c, torch.cat(within, 1))
     assert_alike(found, wanted, leaves)
-    with recorded_ops() as ops:
-        gradients(layer(u), leaves)
-    assert ("capsfast::dynamic_routing_backward" in ops) == by.fused
+    if weight == Groups(3):
+        with recorded_ops() as ops:
+            gradients(layer(u), leaves)
+        assert_path(by, "dynamic_routing", ops)
 
 
 @on_cpu
@@ -249,4 +250,4 @@ def test_routing_by_agreement(by: Backend) -> None:
     with recorded_ops() as ops:
         layer(votes).sum().backward()
     assert_path(by, "route_votes", ops)
-    assert repr(layer) == f"RoutingByAgreement(num_iterations=4, softmax='in', backend={by.name!r})"
+    assert repr(layer) == f"RoutingByAgreement(num_iterations=4, backend={by.name!r}, softmax='in')"
