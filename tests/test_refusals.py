@@ -1,7 +1,6 @@
 """Calls of layers, routings, losses and networks that are refused, and what the error says.
 
-The ranges of single arguments are in test_nn_arguments.py, calls meant for another layer in test_nn_called.py, the
-arguments of functions in test_checks.py.
+The ranges of single arguments are in test_nn_arguments.py, the arguments of functions in test_checks.py.
 """
 
 import builtins
@@ -125,6 +124,34 @@ VectorRouting(None, 4, 5, 6)(zeros(3, 0, 5))
     ValueError: capsfast.nn.VectorRouting: u must hold at least one input vector, got [3, 0, 5]
 VectorRouting(13, 4, 5, 6)(zeros(3, 13, 5).double())
     TypeError: capsfast.nn.VectorRouting: u and W_A must have one dtype, got float64 and float32; …
+
+# Calls meant for another layer
+DynamicRouting(3)
+    TypeError: capsfast.DynamicRouting: takes (in_caps, out_caps, in_dim, out_dim, num_iterations=3) and options by …
+DynamicRouting(3)
+    TypeError: …'out_caps'; capsfast.compat.DynamicRouting can be called so, and for votes capsfast.nn.RoutingByAgree…
+DynamicRouting(128)
+    TypeError: capsfast.DynamicRouting: takes … missing a required argument: 'out_caps'; see docs/migration.md
+DynamicRouting(in_capsules=7, out_capsules=4, in_dim=6, out_dim=5)
+    TypeError: …(did you mean in_caps?); capsfast.compat.DynamicRouting or capsfast.compat.DynamicRoutingLayer can be …
+DynamicRouting(7, 4, 6, 5, 3, share_weights=True)
+    TypeError: …(did you mean shared_weight?); capsfast.compat.DynamicRoutingLayer can be called so; …
+DynamicRouting(num_capsules=4, num_route_nodes=7, in_channels=6, out_channels=5)
+    TypeError: …'num_capsules'; capsfast.compat.CapsuleLayer can be called so; see docs/migration.md
+DynamicRouting(7, 6, 4, 5, routings=3)
+    TypeError: …(did you mean num_iterations?); capsfast.compat.DenseCapsule can be called so; see docs/migration.md
+DynamicRouting(n_in=7, n_out=4, in_dim=6, out_dim=5)
+    TypeError: …'n_in'; capsfast.compat.DynamicRouting can be called so; see docs/migration.md
+DynamicRouting(7, 4, 6, 5, sofmax="in")
+    TypeError: …got an unexpected keyword argument 'sofmax' (did you mean softmax?); see docs/migration.md
+DigitCaps(num_lower=7, num_higher=4, lower_dim=6, higher_dim=5)
+    TypeError: capsfast.nn.DigitCaps: takes …; capsfast.compat.DigitCaps can be called so; see docs/migration.md
+RoutingByAgreement(7, 4, 3)
+    TypeError: capsfast.nn.RoutingByAgreement: takes (num_iterations=3) …; capsfast.compat.AgreementRouting or …
+DynamicRouting(7, 4, 6, 5)(zeros(2, 7, 4, 5), 2)
+    TypeError: capsfast.DynamicRouting: takes u …, got [2, 7, 4, 5] and 1 more; for votes … capsfast.nn.RoutingByAgre…
+DynamicRouting(7, 4, 6, 5)(zeros(2, 7, 4, 5))
+    TypeError: capsfast.DynamicRouting: takes u …, got [2, 7, 4, 5]; for votes … capsfast.nn.RoutingByAgreement…
 
 # Routings
 RoutedCaps(3, 2, 4, 4, routing="magic")
@@ -439,5 +466,6 @@ def test_every_row_is_read() -> None:
 @pytest.mark.rows(len(ROWS))
 @pytest.mark.parametrize(("call", "error", "said"), ROWS, ids=[call for call, _, _ in ROWS])
 def test_refused(call: str, error: str, said: str) -> None:
-    with pytest.raises(getattr(builtins, error), match="^" + ".*".join(map(re.escape, said.split("…")))):
+    with pytest.raises(getattr(builtins, error), match="^" + ".*".join(map(re.escape, said.split("…")))) as caught:
         eval(call, NAMES)
+    assert not re.search(r"\{|  ", str(caught.value)), "a message that was not filled in"
