@@ -103,71 +103,52 @@ def test_randn_weights_are_called_saturated() -> None:
     assert found(capsfast.diagnose(layer, u)) == []
 
 
-def test_an_output_capsule_without_weights_is_dead() -> None:
-    layer = layer_of()
+def without(shape: tuple[int, int], *absent: int) -> Tensor:
+    """A mask ``[B, I]`` or ``[B, J]`` without these capsules."""
+    return torch.ones(shape, dtype=torch.bool).index_fill(1, torch.tensor(absent), False)
+
+
+def test_dead_capsules() -> None:
+    layer, u, there = layer_of(), capsules(), without((B, I), *range(3, 13))
+    diagnosis = capsfast.diagnose(layer, u * there[..., None])
+    assert found(diagnosis) == ["dead inputs"] and diagnosis.dead_inputs == tuple(range(3, 13))
+    assert "input capsules 3, 4, 5, 6, 7, 8, 9, 10, … (10 in all) are zero in every sample" in str(diagnosis)
+    assert found(capsfast.diagnose(layer, u * there[..., None], mask=there)) == []
     with torch.no_grad():
         layer.W[:, 2] = 0
-    diagnosis = capsfast.diagnose(layer, capsules())
-    assert found(diagnosis) == ["dead outputs"]
-    assert diagnosis.dead_outputs == (2,)
+    diagnosis = capsfast.diagnose(layer, u)
+    assert found(diagnosis) == ["dead outputs"] and diagnosis.dead_outputs == (2,)
     assert "output capsules 2 stay below 1%" in str(diagnosis)
-    out_mask = torch.ones(B, J, dtype=torch.bool)
-    out_mask[:, 2] = False
-    assert found(capsfast.diagnose(layer, capsules(), torch.zeros(B, dtype=torch.int64), out_mask=out_mask)) == []
-
-
-def test_an_output_capsule_that_is_never_coupled_is_dead() -> None:
-    logits = torch.zeros(I, J // 2)
-    logits[:, 1] = -20
-    # The bias alone makes it long.
-    diagnosis = capsfast.diagnose(layer_of(bias=True, weight=Groups(2)), capsules(), logits=logits)
+    labels = torch.zeros(B, dtype=torch.int64)
+    assert found(capsfast.diagnose(layer, u, labels, out_mask=without((B, J), 2))) == []
+    # The bias alone makes output capsules long that are never coupled.
+    logits = torch.tensor([0.0, -20.0]).expand(I, J // 2)
+    diagnosis = capsfast.diagnose(layer_of(bias=True, weight=Groups(2)), u, logits=logits)
     assert diagnosis.dead_outputs == (1, 3)
     assert found(diagnosis) == ["dead outputs", "collapsed"]
 
 
-def test_input_capsules_that_are_zero() -> None:
-    u = capsules()
-    u[:, 3:13] = 0
-    diagnosis = capsfast.diagnose(layer_of(), u)
-    assert found(diagnosis) == ["dead inputs"]
-    assert diagnosis.dead_inputs == tuple(range(3, 13))
-    assert "input capsules 3, 4, 5, 6, 7, 8, 9, 10, … (10 in all) are zero in every sample" in str(diagnosis)
-    mask = torch.ones(B, I, dtype=torch.bool)
-    mask[:, 3:13] = False
-    assert found(capsfast.diagnose(layer_of(), u, mask=mask)) == []
-
-
-def test_capsules_that_are_all_short() -> None:
+def test_lengths_and_coupling_at_their_ends() -> None:
     diagnosis = capsfast.diagnose(layer_of(), 0.01 * capsules())
     assert found(diagnosis) == ["faded"]
     assert "no output capsule is longer than" in str(diagnosis)
-
-
-def test_coupling_that_collapsed() -> None:
-    logits = torch.zeros(I, J)
-    logits[:, 1] = 12
-    diagnosis = capsfast.diagnose(layer_of(), capsules(), logits=logits)
+    diagnosis = capsfast.diagnose(layer_of(), capsules(), logits=torch.tensor([0.0, 12, 0, 0]).expand(I, J))
     assert "collapsed" in found(diagnosis)
     assert "of the coupling goes to output capsule 1" in str(diagnosis)
     assert max(diagnosis.coupling_entropy) < 0.01
 
 
-@pytest.mark.parametrize("where", ["W", "the input"])
-def test_numbers_that_are_not_finite(where: str) -> None:
-    layer, u = layer_of(), capsules()
-    with torch.no_grad():
-        (layer.W if where == "W" else u)[0, 0] = float("nan")
-    diagnosis = capsfast.diagnose(layer, u)
-    assert found(diagnosis) == ["not finite"]
-    assert f"so are entries of {where}" in str(diagnosis)
-
-
-def test_a_gradient_that_is_zero() -> None:
-    layer = layer_of(bias=True)
-    torch.nn.init.zeros_(layer.W)
-    diagnosis = capsfast.diagnose(layer, capsules())
-    assert found(diagnosis) == ["no gradient"]
-    assert "of the margin loss is 0 or not finite for u" in str(diagnosis)
+def test_numbers_that_are_not_finite_and_gradients_that_are_zero() -> None:
+    layer, u = layer_of(bias=True), capsules()
+    diagnosis = capsfast.diagnose(layer, u.index_fill(1, torch.tensor(0), torch.nan))
+    assert found(diagnosis) == ["not finite"] and "so are entries of the input" in str(diagnosis)
+    for value, wanted, part in (
+        (torch.nan, ["not finite"], "so are entries of W"),
+        (0.0, ["no gradient"], "of the margin loss is 0 or not finite for u"),
+    ):
+        torch.nn.init.constant_(layer.W, value)
+        diagnosis = capsfast.diagnose(layer, u)
+        assert found(diagnosis) == wanted and part in str(diagnosis)
 
 
 @on_cpu
