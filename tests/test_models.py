@@ -58,17 +58,10 @@ def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tenso
 
 
 def plain_3d_routing(poses: Tensor, weight: Tensor, bias: Tensor, num_iterations: int) -> Tensor:
-    """Rajasegaran et al. 2019, algorithm 1, with the squash of the authors' code, over components and places."""
+    """With the squash of the authors' code, over components and places."""
     J, D = bias.shape
     votes = torch.stack([F.conv2d(each, weight, padding=1).unflatten(1, (J, D)) for each in poses.unbind(1)], 1)
-    logits = torch.zeros_like(votes[:, :, :, 0])
-    for _ in range(num_iterations):
-        coupling = logits.exp() / logits.exp().sum((2, 3, 4), keepdim=True)
-        s = torch.einsum("bijyx,bijdyx->bjdyx", coupling, votes) + bias[..., None, None]
-        n = s.square().sum((2, 3, 4), keepdim=True)
-        v = n / (1 + n) / (n + 1e-8).sqrt() * s
-        logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
-    return v
+    return plain.route_everywhere(votes, num_iterations, bias=bias)[0]
 
 
 def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:

@@ -20,6 +20,9 @@ from capsfast.nn import (
     _blocks,
 )
 
+from .support.layers import results
+from .support.plain import assert_same, gradients
+
 f64 = torch.float64
 AXES = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)}
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
@@ -66,23 +69,10 @@ def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Ten
     return layer, [image.requires_grad_() for image in images]
 
 
-def outputs(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else [*found]
-
-
-def results(layer: nn.Module, images: list[Tensor], **options: Any) -> list[Tensor]:
+def everything(layer: nn.Module, images: list[Tensor]) -> list[Tensor]:
     """Output capsules and all gradients."""
-    found = outputs(layer(*images))
-    loss = sum((each * torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view_as(each)).sum() for each in found)
-    leaves = [*images, *layer.parameters()]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, **options)
-    return [*found, *gradients]
-
-
-def assert_alike(one: list[Tensor], other: list[Tensor], error: float = 1e-11) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert (a - b).norm() <= error * max(1.0, float(b.detach().norm()))
+    found = results(layer(*images))
+    return [*found, *gradients(found, [*images, *layer.parameters()])]
 
 
 @pytest.mark.rows(12)
@@ -90,10 +80,10 @@ def assert_alike(one: list[Tensor], other: list[Tensor], error: float = 1e-11) -
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_the_whole_image(name: str, growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, images = layer_and_images(name)
-    wanted = results(layer, images)
+    wanted = everything(layer, images)
     for nbytes in (1, 2**14):  # a window, some rows
         blocks(monkeypatch, nbytes, growth)
-        assert_alike(results(layer, images), wanted)
+        assert_same(everything(layer, images), wanted)
 
 
 def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +97,7 @@ def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.Mon
 def test_gradients_in_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks(monkeypatch, 2**12)
     layer, images = layer_and_images(name)
-    found = outputs(layer(*images))[0]
+    found = results(layer(*images))[0]
     upstream = torch.randn(2, *found.shape, dtype=f64)
     (batched,) = torch.autograd.grad(found, images[0], upstream, is_grads_batched=True, retain_graph=True)
     for each, wanted in zip(upstream, batched, strict=True):
@@ -122,11 +112,7 @@ def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     nn.init.normal_(other.routing.W)
     W = other.routing.W.detach().clone().requires_grad_()
     found = torch.func.functional_call(layer, {"routing.W": W}, tuple(images))
-    assert_alike(list(torch.autograd.grad(found.sum(), [images[0], W])), results_of_sum(other, images))
-
-
-def results_of_sum(layer: Any, images: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(layer(*images).sum(), [images[0], layer.routing.W]))
+    assert_same(gradients(found, [images[0], W]), gradients(other(*images), [images[0], other.routing.W]))
 
 
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,19 +122,9 @@ def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         for nbytes in (2**23, 2**12):
             blocks(monkeypatch, nbytes, 1.0)
             with torch.autocast("cpu", torch.bfloat16):
-                out = outputs(layer(*images))[0]
-            found.append(
-                [
-                    out,
-                    *torch.autograd.grad(
-                        out.float().square().sum(),
-                        [*images[:1], *layer.parameters()],
-                        allow_unused=True,
-                        materialize_grads=True,
-                    ),
-                ]
-            )
-        assert_alike(found[1], found[0], 0.05)
+                found.append(everything(layer, images))
+        for a, b in zip(*found, strict=True):
+            assert a.dtype == b.dtype and (a - b).norm() <= 0.05 * max(1.0, float(b.detach().norm()))
 
 
 def test_transforms_see_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +153,9 @@ class OfTheBatch(Routing):
         return poses - poses.mean(0), poses.norm(dim=2)
 
 
-def test_a_routing_that_mixes_samples_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = ConvCaps2d(2, 3, 4, 5, routing=OfTheBatch, dtype=f64)
+@pytest.mark.parametrize("routing", [OfTheBatch, "variational"])
+def test_a_routing_that_mixes_samples_sees_all(routing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ConvCaps2d(2, 3, 4, 5, routing=routing, dtype=f64)
     poses = torch.randn(2, 2, 4, 6, 6, dtype=f64)
     wanted: Capsules = layer(poses)
     blocks(monkeypatch, 2**12)

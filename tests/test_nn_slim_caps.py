@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import capsfast
 from capsfast import native
 from capsfast.nn import (
     SlimConvCaps2d,
@@ -79,11 +78,11 @@ def looped_votes(layer: Any, poses: Tensor, after: tuple[int, ...]) -> Tensor:
 
 def at_positions(votes: Tensor) -> Tensor:
     """``[B, I, J, D, *spatial]`` to ``[B S, I, J, D]``."""
-    return votes.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1)
+    return plain.at_samples(votes, votes.dim() - 4)
 
 
 def to_image(value: Tensor, after: tuple[int, ...]) -> Tensor:
-    return value.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, after)
+    return plain.to_image(value, B, after)
 
 
 def poses_of(axes: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -143,12 +142,9 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     v, c = layer(poses, return_coupling=True, **of_call)
     after = tuple(v.shape[3:])
     assert after == (of_call.get("size") or layer.grid(poses.shape[3:]))
-    routing = layer.routing
-    votes = looped_votes(layer, poses, after)
+    votes, held = looped_votes(layer, poses, after), layer.routing
     assert_same(layer.votes(poses, **of_call), votes)
-    wanted, wanted_c = plain.route(
-        at_positions(votes), 3, routing.logits, routing.bias, routing.softmax, routing.squash
-    )
+    wanted, wanted_c = plain.route(at_positions(votes), 3, held.logits, held.bias, held.softmax, held.squash)
     assert_same(c, to_image(wanted_c, after))
     assert_alike(v, to_image(wanted, after), leaves)
     with recorded_ops() as ops:
@@ -163,27 +159,15 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     ids=str,
 )
 def test_softmax_and_squash_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
-    """Rajasegaran et al. 2019, algorithm 1."""
     given = {"out_types": J} | given
     layer = SlimConvCaps2d(I, in_dim=K, out_dim=D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
     randomize(layer)
-    poses = poses_of(2)
+    poses, routing = poses_of(2), layer.routing
     v, c = layer(poses, return_coupling=True)
-    votes = layer.votes(poses)
-    routing = layer.routing
-    logits = torch.zeros_like(votes[:, :, :, 0])
-    if routing.logits is not None:
-        logits = logits + routing.logits[..., None, None]
-    for _ in range(routing.num_iterations):
-        wanted_c = logits.flatten(2).softmax(2).view_as(logits)
-        s = torch.einsum("bijyx,bijdyx->bjdyx", wanted_c, votes)
-        s = s if routing.bias is None else s + routing.bias[..., None, None]
-        wanted = capsfast.squash(s.flatten(2), 2, kind=routing.squash).view_as(s)
-        logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, wanted)
+    options = (routing.num_iterations, routing.logits, routing.bias, routing.squash)
+    wanted, wanted_c = plain.route_everywhere(layer.votes(poses), *options)
     assert_same((v, c), (wanted, wanted_c))
-    assert_same(c.sum((2, 3, 4)), torch.ones(B, I, dtype=torch.float64))
-    assert_alike(v, wanted, [poses, *layer.parameters()])
-    assert_same(layer(poses), v)
+    assert_alike(layer(poses), wanted, [poses, *layer.parameters()])
 
 
 @each_name

@@ -73,11 +73,6 @@ def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
     assert 0 < largest.numel < 6 * B * I * J * D
 
 
-def at_samples(value: Tensor, axes: int) -> Tensor:
-    """Turns the last axes, of positions, into samples."""
-    return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
-
-
 OF_VOTES = [name for name, row in ROWS.items() if row.of_votes]
 ONCE = [(name, {"num_iterations": 1}) for name in OF_VOTES if "num_iterations" in options_of(ROUTINGS[name])]
 
@@ -103,9 +98,9 @@ def test_sizes_that_coincide_with_those_of_positions(
     for given in ({}, masks):
         found = routing(votes, activation, **given)
         assert found.poses.shape == (B, J, D, *spatial) and found.activations.shape == (B, J, *spatial)
-        found = tuple(at_samples(each, len(spatial)) for each in found)
-        flat = {each: at_samples(mask, len(spatial)) for each, mask in given.items()}
-        wanted = routing(at_samples(votes, len(spatial)), at_samples(activation, len(spatial)), **flat)
+        found = tuple(plain.at_samples(each, len(spatial)) for each in found)
+        flat = {each: plain.at_samples(mask, len(spatial)) for each, mask in given.items()}
+        wanted = routing(plain.at_samples(votes, len(spatial)), plain.at_samples(activation, len(spatial)), **flat)
         plain.assert_alike(found, wanted, leaves)
 
 

@@ -23,10 +23,9 @@ def images(height: int = 7, width: int = 6, dtype: torch.dtype = torch.float64) 
 
 def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int, **options: Any) -> Tensor:
     """Routes the output of a convolution, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
-    H, W = maps.shape[2:]
-    votes = maps.view(B, types, -1, D, H * W).permute(0, 4, 1, 2, 3).flatten(0, 1)
-    v, _ = plain.route(votes, num_iterations, **{"kind": "exp", **options})
-    return v.view(B, H, W, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+    votes = maps.view(B, types, -1, D, *maps.shape[2:])
+    v, _ = plain.route(plain.at_samples(votes, 2), num_iterations, **{"kind": "exp", **options})
+    return plain.to_image(v, B, maps.shape[2:])
 
 
 def doubled(poses: Tensor, weight: Tensor, like: Tensor) -> Tensor:

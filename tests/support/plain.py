@@ -85,6 +85,31 @@ def route(
     return v, c
 
 
+def route_everywhere(
+    votes: Tensor, num_iterations: int, logits: Tensor | None = None, bias: Tensor | None = None, kind: str = "paper"
+) -> tuple[Tensor, Tensor]:
+    """Rajasegaran et al. 2019, algorithm 1: ``votes [B, I, J, D, H, W]``, softmax and squash over all positions."""
+    b = torch.zeros_like(votes[:, :, :, 0])
+    b = b if logits is None else b + logits[..., None, None]
+    for _ in range(num_iterations):
+        c = b.flatten(2).softmax(2).view_as(b)
+        s = torch.einsum("bijyx,bijdyx->bjdyx", c, votes)
+        s = s if bias is None else s + bias[..., None, None]
+        v = squash(s.flatten(2), kind).view_as(s)
+        b = b + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
+    return v, c
+
+
+def at_samples(value: Tensor, axes: int) -> Tensor:
+    """Turns the last axes, of positions, into samples: ``[B, ..., *spatial]`` to ``[B S, ...]``."""
+    return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
+
+
+def to_image(value: Tensor, samples: int, spatial: Sequence[int]) -> Tensor:
+    """The inverse of :func:`at_samples`."""
+    return value.unflatten(0, (samples, -1)).movedim(1, -1).unflatten(-1, tuple(spatial))
+
+
 def moments(
     x: Tensor,
     normalize: str,
