@@ -19,14 +19,14 @@ def lengths_of_all_kinds() -> Tensor:
 
 
 def margin_by_hand(
-    lengths: list[list[float]], present: list[list[float]], m_plus: float, m_minus: float, lam: float, power: int
+    lengths: Tensor, present: Tensor, m_plus: float, m_minus: float, lam: float, power: int
 ) -> list[float]:
     return [
         sum(
             t * max(0.0, m_plus - a) ** power + lam * (1 - t) * max(0.0, a - m_minus) ** power
             for a, t in zip(row, targets, strict=True)
         )
-        for row, targets in zip(lengths, present, strict=True)
+        for row, targets in zip(lengths.tolist(), present.tolist(), strict=True)
     ]
 
 
@@ -43,7 +43,7 @@ def test_margin_loss(targets: Tensor, margins: tuple[float, float, float], squar
     loss = MarginLoss(*margins, squared=squared, reduction=reduction)
     lengths = lengths_of_all_kinds()
     present = nn.functional.one_hot(targets, J) if targets.dim() == 1 else targets
-    wanted = margin_by_hand(lengths.tolist(), present.tolist(), *margins, power=2 if squared else 1)
+    wanted = margin_by_hand(lengths, present, *margins, power=2 if squared else 1)
     torch.testing.assert_close(loss(lengths, targets), reduced(wanted, reduction))
     # Capsules of these lengths.
     v = nn.functional.normalize(torch.randn(B, J, D, dtype=torch.float64), dim=-1) * lengths[..., None]
@@ -82,18 +82,16 @@ def test_a_zero_capsule_has_a_finite_gradient() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reconstruction_loss_sums_over_an_image(reduction: str) -> None:
-    images, reconstruction = torch.rand(B, 2, 3, 4, dtype=torch.float64), torch.rand(B, 2, 3, 4, dtype=torch.float64)
-    wanted = [
-        sum((x - y) ** 2 for x, y in zip(one, other, strict=True))
-        for one, other in zip(images.flatten(1).tolist(), reconstruction.flatten(1).tolist(), strict=True)
-    ]
+    images, reconstruction = torch.rand(2, B, 2, 3, 4, dtype=torch.float64)
+    pairs = zip(images.flatten(1).tolist(), reconstruction.flatten(1).tolist(), strict=True)
+    wanted = [sum((x - y) ** 2 for x, y in zip(*pair, strict=True)) for pair in pairs]
     torch.testing.assert_close(ReconstructionLoss(reduction)(reconstruction, images), reduced(wanted, reduction))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_capsnet_loss_is_the_sum_of_its_parts(reduction: str) -> None:
     lengths, v = lengths_of_all_kinds(), torch.randn(B, J, D, dtype=torch.float64)
-    images, reconstruction = torch.rand(B, 1, 4, 4, dtype=torch.float64), torch.rand(B, 1, 4, 4, dtype=torch.float64)
+    images, reconstruction = torch.rand(2, B, 1, 4, 4, dtype=torch.float64)
     parts = CapsNetLoss(reduction=reduction)(CapsNetOutput(lengths, v, reconstruction), images, LABELS)
     assert parts.margin.equal(MarginLoss(reduction=reduction)(lengths, LABELS))
     assert parts.reconstruction.equal(ReconstructionLoss(reduction)(reconstruction, images))
@@ -127,31 +125,24 @@ def test_spread_loss_and_its_margin(step: int, margin: float, reduction: str) ->
         sum(max(0.0, margin - (row[label] - a)) ** 2 for j, a in enumerate(row) if j != label)
         for row, label in zip(activations.tolist(), LABELS.tolist(), strict=True)
     ]
-    torch.testing.assert_close(loss(activations, LABELS, step), reduced(wanted, reduction))
-    torch.testing.assert_close(
-        loss(activations, LABELS, torch.tensor(step, dtype=torch.float64)), reduced(wanted, reduction)
-    )
+    for given in (step, torch.tensor(step, dtype=torch.float64)):
+        torch.testing.assert_close(loss(activations, LABELS, given), reduced(wanted, reduction))
 
 
 def test_spread_loss_takes_capsules_and_keeps_no_state() -> None:
-    loss = SpreadLoss(steps=10)
-    v = torch.randn(B, J, D)
-    torch.testing.assert_close(loss(v, LABELS, 3), loss(v.norm(dim=2), LABELS, 3))
-    assert not loss.state_dict()
+    loss, v = SpreadLoss(steps=10), torch.randn(B, J, D)
     first = loss(v, LABELS, 0)
-    loss(v, LABELS, 9)
-    assert torch.equal(loss(v, LABELS, 0), first)
+    torch.testing.assert_close(loss(v, LABELS, 9), loss(v.norm(dim=2), LABELS, 9))
+    assert torch.equal(loss(v, LABELS, 0), first) and not loss.state_dict()
 
 
 @pytest.mark.parametrize("softmax", ["out", "in"])
 def test_coupling_entropy(softmax: str) -> None:
-    logits = torch.randn(B, 7, J, dtype=torch.float64)
-    c = logits.softmax(2 if softmax == "out" else 1)
-    rows = (c if softmax == "out" else c.transpose(1, 2)).flatten(0, 1).tolist()
-    entropies = [-sum(x * math.log(x) for x in row) for row in rows]
-    mean = sum(entropies) / len(entropies)
+    dim = 2 if softmax == "out" else 1
+    c = torch.randn(B, 7, J, dtype=torch.float64).softmax(dim)
+    mean = -(c * c.log()).sum(dim).mean()
     assert CouplingEntropy(softmax, normalize=False)(c).item() == pytest.approx(mean)
-    assert CouplingEntropy(softmax)(c).item() == pytest.approx(mean / math.log(len(rows[0])))
+    assert CouplingEntropy(softmax)(c).item() == pytest.approx(mean / math.log(c.shape[dim]))
 
 
 def test_coupling_entropy_at_its_ends() -> None:

@@ -42,21 +42,10 @@ def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
 
 def meetings(layer: Any, before: tuple[int, ...], after: tuple[int, ...]) -> list[Any]:
     """All triples (position before, position after, place of the window)."""
-    found = []
-    for offset in itertools.product(*map(range, layer.kernel_size)):
-        # A convolution steps through its input, a transposed one through its output.
-        stepping = before if isinstance(layer, SlimConvTransposeCaps2d) else after
-        for step in itertools.product(*map(range, stepping)):
-            place = tuple(
-                at * s - p + o * d
-                for at, s, p, o, d in zip(step, layer.stride, layer.padding, offset, layer.dilation, strict=True)
-            )
-            other = after if isinstance(layer, SlimConvTransposeCaps2d) else before
-            if all(0 <= at < n for at, n in zip(place, other, strict=True)):
-                found.append(
-                    (step, place, offset) if isinstance(layer, SlimConvTransposeCaps2d) else (place, step, offset)
-                )
-    return found
+    # A convolution steps through its output, a transposed one through its input.
+    if isinstance(layer, SlimConvTransposeCaps2d):
+        return plain.meetings(layer, after, before)
+    return [(source, target, offset) for target, source, offset in plain.meetings(layer, before, after)]
 
 
 def looped_votes(layer: Any, poses: Tensor, after: tuple[int, ...]) -> Tensor:

@@ -95,22 +95,12 @@ class PlainWindowVotes(Votes):
 
 def children(layer: ConvCaps2d) -> Tensor:
     """The input capsule of each entry of every window, ``[windows, I]``; -1 for padding."""
-    rows = []
-    for y, x in torch.cartesian_prod(*(torch.arange(n) for n in layer.grid(SIZE))).tolist():
-        row = []
+    grid, (height, width) = layer.grid(SIZE), layer.kernel_size
+    found = torch.full((grid[0] * grid[1], C * height * width), -1)
+    for (y, x), (row, column), (dy, dx) in plain.meetings(layer, SIZE, grid):
         for t in range(C):
-            for dy in range(layer.kernel_size[0]):
-                for dx in range(layer.kernel_size[1]):
-                    at = [
-                        place * step + offset * gap - pad
-                        for place, step, offset, gap, pad in zip(
-                            (y, x), layer.stride, (dy, dx), layer.dilation, layer.padding, strict=True
-                        )
-                    ]
-                    inside = 0 <= at[0] < SIZE[0] and 0 <= at[1] < SIZE[1]
-                    row.append((t * SIZE[0] + at[0]) * SIZE[1] + at[1] if inside else -1)
-        rows.append(row)
-    return torch.tensor(rows)
+            found[y * grid[1] + x, (t * height + dy) * width + dx] = (t * SIZE[0] + row) * SIZE[1] + column
+    return found
 
 
 def images(dtype: torch.dtype = f64) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 Shares no code with capsfast. The reference backend is compared with it; layers and networks are too.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,20 @@ def route_everywhere(
         v = squash(s.flatten(2), kind).view_as(s)
         b = b + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
     return v, c
+
+
+def meetings(layer: Any, image: Sequence[int], grid: Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:
+    """The windows of a layer: triples (place in the grid, place in the image, place in the window); no padding."""
+    found = []
+    for offset in itertools.product(*map(range, layer.kernel_size)):
+        for place in itertools.product(*map(range, grid)):
+            at = tuple(
+                n * step - pad + o * gap
+                for n, step, pad, o, gap in zip(place, layer.stride, layer.padding, offset, layer.dilation, strict=True)
+            )
+            if all(0 <= n < size for n, size in zip(at, image, strict=True)):
+                found.append((place, at, offset))
+    return found
 
 
 def at_samples(value: Tensor, axes: int) -> Tensor:
