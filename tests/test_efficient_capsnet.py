@@ -73,7 +73,7 @@ def plain_network(
     c = scores.softmax(2) + p["routing.routing.bias"]
     v = plain.squash((c[..., None] * votes).sum(1), "exp")
     lengths = v.square().sum(2).sqrt()
-    return CapsNetOutput(lengths, v, plain.decoded(model, v, lengths.argmax(1) if labels is None else labels))
+    return CapsNetOutput(lengths, v, plain.decoded(model.decoder, v, lengths.argmax(1) if labels is None else labels))
 
 
 @on_cpu

@@ -45,8 +45,8 @@ def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | 
     v, _ = plain.route(plain.votes(plain.squash(u), p["routing.W"]), model.routing.num_iterations)
     lengths = v.square().sum(2).sqrt()
     if not isinstance(model, CapsNet):
-        return CapsNetOutput(lengths, v, plain.decoded(model, v))
-    return CapsNetOutput(lengths, v, plain.decoded(model, v, lengths.argmax(1) if labels is None else labels))
+        return CapsNetOutput(lengths, v, plain.decoded(model.decoder, v))
+    return CapsNetOutput(lengths, v, plain.decoded(model.decoder, v, lengths.argmax(1) if labels is None else labels))
 
 
 def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from capsfast.nn import ConvDecoder, Decoder, Length, Mask
 
-from .support.plain import assert_same, normalized
+from .support.plain import assert_alike, decoded, normalized
 
 B, J, D = 5, 4, 6
 LABELS = torch.tensor([3, 0, 0, 2, 1])
@@ -70,32 +70,15 @@ def test_what_other_capsules_hold_does_not_matter() -> None:
     assert v.grad.isfinite().all()
 
 
-def image_of(decoder: Decoder, numbers: list[float]) -> Tensor:
-    """A multilayer perceptron, number by number."""
-    linears = [layer for layer in decoder.layers if isinstance(layer, nn.Linear)]
-    for n, layer in enumerate(linears):
-        sums = [
-            sum(w * x for w, x in zip(row, numbers, strict=True)) + bias
-            for row, bias in zip(layer.weight.tolist(), layer.bias.tolist(), strict=True)
-        ]
-        last = n == len(linears) - 1
-        numbers = [torch.tensor(s, dtype=torch.float64).sigmoid().item() if last else max(s, 0.0) for s in sums]
-    return torch.tensor(numbers, dtype=torch.float64).view(decoder.image_shape)
-
-
 @pytest.mark.parametrize("options", [{}, {"class_independent": True}, {"masked": False}], ids=str)
 def test_decoder_is_a_perceptron_of_the_chosen_capsule(options: dict[str, Any]) -> None:
     decoder = Decoder(J, D, (2, 3, 4), hidden=(7, 5), dtype=torch.float64, **options)
-    v = capsules()
-    masked = options.get("masked", True)
-    images = decoder(v, LABELS) if masked else decoder(v)
-    assert images.shape == (B, 2, 3, 4)
-    for b, label in enumerate(LABELS.tolist()):
-        if "class_independent" in options:
-            numbers = v[b, label]
-        else:
-            numbers = v[b] * (torch.arange(J) == label)[:, None] if masked else v[b]
-        torch.testing.assert_close(images[b], image_of(decoder, numbers.flatten().tolist()))
+    v = capsules().requires_grad_()
+    found = decoder(v) if "masked" in options else decoder(v, LABELS)
+    kept = v[torch.arange(B), LABELS] if "class_independent" in options else v
+    wanted = decoded(decoder, kept, LABELS if not options else None)
+    assert found.shape == (B, 2, 3, 4)
+    assert_alike(found, wanted, [v, *decoder.parameters()])
 
 
 def test_decoder_of_the_paper() -> None:
@@ -138,9 +121,7 @@ def test_conv_decoder_doubles_feature_maps(size: Any, channels: Any, steps: list
     x = normalized(x, (0, 2, 3), 1e-3) * decoder.norm.weight[:, None, None] + decoder.norm.bias[:, None, None]
     for n, (conv, wanted) in enumerate(zip(decoder.convs, [*steps, size], strict=True)):
         x = spread(x, conv, 1 if n in (0, len(steps)) else 2, wanted)
-    leaves = [v, *decoder.parameters()]
-    results = [(each, *torch.autograd.grad(each.square().sum(), leaves)) for each in (images, x.relu())]
-    assert_same(*results)
+    assert_alike(images, x.relu(), [v, *decoder.parameters()])
 
 
 def test_conv_decoder_of_a_larger_image() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .backends import EMULATED, available
@@ -167,14 +167,14 @@ def normalized(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 1e-5) ->
     return centered / (centered.square().mean(dim, keepdim=True) + eps).sqrt()
 
 
-def decoded(model: nn.Module, v: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """The image of a model's decoder of three linear layers, from all capsules or from the chosen ones."""
-    p = dict(model.named_parameters())
+def decoded(decoder: Any, v: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """The images of a decoder of three linear layers, from all capsules or from the chosen ones."""
+    p = dict(decoder.named_parameters())
     x = (v if chosen is None else v * F.one_hot(chosen, v.shape[1])[:, :, None]).flatten(1)
     for n in (0, 2, 4):
-        x = F.linear(x, p[f"decoder.layers.{n}.weight"], p[f"decoder.layers.{n}.bias"])
+        x = F.linear(x, p[f"layers.{n}.weight"], p[f"layers.{n}.bias"])
         x = x.sigmoid() if n == 4 else x.relu()
-    return x.view(len(x), *model.image_shape)
+    return x.view(len(x), *decoder.image_shape)
 
 
 def assert_same(got: object, wanted: object, tolerance: float = 1e-9) -> None:
