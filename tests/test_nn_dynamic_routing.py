@@ -60,36 +60,6 @@ def test_replaces_a_hand_written_layer(backend: Backend, B: int, num_iterations:
     torch.testing.assert_close(*results, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.rows(triton=0)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.emulated(variant=["options"])
-def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) -> None:
-    layer = layer_of(backend=backend.name, device=backend.device, **VARIANTS[variant])
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(std=0.3)
-    u = torch.randn(4, I, K, device=backend.device)
-    mask, out_mask = torch.rand(4, I, device=backend.device) > 0.3, torch.rand(4, J, device=backend.device) > 0.3
-    logits = torch.randn(4, I, J, device=backend.device)
-    options = {
-        key: value for key, value in VARIANTS[variant].items() if key not in ("shared_weight", "learned_logits", "bias")
-    }
-    wanted, wanted_c = capsfast.dynamic_routing(
-        u,
-        layer.W,
-        logits=logits if layer.logits is None else layer.logits + logits,
-        bias=layer.bias,
-        mask=mask,
-        out_mask=out_mask,
-        return_coupling=True,
-        backend=backend.name,
-        **options,
-    )
-    v, c = layer(u, logits=logits, mask=mask, out_mask=out_mask, return_coupling=True)
-    assert torch.equal(v, wanted)
-    assert torch.equal(c, wanted_c)
-
-
 def test_parameters_of_the_meta_device_are_drawn_later() -> None:
     layer = layer_of(device="meta", **VARIANTS["learned"])
     assert layer.W.is_meta

@@ -36,9 +36,16 @@ INF = float("inf")
 FEW = (FullWeight(4), LowRank(2, "UV"), Groups(3), Groups(2, LowRank(2)))
 each_weight = pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "learned": {"learned_logits": True, "bias": True},
     "in": {"softmax": "in"},
+    "all": {
+        "gradient": "last",
+        "leaky": True,
+        "squash": "half",
+        "eps": 1e-2,
+        "squash_last": False,
+        "num_iterations": 2,
+    },
 }
 
 
@@ -83,7 +90,8 @@ def dense_logits(given: Tensor | None, groups: int) -> Tensor:
 @on_cpu
 @pytest.mark.parametrize(
     ("weight", "options"),
-    [(weight, "learned") for weight in WEIGHTS] + [(weight, other) for weight in FEW for other in ("plain", "in")],
+    [(weight, "learned") for weight in WEIGHTS]
+    + [(weight, other) for weight in FEW for other in ("in", "all")],
     ids=str,
 )
 def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str) -> None:
@@ -91,12 +99,14 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str
     groups = layer.held.groups
     u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
     leaves = [u, *layer.parameters()]
-    given = torch.randn(B, I, J // groups, dtype=torch.float64)
+    more = torch.randn(B, I, J // groups, dtype=torch.float64)
     masks = {"mask": torch.rand(B, I) > 0.3, "out_mask": torch.rand(B, J) > 0.3}
     votes = plain.votes(u, dense_weight(layer))
-    logits = dense_logits(given if layer.logits is None else layer.logits + given, groups)
-    wanted, c = plain.route(votes, 3, logits, layer.bias, layer.softmax, **masks)
-    found, found_c = layer(u, logits=given, **masks, return_coupling=True)
+    logits = dense_logits(more if layer.logits is None else layer.logits + more, groups)
+    given = layer.routing.options()
+    given["kind"] = given.pop("squash")
+    wanted, c = plain.route(votes, logits=logits, bias=layer.bias, **given, **masks)
+    found, found_c = layer(u, logits=more, **masks, return_coupling=True)
     within = [rows.chunk(groups, 2)[g] for g, rows in enumerate(c.chunk(groups, 1))]
     assert_same(found_c, torch.cat(within, 1))
     assert_alike(found, wanted, leaves)

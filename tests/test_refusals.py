@@ -62,8 +62,6 @@ Groups(2, Groups(3))
     TypeError: capsfast.nn.Groups: weight must be a FullWeight, SharedWeight or LowRank, got Groups(groups=3, weight=…
 DynamicRouting(12, 6, 3, 4, weight=Groups(5))
     ValueError: capsfast.DynamicRouting: groups must divide in_caps, got groups=5 and in_caps=12
-DynamicRouting(12, 6, 3, 4, weight=Groups(4))
-    ValueError: capsfast.DynamicRouting: groups must divide out_caps, got groups=4 and out_caps=6
 DynamicRouting(12, 6, 3, 4, positions=5)
     ValueError: capsfast.DynamicRouting: positions must divide in_caps, got positions=5 and in_caps=12
 DynamicRouting(12, 6, 3, 4, weight=Groups(3, FullWeight(6)))
@@ -76,8 +74,6 @@ DynamicRouting(12, 6, 3, 4, weight=4)
     TypeError: capsfast.DynamicRouting: weight must be one of capsfast.nn's FullWeight, SharedWeight, LowRank, Groups, …
 RoutedCaps(4, 2, 4, 4, weight=LowRank(1), pose_rows=2)
     ValueError: capsfast.nn.RoutedCaps: pose_rows needs a weight with whole matrices, got LowRank(…); leave one out
-RoutedCaps(4, 2, 4, 4, weight=LowRank(1), identity=True)
-    ValueError: capsfast.nn.RoutedCaps: identity needs square matrices in W, got LowRank(…) of [4, 4]; leave it out
 RoutedCaps(5, 3, 4, 6, routing="em", identity=True)
     ValueError: capsfast.nn.RoutedCaps: identity needs square matrices in W, got … of [6, 4]; leave it out
 
@@ -140,8 +136,6 @@ DynamicRouting(num_capsules=4, num_route_nodes=7, in_channels=6, out_channels=5)
     TypeError: …'num_capsules'; capsfast.compat.CapsuleLayer can be called so; see docs/migration.md
 DynamicRouting(7, 6, 4, 5, routings=3)
     TypeError: …(did you mean num_iterations?); capsfast.compat.DenseCapsule can be called so; see docs/migration.md
-DynamicRouting(n_in=7, n_out=4, in_dim=6, out_dim=5)
-    TypeError: …'n_in'; capsfast.compat.DynamicRouting can be called so; see docs/migration.md
 DynamicRouting(7, 4, 6, 5, sofmax="in")
     TypeError: …got an unexpected keyword argument 'sofmax' (did you mean softmax?); see docs/migration.md
 DigitCaps(num_lower=7, num_higher=4, lower_dim=6, higher_dim=5)
@@ -210,8 +204,6 @@ couplings(Length(), zeros(1))
 # Convolutional layers
 ConvCaps2d(4, 6, 3, 5, weight=Groups(3))
     ValueError: capsfast.nn.ConvCaps2d: groups must divide in_types, got groups=3 and in_types=4
-ConvCaps2d(4, 6, 3, 5, padding=(0, -1))
-    ValueError: capsfast.nn.ConvCaps2d: padding must be at least 0, got -1
 ConvCaps2d(4, 6, 3, 5, pose_rows=2)
     ValueError: capsfast.nn.ConvCaps2d: pose_rows must divide in_dim=3, got 2
 ConvCaps2d(4, 6, 3, 5, pose_rows="2")
@@ -222,8 +214,6 @@ ConvCaps2d(4, 6, 3, 5)(zeros(2, 3, 4, 5, 6))
     ValueError: capsfast.nn.ConvCaps2d: poses must be [B, in_types=4, in_dim=3, H, W], got [2, 3, 4, 5, 6]
 ConvCaps2d(4, 6, 3, 5)(zeros(2, 4, 3, 2, 6))
     ValueError: capsfast.nn.ConvCaps2d: a window of 3 x 3 (dilation 1 x 1) must fit …, got 2 x 6 with padding 0 x 0; …
-ConvCaps2d(4, 6, 3, 5)(zeros(2, 4, 3, 5, 6).int())
-    TypeError: capsfast.nn.ConvCaps2d: poses must be float32, float64, bfloat16 or float16, got int32; …
 ConvCaps2d(2, 2, 4, 4)(zeros(1, 2, 4, 5, 5), zeros(1, 2, 5, 5))
     ValueError: capsfast.nn.ConvCaps2d: dynamic routing takes no activation; the length of a pose says it
 ConvCaps2d(2, 2, 4, 4, routing=Mean)(zeros(1, 2, 4, 5, 5), zeros(1, 2, 5, 4))
@@ -264,8 +254,6 @@ ClassCaps2d(2, 3, 4, 4, 2)(zeros(1, 2, 4, 2, 2), [1.0])
     TypeError: capsfast.nn.ClassCaps2d: activation must be a torch.Tensor [B, I], got list
 
 # Primary capsules
-PrimaryCaps(3, 4, 5, kernel_size=(3, 3, 3))
-    TypeError: capsfast.nn.PrimaryCaps: kernel_size must be an int or two of them, got (3, 3, 3)
 PrimaryCaps(3, 4, 5, order="view", flatten=False)
     ValueError: capsfast.nn.PrimaryCaps: flatten=False needs capsules with a place, got order='view', which has none
 PrimaryCaps(3, 4, 5)(zeros(2, 4, 9, 9))
@@ -280,8 +268,6 @@ PrimaryMatrixCaps(3, 2, 4)(zeros(1, 2, 5, 5))
     ValueError: capsfast.nn.PrimaryMatrixCaps: features must be [B, in_channels=3, H, W], got [1, 2, 5, 5]
 DepthwisePrimaryCaps(2, 3, 1)(zeros(1, 5, 2, 2))
     ValueError: capsfast.nn.DepthwisePrimaryCaps: features must be [B, in_channels=6, H, W], got [1, 5, 2, 2]
-DepthwisePrimaryCaps(1, 1, 3)(zeros(1, 1, 2, 2))
-    ValueError: capsfast.nn.DepthwisePrimaryCaps: a window of 3 x 3 … must fit …, got 2 x 2 with padding 0 x 0; …
 
 # Interests
 InterestCapsules(3, 6, 4)
@@ -292,8 +278,6 @@ InterestCapsules(3, 6, 4, max_length=24, squash="exp", squash_power=2.0)
     ValueError: capsfast.nn.InterestCapsules: squash_power needs …, so squash must be one of …, got 'exp'
 interests(clicks, tensor([24, 1, 7, 25, 16]))
     ValueError: capsfast.nn.InterestCapsules: lengths must be from 0 to I=24, got 1 to 25
-interests(clicks, tensor([24, 1, 7]))
-    ValueError: capsfast.nn.InterestCapsules: lengths must be [5], …
 interests(clicks, tensor([24.0, 1, 7, 0, 16]))
     TypeError: capsfast.nn.InterestCapsules: lengths must hold integers, got float32
 interests(clicks, tensor([24, 1, 7, 0, 16]), mask=ones(5, 24).bool())
@@ -312,12 +296,8 @@ interests(clicks[..., :5])
     ValueError: capsfast.nn.InterestCapsules: behaviours must end in in_dim=6, …
 interests(clicks, offsets=tensor([0, 4]))
     ValueError: capsfast.nn.InterestCapsules: behaviours must have shape [N, K], …
-interests([1.0])
-    TypeError: capsfast.nn.InterestCapsules: behaviours must be a torch.Tensor…
 interests(clicks.double())
     TypeError: capsfast.nn.InterestCapsules: …must have one dtype…
-interests(clicks, mask=ones(5, 5).bool())
-    ValueError: capsfast.nn.InterestCapsules: mask must be [B, I] = [5, 24], got [5, 5]
 interests(clicks, mask=ones(5, 24))
     TypeError: capsfast.nn.InterestCapsules: mask must be bool…
 interests(clicks, interests=tensor([0, 1, 2, 3, 3]))
@@ -348,16 +328,12 @@ Mask()(zeros(5, 4, 6), zeros(5).int())
     TypeError: capsfast.nn.Mask: labels must be int64, got int32; convert with labels.long()
 Mask()(zeros(5, 4, 6), zeros(3).long())
     ValueError: capsfast.nn.Mask: labels must be [B] = [5], got [3]
-Mask()(zeros(5, 4, 6), zeros(5, 1).long())
-    ValueError: capsfast.nn.Mask: labels must have shape [B], got [5, 1]
 Mask()(zeros(5, 4, 6), arange(5))
     ValueError: capsfast.nn.Mask: labels must be in [0, 3], got 4
 Mask()(zeros(5, 4, 6), arange(5) - 1)
     ValueError: capsfast.nn.Mask: labels must be in [0, 3], got -1
 Mask()(zeros(5, 4, 6), arange(5, device="meta"))
     ValueError: capsfast.nn.Mask: labels must be on cpu, got meta; …
-Mask()(zeros(5, 4, 6), [0] * 5)
-    TypeError: capsfast.nn.Mask: labels must be a torch.Tensor…
 Decoder(4, 6, (28, 28))
     ValueError: capsfast.nn.Decoder: image_shape must be (channels, height, width), got (28, 28)
 ConvDecoder(4, 6, (1, 2.5, 3))
@@ -402,8 +378,6 @@ EfficientCapsNet(1, 8, strides=(2, 2, 2, 2))
     ValueError: capsfast.models.EfficientCapsNet: image_size must be larger for these kernel_sizes and …, got 8 x 8
 EfficientCapsNet(1, 8, kernel_size=4)
     ValueError: capsfast.models.EfficientCapsNet: a window of 4 x 4 … must fit …, got 3 x 3 with padding 0 x 0; …
-EfficientCapsNet(top_k=3)
-    TypeError: capsfast.nn.RoutedCaps: routing self-attention has no option top_k; it has squash…
 InvertedAttentionCapsNet(primary_dim=1)
     ValueError: capsfast.models.InvertedAttentionCapsNet: primary_dim must be at least 2, got 1
 MatrixCapsNet(form="variational", activation_std=3.0)
@@ -418,8 +392,6 @@ SegCaps(1, 9, 3, kernel_size=4)
     ValueError: capsfast.models.SegCaps: kernel_size must be odd, so that a window has a middle, got 4
 SegCaps(1, 9, 3, types=(2, 4))
     ValueError: capsfast.models.SegCaps: types must be an int or one for each of dims=(8, 16, 16), got (2, 4)
-SegCaps(1, 9, 3, hidden=8)
-    TypeError: capsfast.models.SegCaps: hidden must be a sequence of ints, got 8
 SegCaps(1, 8, 3, form="r3", types=2)
     ValueError: capsfast.models.SegCaps: form='r3' has its own conv_channels, types, dims and kernel_size, got 16, …
 SegCaps(1, 12, 3, form="r3")

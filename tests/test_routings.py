@@ -296,7 +296,6 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "no activations": (lambda v: (v, None), TypeError, "(a tensor [2, 4, 6], None)"),
     "a number": (lambda v: (v, 0.5), TypeError, "(a tensor [2, 4, 6], float)"),
     "nothing": (lambda v: None, TypeError, "None"),
-    "three": (lambda v: [v, v, v], TypeError, "(a tensor [2, 4, 6], a tensor [2, 4, 6], a tensor [2, 4, 6])"),
     "other poses": (lambda v: (v.mT, lengths(v)), ValueError, "(a tensor [2, 6, 4], a tensor [2, 4])"),
     "an axis more": (lambda v: (v, v[..., :1]), ValueError, "(a tensor [2, 4, 6], a tensor [2, 4, 1])"),
     "no samples": (lambda v: (v, lengths(v)[0]), ValueError, "(a tensor [2, 4, 6], a tensor [4])"),
@@ -313,15 +312,12 @@ def test_what_route_returns_is_looked_at(case: str) -> None:
 
 NO_TENSOR: dict[str, Callable[[Any], Any]] = {
     "the operator *": lambda votes: 2 * votes,
-    "the operator +": lambda votes: votes + torch.ones(1),
     "the operator @": lambda votes: torch.ones(6, 6) @ votes,
-    "the operator -": lambda votes: -votes,
     "the operator >": lambda votes: votes > 0,
     "the operator [...]": lambda votes: votes[:, 0],
     "votes.shape": lambda votes: votes.shape,
     "votes.sum": lambda votes: votes.sum(1),
     "einsum(votes)": lambda votes: torch.einsum("bijd->bjd", votes),
-    "softmax(votes)": lambda votes: torch.softmax(votes, 1),
     "squash(votes)": capsfast.squash,
 }
 

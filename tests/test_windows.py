@@ -231,15 +231,12 @@ def test_no_tensor_of_all_windows_and_all_places() -> None:
 
 
 def test_competition_in_other_forms() -> None:
-    """With pose matrices, in 16 bits, and in diagnose()."""
+    """With pose matrices, and in diagnose()."""
     torch.manual_seed(0)
     layer = ConvCaps2d(C, J, K, K, routing="em", competition="child", pose_rows=2, stride=2, padding=1)
     poses, activation = images(torch.float32)
     assert layer.routing.W.shape == (C * 9, J, 2, 2) and "competition='child'" in repr(layer)
     found = layer(poses, activation)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = layer(poses, activation)
-    assert (low.poses - found.poses).norm() < 0.1 * found.poses.norm()
     diagnosis = capsfast.diagnose(layer, poses.detach(), activation=activation.detach())
     assert diagnosis.lengths.shape == (B * 3 * 3, J)
     torch.testing.assert_close(diagnosis.lengths.view(B, 3, 3, J).movedim(3, 1), found.activations.detach())
