@@ -9,13 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import capsfast
-from capsfast.nn import (
-    ROUTINGS,
-    CosineRouting,
-    RoutedCaps,
-    VariationalRouting,
-    couplings,
-)
+from capsfast.nn import ROUTINGS, CosineRouting, RoutedCaps, VariationalRouting, couplings
 
 from .support import plain
 from .support.backends import Backend

@@ -255,15 +255,6 @@ def test_without_extension_the_reference_warns_the_caller_once(no_extension: str
     assert [(entry.category, entry.filename) for entry in caught] == [(RuntimeWarning, __file__)]
 
 
-def test_meta_tensors_keep_their_shapes(backend: Backend) -> None:
-    u, weight, votes = (torch.empty(size, device="meta") for size in ((2, 3, 6), (3, 4, 5, 6), (2, 3, 4, 5)))
-    for found in (
-        capsfast.dynamic_routing(u, weight, return_coupling=True, backend=backend.name),
-        capsfast.route_votes(votes, return_coupling=True, backend=backend.name),
-    ):
-        assert [(each.shape, each.device.type) for each in found] == [((2, 4, 5), "meta"), ((2, 3, 4), "meta")]
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -8,17 +8,8 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast import nn as caps
 from capsfast.diagnostics import Diagnosis
-from capsfast.nn import (
-    ConvCaps2d,
-    CouplingEntropy,
-    DynamicRouting,
-    Groups,
-    LowRank,
-    MarginLoss,
-    RoutedCaps,
-    RoutingByAgreement,
-)
 
 from .support import plain
 from .support.backends import Backend
@@ -27,8 +18,8 @@ from .support.plain import assert_same, on_cpu
 B, I, J, D, K = 12, 30, 4, 6, 5
 
 
-def layer_of(**options: Any) -> DynamicRouting:
-    return DynamicRouting(I, J, K, D, init_std=0.3, **options)
+def layer_of(**options: Any) -> caps.DynamicRouting:
+    return caps.DynamicRouting(I, J, K, D, init_std=0.3, **options)
 
 
 def capsules(count: int = B) -> Tensor:
@@ -74,7 +65,14 @@ def test_what_is_measured(by: Backend) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     "options",
-    [{}, {"softmax": "in"}, {"weight": Groups(2)}, {"weight": LowRank(3)}, {"shared_weight": True}, {"leaky": True}],
+    [
+        {},
+        {"softmax": "in"},
+        {"weight": caps.Groups(2)},
+        {"weight": caps.LowRank(3)},
+        {"shared_weight": True},
+        {"leaky": True},
+    ],
     ids=str,
 )
 def test_a_good_layer_has_no_findings(by: Backend, options: dict[str, Any]) -> None:
@@ -87,7 +85,7 @@ def test_a_good_layer_has_no_findings(by: Backend, options: dict[str, Any]) -> N
 
 
 def test_randn_weights_are_called_saturated() -> None:
-    layer = DynamicRouting(1152, 10, 8, 16)
+    layer = caps.DynamicRouting(1152, 10, 8, 16)
     u = capsfast.squash(torch.randn(20, 1152, 8))
     assert found(capsfast.diagnose(layer, u)) == []
     torch.nn.init.normal_(layer.W)
@@ -123,7 +121,7 @@ def test_dead_capsules() -> None:
     assert found(capsfast.diagnose(layer, u, labels, out_mask=without((B, J), 2))) == []
     # The bias alone makes output capsules long that are never coupled.
     logits = torch.tensor([0.0, -20.0]).expand(I, J // 2)
-    diagnosis = capsfast.diagnose(layer_of(bias=True, weight=Groups(2)), u, logits=logits)
+    diagnosis = capsfast.diagnose(layer_of(bias=True, weight=caps.Groups(2)), u, logits=logits)
     assert diagnosis.dead_outputs == (1, 3)
     assert found(diagnosis) == ["dead outputs", "collapsed"]
 
@@ -154,7 +152,7 @@ def test_numbers_that_are_not_finite_and_gradients_that_are_zero() -> None:
 @on_cpu
 @pytest.mark.parametrize("softmax", ["out", "in"])
 def test_convolutional_capsules_are_diagnosed_window_by_window(by: Backend, softmax: str) -> None:
-    layer = ConvCaps2d(3, J, K, D, padding=1, softmax=softmax, backend=by.name)
+    layer = caps.ConvCaps2d(3, J, K, D, padding=1, softmax=softmax, backend=by.name)
     poses = capsfast.squash(torch.randn(2, 3, K, 5, 4), dim=2)
     diagnosis = capsfast.diagnose(layer, poses)
     assert diagnosis.lengths.shape == (2 * 5 * 4, J)
@@ -168,14 +166,14 @@ def test_convolutional_capsules_are_diagnosed_window_by_window(by: Backend, soft
 @on_cpu
 def test_votes_are_diagnosed_too(by: Backend) -> None:
     votes = 0.1 * torch.randn(B, I, J, D)
-    diagnosis = capsfast.diagnose(RoutingByAgreement(2, backend=by.name), votes)
+    diagnosis = capsfast.diagnose(caps.RoutingByAgreement(2, backend=by.name), votes)
     assert found(diagnosis) == []
     assert list(diagnosis.gradient_norms) == ["votes"]
     assert len(diagnosis.coupling_entropy) == 2
     votes[:, 5], votes[:, :, 1] = 0, 0
-    diagnosis = capsfast.diagnose(RoutingByAgreement(), votes)
+    diagnosis = capsfast.diagnose(caps.RoutingByAgreement(), votes)
     assert (diagnosis.dead_inputs, diagnosis.dead_outputs) == ((5,), (1,))
-    assert "saturated" in found(capsfast.diagnose(RoutingByAgreement(), 100 * torch.randn(B, I, J, D)))
+    assert "saturated" in found(capsfast.diagnose(caps.RoutingByAgreement(), 100 * torch.randn(B, I, J, D)))
 
 
 def test_the_layer_stays_as_it_was() -> None:
@@ -194,7 +192,7 @@ def test_the_layer_stays_as_it_was() -> None:
 
 
 def test_the_statistics_of_a_batch_normalisation_stay_as_they_were() -> None:
-    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True)
+    layer = caps.RoutedCaps(I, J, K, D, routing="variational", batch_norm=True)
     layer(capsules())
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     capsfast.diagnose(layer, capsules())
@@ -207,11 +205,11 @@ def test_the_statistics_of_a_batch_normalisation_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize(("routing", "options"), [("k-means", {"softmax": "in"}), ("attention", {})])
 def test_a_softmax_over_the_input_capsules(routing: str, options: dict[str, Any]) -> None:
-    layer, u = RoutedCaps(I, J, K, D, routing=routing, **options), 4 * capsules()
+    layer, u = caps.RoutedCaps(I, J, K, D, routing=routing, **options), 4 * capsules()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    wanted = [CouplingEntropy("in")(c).item() for c in capsfast.nn.couplings(layer, u)]
+    wanted = [caps.CouplingEntropy("in")(c).item() for c in capsfast.nn.couplings(layer, u)]
     diagnosis = capsfast.diagnose(layer, u)
     assert diagnosis.coupling_entropy == pytest.approx(wanted)
     assert min(wanted) < 0.99
@@ -222,15 +220,15 @@ def test_a_softmax_over_the_input_capsules(routing: str, options: dict[str, Any]
 
 def test_a_parameter_on_which_the_loss_does_not_depend() -> None:
     """The activations of self-routing do not depend on W."""
-    diagnosis = capsfast.diagnose(RoutedCaps(I, J, K, D, routing="self"), capsules())
+    diagnosis = capsfast.diagnose(caps.RoutedCaps(I, J, K, D, routing="self"), capsules())
     assert diagnosis.gradient_norms["W"] == 0
     assert "no gradient" in found(diagnosis)
-    layer = RoutedCaps(I, J, K, D, routing="inverted-attention", learned_readout=False)
+    layer = caps.RoutedCaps(I, J, K, D, routing="inverted-attention", learned_readout=False)
     with pytest.raises(ValueError, match=r"diagnose: the activations of RoutedCaps.* must depend on u, got constants"):
         capsfast.diagnose(layer, capsules())
 
 
 def test_the_default_labels_are_the_classes_in_turn() -> None:
     layer, u = layer_of(), capsules()
-    loss = MarginLoss()(layer(u), torch.arange(B) % J).item()
+    loss = caps.MarginLoss()(layer(u), torch.arange(B) % J).item()
     assert capsfast.diagnose(layer, u).margin_loss == pytest.approx(loss)

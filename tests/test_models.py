@@ -19,14 +19,7 @@ from .support.plain import assert_alike, assert_same, on_cpu
 
 B = 4
 # image, kernel, places of the primary capsules
-SIZES = [
-    (28, 9, (6, 6)),
-    (32, 9, (8, 8)),
-    ((40, 19), 9, (12, 2)),
-    (18, 7, (3, 3)),
-    (8, 3, (2, 2)),
-    (1, 1, (1, 1)),
-]
+SIZES = [(28, 9, (6, 6)), (32, 9, (8, 8)), ((40, 19), 9, (12, 2)), (18, 7, (3, 3)), (8, 3, (2, 2)), (1, 1, (1, 1))]
 
 
 def images(dtype: torch.dtype = torch.float32) -> Tensor:

@@ -208,41 +208,38 @@ def test_the_number_of_interests(rule: str, function: Any, J: int) -> None:
     assert not found.vectors[~found.mask].any()
 
 
-@pytest.mark.parametrize("history", ["lengths", "offsets", "offsets to the longest"])
-def test_traced_histories(history: str) -> None:
-    name, longest = history.split()[0], history.endswith("longest")
-    layer = made(max_length=None if longest else I, initial_logits="zero", weight="output", count="floor")
+class Traced(torch.nn.Module):
+    """A layer whose histories are given by an argument of this name."""
 
-    class Of(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
+    def __init__(self, name: str, layer: InterestCapsules) -> None:
+        super().__init__()
+        self.name, self.layer = name, layer
 
-        def forward(self, u: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-            found = self.layer(u, **{name: numbers})
-            return found.vectors, found.mask
+    def forward(self, u: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.layer(u, **{self.name: numbers})
+        return found.vectors, found.mask
 
+
+@pytest.mark.parametrize("name", ["lengths", "offsets"])
+def test_traced_histories(name: str) -> None:
     def drawn_histories(lengths: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.randn(lengths.shape[0], I, K, dtype=torch.float64)
         if name == "lengths":
             return u, lengths
         return u[torch.arange(I) < lengths[:, None]], F.pad(lengths.cumsum(0), (1, 0))
 
-    def trace() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", torch.jit.TracerWarning)
-            warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
-            return torch.jit.trace(Of(), drawn_histories(torch.tensor([3, 4, 2])))
-
-    if longest:
-        with pytest.raises(ValueError, match=r"offsets need max_length under torch.jit.trace"):
-            trace()
-        return
-    traced = trace()
+    options = {"initial_logits": "zero", "weight": "output", "count": "floor"}
+    model, example = Traced(name, made(**options)), drawn_histories(torch.tensor([3, 4, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
+        traced = torch.jit.trace(model, example)
     for lengths in (torch.tensor([9, 1]), LENGTHS):
         given = drawn_histories(lengths)
-        for got, wanted in zip(traced(*given), Of()(*given), strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(traced(*given), model(*given))
+    if name == "offsets":
+        with pytest.raises(ValueError, match=r"offsets need max_length under torch.jit.trace"):
+            torch.jit.trace(Traced(name, made(max_length=None, **options)), example)
 
 
 @pytest.mark.parametrize(

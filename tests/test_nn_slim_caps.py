@@ -11,12 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capsfast import native
-from capsfast.nn import (
-    SlimConvCaps2d,
-    SlimConvCaps3d,
-    SlimConvTransposeCaps2d,
-    SlimConvTransposeCaps3d,
-)
+from capsfast.nn import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
 from capsfast.nn.routing.base import Routing
 
 from .support import plain
@@ -104,11 +99,7 @@ WINDOWS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"bias": True, "learned_logits": True, "squash": "exp"},
-    {"softmax": "in"},
-)
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"bias": True, "learned_logits": True, "squash": "exp"}, {"softmax": "in"})
 
 
 @on_cpu

@@ -8,19 +8,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast import native
-from capsfast.nn import (
-    ROUTINGS,
-    ClassCaps,
-    DigitCaps,
-    FullWeight,
-    Groups,
-    LowRank,
-    PrimaryCaps,
-    RoutedCaps,
-    RoutingByAgreement,
-    Weight,
-    recorded,
-)
+from capsfast import nn as caps
 
 from .support import plain
 from .support.backends import Backend, Largest, assert_path, recorded_ops
@@ -33,7 +21,7 @@ B, I, J, D, K = 5, 12, 6, 4, 3
 INF = float("inf")
 
 # A routing asks the weight for votes and passes; each of these weights makes them differently.
-FEW = (FullWeight(4), LowRank(2, "UV"), Groups(3), Groups(2, LowRank(2)))
+FEW = (caps.FullWeight(4), caps.LowRank(2, "UV"), caps.Groups(3), caps.Groups(2, caps.LowRank(2)))
 each_weight = pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 OPTIONS: dict[str, dict[str, Any]] = {
     "learned": {"learned_logits": True, "bias": True},
@@ -49,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_of(weight: Weight, **options: Any) -> capsfast.DynamicRouting:
+def layer_of(weight: caps.Weight, **options: Any) -> capsfast.DynamicRouting:
     torch.manual_seed(0)
     layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, dtype=torch.float64, **options)
     with torch.no_grad():
@@ -63,7 +51,7 @@ def of_inputs(rows: Tensor) -> Tensor:
     return torch.stack([rows[i * len(rows) // I] for i in range(I)])
 
 
-def dense_weight(layer: RoutedCaps) -> Tensor:
+def dense_weight(layer: caps.RoutedCaps) -> Tensor:
     """[I, J, D, K], zero between groups."""
     if layer.U is not None and layer.V is not None:
         weight = torch.stack([torch.stack([U_i @ V_j.T for V_j in layer.V]) for U_i in of_inputs(layer.U)])
@@ -90,11 +78,10 @@ def dense_logits(given: Tensor | None, groups: int) -> Tensor:
 @on_cpu
 @pytest.mark.parametrize(
     ("weight", "options"),
-    [(weight, "learned") for weight in WEIGHTS]
-    + [(weight, other) for weight in FEW for other in ("in", "all")],
+    [(weight, "learned") for weight in WEIGHTS] + [(weight, other) for weight in FEW for other in ("in", "all")],
     ids=str,
 )
-def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str) -> None:
+def test_it_is_dense_routing_with_less(by: Backend, weight: caps.Weight, options: str) -> None:
     layer = layer_of(weight, backend=by.name, **OPTIONS[options])
     groups = layer.held.groups
     u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
@@ -110,7 +97,7 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str
     within = [rows.chunk(groups, 2)[g] for g, rows in enumerate(c.chunk(groups, 1))]
     assert_same(found_c, torch.cat(within, 1))
     assert_alike(found, wanted, leaves)
-    if weight == Groups(3):
+    if weight == caps.Groups(3):
         with recorded_ops() as ops:
             gradients(layer(u), leaves)
         assert_path(by, "dynamic_routing", ops)
@@ -119,13 +106,13 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str
 @on_cpu
 @pytest.mark.parametrize(
     ("name", "weight"),
-    [(name, weight) for name in ROUTINGS for weight in WEIGHTS if name == "em" or weight in FEW],
+    [(name, weight) for name in caps.ROUTINGS for weight in WEIGHTS if name == "em" or weight in FEW],
     ids=str,
 )
-def test_every_routing_has_every_weight(by: Backend, name: str, weight: Weight) -> None:
+def test_every_routing_has_every_weight(by: Backend, name: str, weight: caps.Weight) -> None:
     """Without groups, compares with routing by the full matrices."""
     torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing=name, weight=weight, init_std=0.5, dtype=torch.float64)
+    layer = caps.RoutedCaps(I, J, K, D, routing=name, weight=weight, init_std=0.5, dtype=torch.float64)
     randomize(layer)
     u, activation = torch.randn(B, I, K, dtype=torch.float64), torch.rand(B, I, dtype=torch.float64)
     leaves = [u.requires_grad_(), *layer.parameters()]
@@ -141,7 +128,7 @@ def test_every_routing_has_every_weight(by: Backend, name: str, weight: Weight) 
 
 @pytest.mark.parametrize("normalize", ["out", "in", "sigmoid", "none"])
 def test_a_pass_over_groups_is_one_with_logits_that_part_them(normalize: str) -> None:
-    layer = layer_of(Groups(3))
+    layer = layer_of(caps.Groups(3))
     u, logits = torch.randn(B, I, K, dtype=torch.float64), torch.randn(B, I, J, dtype=torch.float64)
     mask, out_mask = torch.rand(B, I) > 0.2, torch.rand(B, J) > 0.2
     given: dict[str, Any] = {"activation": torch.rand(B, I, dtype=torch.float64), "second": True}
@@ -169,15 +156,15 @@ PASSES: list[dict[str, Any]] = [
 
 
 @on_cpu
-@pytest.mark.parametrize("weight", [FullWeight(), Groups(3), LowRank(2)], ids=str)
+@pytest.mark.parametrize("weight", [caps.FullWeight(), caps.Groups(3), caps.LowRank(2)], ids=str)
 @pytest.mark.parametrize("options", PASSES, ids=str)
-def test_single_passes_are_the_fused_op(by: Backend, options: dict[str, Any], weight: Weight) -> None:
+def test_single_passes_are_the_fused_op(by: Backend, options: dict[str, Any], weight: caps.Weight) -> None:
     layer = layer_of(weight, backend=by.name, **options)
     u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
     given = {"mask": torch.rand(B, I) > 0.3, "out_mask": torch.rand(B, J) > 0.3}
     given["logits"] = torch.randn(B, I, J // layer.held.groups, dtype=torch.float64)
     leaves = [u, *layer.parameters()]
-    with recorded(layer) as coupling:
+    with caps.recorded(layer) as coupling:
         found = layer(u, **given)
     wanted, c = layer(u, **given, return_coupling=True)
     assert_same(coupling[0], c)
@@ -185,12 +172,12 @@ def test_single_passes_are_the_fused_op(by: Backend, options: dict[str, Any], we
     votes = plain.votes(u, dense_weight(layer))
     if layer.held.groups == 1:
         rest = {name: value for name, value in given.items() if name != "logits"} | {"bias": layer.bias}
-        by_votes = RoutingByAgreement(backend=by.name, **layer.routing.options())
+        by_votes = caps.RoutingByAgreement(backend=by.name, **layer.routing.options())
         assert_same(by_votes(votes, logits=layer.routing.prior(given["logits"]), **rest), found)
 
 
 @each_weight
-def test_parameters(weight: Weight) -> None:
+def test_parameters(weight: caps.Weight) -> None:
     """Names and shapes must fit checkpoints, the order must fit an optimizer's state."""
     layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, learned_logits=True, bias=True)
     wanted = WEIGHTS[weight] | {"logits": (I, J // weight.groups), "bias": (J, D)}
@@ -205,7 +192,7 @@ def test_parameters(weight: Weight) -> None:
 
 def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
     std = capsfast.DynamicRouting(200, 10, 8, 16).W.std().item()
-    for weight in (LowRank(4), LowRank(4, "UV")):
+    for weight in (caps.LowRank(4), caps.LowRank(4, "UV")):
         layer = capsfast.DynamicRouting(200, 10, 8, 16, weight=weight)
         _, product = layer.held.product(torch.eye(8).expand(200, 8, 8).transpose(0, 1), *layer.parameters())
         if weight.factors == "WA":
@@ -216,7 +203,11 @@ def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
 @pytest.mark.skipif(native.extension is None, reason="the definitions form the votes")
 def test_what_is_repeated_for_positions() -> None:
     """The rows of W, once. Nothing for a single type, or if u is transformed first."""
-    for weight, repeated in ((FullWeight(4), True), (FullWeight(I), False), (LowRank(2, positions=4), False)):
+    for weight, repeated in (
+        (caps.FullWeight(4), True),
+        (caps.FullWeight(I), False),
+        (caps.LowRank(2, positions=4), False),
+    ):
         layer = capsfast.DynamicRouting(I, J, K, D, weight=weight)
         with Largest() as largest, torch.no_grad():
             layer(torch.randn(B, I, K))
@@ -225,7 +216,7 @@ def test_what_is_repeated_for_positions() -> None:
 
 def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
     """In the order of PrimaryCaps, positions of a type may be permuted, if the coupling does not tell them apart."""
-    primary = PrimaryCaps(1, 4, K, 3, dtype=torch.float64)
+    primary = caps.PrimaryCaps(1, 4, K, 3, dtype=torch.float64)
     x = torch.randn(B, 1, 7, 5, dtype=torch.float64)
     u = primary(x)
     layer = capsfast.DynamicRouting(4 * 6, J, K, D, positions=6, dtype=torch.float64)
@@ -236,7 +227,7 @@ def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
 def test_digit_caps_and_class_caps_are_dynamic_routing() -> None:
     u = torch.randn(B, I, K)
     layer = capsfast.DynamicRouting(I, J, K, D)
-    for kind in (DigitCaps, ClassCaps):
+    for kind in (caps.DigitCaps, caps.ClassCaps):
         other = kind(I, J, K, D)
         other.load_state_dict(layer.state_dict())
         assert torch.equal(other(u), layer(u))
@@ -246,7 +237,7 @@ def test_digit_caps_and_class_caps_are_dynamic_routing() -> None:
 @on_cpu
 def test_routing_by_agreement(by: Backend) -> None:
     for options in ({}, {"softmax": "in", "num_iterations": 4}):
-        layer = RoutingByAgreement(backend=by.name, **options)
+        layer = caps.RoutingByAgreement(backend=by.name, **options)
         votes = torch.randn(B, I, J, D, dtype=torch.float64, requires_grad=True)
         logits, bias = torch.randn(I, J, dtype=torch.float64), torch.randn(J, D, dtype=torch.float64)
         got, got_c = layer(votes, B, logits=logits, bias=bias, return_coupling=True)

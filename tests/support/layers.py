@@ -9,55 +9,30 @@ from torch.utils._pytree import tree_leaves
 
 import capsfast
 from capsfast import models
-from capsfast.nn import (
-    CapsNetLoss,
-    ClassCaps2d,
-    ConvCaps2d,
-    ConvDecoder,
-    CouplingEntropy,
-    Decoder,
-    DepthwisePrimaryCaps,
-    FullWeight,
-    Groups,
-    InterestCapsules,
-    LowRank,
-    MarginLoss,
-    MatrixRouting,
-    PrimaryCaps,
-    PrimaryMatrixCaps,
-    ReconstructionLoss,
-    RoutedCaps,
-    RoutingByAgreement,
-    SharedWeight,
-    SlimConvCaps2d,
-    SlimConvTransposeCaps3d,
-    SpreadLoss,
-    VectorRouting,
-    Weight,
-)
+from capsfast import nn as caps
 
 from .routings import ALONE, ROUTINGS, randomize
 
 I, J, K, D = 12, 6, 3, 4
 
 # Weights and the shapes of their parameters.
-WEIGHTS: dict[Weight, dict[str, tuple[int, ...]]] = {
-    FullWeight(): {"W": (I, J, D, K)},
-    SharedWeight(): {"W": (1, J, D, K)},
-    FullWeight(4): {"W": (3, J, D, K)},
-    FullWeight(I): {"W": (1, J, D, K)},
-    LowRank(2): {"W": (1, J, D, 2), "A": (I, 2, K)},
-    LowRank(2, positions=None): {"W": (1, J, D, 2), "A": (1, 2, K)},
-    LowRank(2, positions=3): {"W": (1, J, D, 2), "A": (4, 2, K)},
-    LowRank(2, "UV"): {"U": (I, D, 2), "V": (J, K, 2)},
-    LowRank(2, "UV", positions=None): {"U": (1, D, 2), "V": (J, K, 2)},
-    Groups(3): {"W": (I, 2, D, K)},
-    Groups(3, SharedWeight()): {"W": (1, J, D, K)},
-    Groups(3, FullWeight(2)): {"W": (6, 2, D, K)},
-    Groups(3, FullWeight(4)): {"W": (3, 2, D, K)},
-    Groups(2, LowRank(2)): {"W": (1, J, D, 2), "A": (I, 2, K)},
-    Groups(2, LowRank(2, positions=None)): {"W": (1, J, D, 2), "A": (1, 2, K)},
-    Groups(2, LowRank(2, "UV", 3)): {"U": (4, D, 2), "V": (J, K, 2)},
+WEIGHTS: dict[caps.Weight, dict[str, tuple[int, ...]]] = {
+    caps.FullWeight(): {"W": (I, J, D, K)},
+    caps.SharedWeight(): {"W": (1, J, D, K)},
+    caps.FullWeight(4): {"W": (3, J, D, K)},
+    caps.FullWeight(I): {"W": (1, J, D, K)},
+    caps.LowRank(2): {"W": (1, J, D, 2), "A": (I, 2, K)},
+    caps.LowRank(2, positions=None): {"W": (1, J, D, 2), "A": (1, 2, K)},
+    caps.LowRank(2, positions=3): {"W": (1, J, D, 2), "A": (4, 2, K)},
+    caps.LowRank(2, "UV"): {"U": (I, D, 2), "V": (J, K, 2)},
+    caps.LowRank(2, "UV", positions=None): {"U": (1, D, 2), "V": (J, K, 2)},
+    caps.Groups(3): {"W": (I, 2, D, K)},
+    caps.Groups(3, caps.SharedWeight()): {"W": (1, J, D, K)},
+    caps.Groups(3, caps.FullWeight(2)): {"W": (6, 2, D, K)},
+    caps.Groups(3, caps.FullWeight(4)): {"W": (3, 2, D, K)},
+    caps.Groups(2, caps.LowRank(2)): {"W": (1, J, D, 2), "A": (I, 2, K)},
+    caps.Groups(2, caps.LowRank(2, positions=None)): {"W": (1, J, D, 2), "A": (1, 2, K)},
+    caps.Groups(2, caps.LowRank(2, "UV", 3)): {"U": (4, D, 2), "V": (J, K, 2)},
 }
 
 # How to make a module; then for each input its shape without the batch, or a function of the size of the batch.
@@ -69,12 +44,12 @@ def dense(**options: Any) -> Callable[[], nn.Module]:
 
 
 def interests(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: InterestCapsules(J, K, D, max_length=I, **options)
+    return lambda: caps.InterestCapsules(J, K, D, max_length=I, **options)
 
 
 def routed(name: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        layer = RoutedCaps(I, J, K, D, routing=name, **ALONE.get(name, {}))
+        layer = caps.RoutedCaps(I, J, K, D, routing=name, **ALONE.get(name, {}))
         if not layer.W.is_meta:
             randomize(layer.routing)
         return layer
@@ -82,34 +57,36 @@ def routed(name: str) -> Callable[[], nn.Module]:
     return make
 
 
+GROUPED = caps.Groups(2, caps.LowRank(2))
+GROUPED = caps.Groups(2, caps.LowRank(2))
 LAYERS: dict[str, Row] = {
     **{repr(weight): (dense(weight=weight), (I, K)) for weight in WEIGHTS},
     "learned": (dense(learned_logits=True, bias=True), (I, K)),
     "options": (dense(softmax="in", gradient="last", leaky=True, squash="half", eps=1e-4), (I, K)),
     "sums": (dense(squash_last=False), (I, K)),
-    "votes": (lambda: RoutingByAgreement(2, leaky=True), (I, J, D)),
-    "em": (lambda: RoutedCaps(I, J, 4, 6, routing="em", pose_rows=2), (I, 4), (I,)),
-    "groups of em": (lambda: RoutedCaps(I, J, K, D, routing="em", weight=Groups(2, LowRank(2))), (I, K), (I,)),
-    "windows": (lambda: ConvCaps2d(4, J, K, D, padding=1, softmax="in"), (4, K, 5, 6)),
-    "groups of windows": (lambda: ConvCaps2d(4, J, K, D, dilation=2, weight=Groups(2)), (4, K, 5, 6)),
-    "children": (lambda: ConvCaps2d(4, J, K, D, routing="em", competition="child"), (4, K, 5, 6), (4, 5, 6)),
-    "classes": (lambda: ClassCaps2d(2, J, 4, 4, 3, pose_rows=2), (2, 4, 3, 3)),
-    "slim": (lambda: SlimConvCaps2d(4, J, K, D, 2, learned_logits=True, bias=True), (4, K, 5, 6)),
-    "everywhere": (lambda: SlimConvCaps2d(4, J, K, D, softmax="everywhere", squash="unit"), (4, K, 5, 6)),
-    "slim em": (lambda: SlimConvCaps2d(4, J, K, D, routing="em"), (4, K, 5, 6), (4, 5, 6)),
-    "slim up": (lambda: SlimConvTransposeCaps3d(4, J, K, D, 2), (4, K, 3, 3, 3)),
-    "primary": (lambda: PrimaryCaps(3, 4, K, 3), (3, 9, 7)),
-    "depthwise": (lambda: DepthwisePrimaryCaps(4, K, 3), (12, 9, 7)),
-    "matrices": (lambda: PrimaryMatrixCaps(3, 4, 4), (3, 5, 5)),
-    "decoder": (lambda: Decoder(J, D, (1, 6, 6)), (J, D)),
-    "conv decoder": (lambda: ConvDecoder(J, D, (1, 6, 6), class_independent=True), (J, D)),
+    "votes": (lambda: caps.RoutingByAgreement(2, leaky=True), (I, J, D)),
+    "em": (lambda: caps.RoutedCaps(I, J, 4, 6, routing="em", pose_rows=2), (I, 4), (I,)),
+    "groups of em": (lambda: caps.RoutedCaps(I, J, K, D, routing="em", weight=GROUPED), (I, K), (I,)),
+    "windows": (lambda: caps.ConvCaps2d(4, J, K, D, padding=1, softmax="in"), (4, K, 5, 6)),
+    "groups of windows": (lambda: caps.ConvCaps2d(4, J, K, D, dilation=2, weight=caps.Groups(2)), (4, K, 5, 6)),
+    "children": (lambda: caps.ConvCaps2d(4, J, K, D, routing="em", competition="child"), (4, K, 5, 6), (4, 5, 6)),
+    "classes": (lambda: caps.ClassCaps2d(2, J, 4, 4, 3, pose_rows=2), (2, 4, 3, 3)),
+    "slim": (lambda: caps.SlimConvCaps2d(4, J, K, D, 2, learned_logits=True, bias=True), (4, K, 5, 6)),
+    "everywhere": (lambda: caps.SlimConvCaps2d(4, J, K, D, softmax="everywhere", squash="unit"), (4, K, 5, 6)),
+    "slim em": (lambda: caps.SlimConvCaps2d(4, J, K, D, routing="em"), (4, K, 5, 6), (4, 5, 6)),
+    "slim up": (lambda: caps.SlimConvTransposeCaps3d(4, J, K, D, 2), (4, K, 3, 3, 3)),
+    "primary": (lambda: caps.PrimaryCaps(3, 4, K, 3), (3, 9, 7)),
+    "depthwise": (lambda: caps.DepthwisePrimaryCaps(4, K, 3), (12, 9, 7)),
+    "matrices": (lambda: caps.PrimaryMatrixCaps(3, 4, 4), (3, 5, 5)),
+    "decoder": (lambda: caps.Decoder(J, D, (1, 6, 6)), (J, D)),
+    "conv decoder": (lambda: caps.ConvDecoder(J, D, (1, 6, 6), class_independent=True), (J, D)),
     "interests": (interests(projection="linear"), (I, K)),
     "interests by passes": (interests(update="overwrite", squash_power=0.5), (I, K)),
     "interests by votes": (interests(weight="output", gradient="last", count="floor"), (I, K)),
-    "vectors": (lambda: VectorRouting(I, J, K, D, normalize=False), (I, K)),
-    "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), (I, K)),
-    "scored matrices": (lambda: MatrixRouting(I, J, 4, 6, 2), (I, 4), (I,)),
-    "any scored matrices": (lambda: MatrixRouting(None, J, 4, 6, 2, model="k-means"), (I, 4), (I,)),
+    "vectors": (lambda: caps.VectorRouting(I, J, K, D, normalize=False), (I, K)),
+    "any vectors": (lambda: caps.VectorRouting(None, J, K, D, normalize=False), (I, K)),
+    "scored matrices": (lambda: caps.MatrixRouting(I, J, 4, 6, 2), (I, 4), (I,)),
+    "any scored matrices": (lambda: caps.MatrixRouting(None, J, 4, 6, 2, model="k-means"), (I, 4), (I,)),
     **{f"routed {name}": (routed(name), (I, K), (I,)) for name in ROUTINGS},
 }
 
@@ -123,12 +100,12 @@ def reconstructed(batch: int) -> tuple[Tensor, None, Tensor]:
 
 
 LOSSES: dict[str, Row] = {
-    "margin loss": (lambda: MarginLoss(squared=False), (J,), labels),
-    "margin loss of several": (lambda: MarginLoss(reduction="sum"), (J, D), (J,)),
-    "reconstruction loss": (ReconstructionLoss, (1, 4, 4), (1, 4, 4)),
-    "capsnet loss": (CapsNetLoss, reconstructed, (1, 4, 4), labels),
-    "spread loss": (SpreadLoss, (J,), labels, lambda batch: 100),
-    "entropy": (lambda: CouplingEntropy("in", normalize=False), (I, J)),
+    "margin loss": (lambda: caps.MarginLoss(squared=False), (J,), labels),
+    "margin loss of several": (lambda: caps.MarginLoss(reduction="sum"), (J, D), (J,)),
+    "reconstruction loss": (caps.ReconstructionLoss, (1, 4, 4), (1, 4, 4)),
+    "capsnet loss": (caps.CapsNetLoss, reconstructed, (1, 4, 4), labels),
+    "spread loss": (caps.SpreadLoss, (J,), labels, lambda batch: 100),
+    "entropy": (lambda: caps.CouplingEntropy("in", normalize=False), (I, J)),
 }
 
 CLASSES = 5
