@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import capsfast
 from capsfast.nn import ROUTINGS, CosineRouting, RoutedCaps, VariationalRouting, couplings
@@ -61,17 +60,6 @@ def test_exact_cosine_of_votes_that_output_capsules_share() -> None:
     randomize(routing)
     votes = given_votes(shared=True)
     plain.assert_same(tuple(routing(votes)), tuple(routing(votes.expand(-1, -1, J, -1))))
-
-
-def test_sharp_k_means_is_a_choice() -> None:
-    """With a large sharpness every vote goes to the nearest center: spherical k-means."""
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing="k-means", sharpness=1e5, num_iterations=1, dtype=torch.float64)
-    u = torch.randn(B, I, K, dtype=torch.float64)
-    votes = plain.votes(u, layer.W)
-    nearest = (votes * F.normalize(votes.sum(1), dim=-1)[:, None]).sum(-1).argmax(2)
-    _, c = couplings(layer, u)
-    plain.assert_same(c, F.one_hot(nearest, J).double())
 
 
 def test_self_routing_shares_sum_to_one() -> None:

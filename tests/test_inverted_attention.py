@@ -106,19 +106,6 @@ def test_is_the_papers_routing(by: Backend, options: dict[str, Any]) -> None:
     assert_alike(found[:2], plain_network(model, x), list(model.parameters()), 1e-8)
 
 
-def test_at_once_is_not_in_turn() -> None:
-    """Both agree after one iteration. Later, at once, a layer sees the poses below of the iteration before."""
-    x = images()
-    one = [small(num_iterations=1, concurrent=each)(x).capsules for each in (True, False)]
-    assert torch.equal(*one)
-    model = small(num_iterations=2)
-    at_once = model.poses(x)
-    model.concurrent = False
-    in_turn = model.poses(x)
-    torch.testing.assert_close(at_once[1], in_turn[1])  # the lowest layer, whose inputs never change
-    assert not torch.allclose(at_once[2], in_turn[2])
-
-
 def test_couplings_of_its_layers_are_recorded() -> None:
     """One record for each update. The parts ``routing`` are layers; the updating modules are not."""
     model, x = small(num_iterations=3), images()

@@ -183,21 +183,6 @@ def test_routing_options_reach_the_layer() -> None:
         network("CapsNet", learned_logit=True)
 
 
-@pytest.mark.slow
-def test_compiled_by_inductor() -> None:
-    model = network("CapsNet")
-    x, labels = images(), torch.tensor([0, 4, 2, 1])
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, labels: CapsNetLoss()(model(x, labels), x, labels), fullgraph=True)
-    parts, wanted = compiled(x, labels), CapsNetLoss()(model(x, labels), x, labels)
-    torch.testing.assert_close(parts, wanted)
-    parts.total.backward()
-    got = model.conv.weight.grad.clone()
-    model.zero_grad()
-    wanted.total.backward()
-    torch.testing.assert_close(got, model.conv.weight.grad, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(strict: bool) -> None:
     model, batch = network("CapsNet"), torch.export.Dim("B")

@@ -141,13 +141,3 @@ def test_labels_and_longest_agree_and_gradients_reach_everything(kind: Any, opti
     assert v.grad is not None
     assert torch.equal(v.grad.any(2), F.one_hot(LABELS, J).bool())
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in decoder.parameters())
-
-
-def test_class_independent_decoders_do_not_see_the_class() -> None:
-    v = capsules().float()
-    v[:, 1] = v[:, 0]
-    zeros, ones = torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.int64)
-    for kind in (Decoder, ConvDecoder):
-        blind, seeing = kind(J, D, (1, 6, 6), class_independent=True), kind(J, D, (1, 6, 6))
-        torch.testing.assert_close(blind(v, zeros), blind(v, ones))
-        assert not torch.allclose(seeing(v, zeros), seeing(v, ones))

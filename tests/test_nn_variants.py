@@ -190,16 +190,6 @@ def test_parameters(weight: caps.Weight) -> None:
         assert torch.equal(getattr(layer, name), value)
 
 
-def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
-    std = capsfast.DynamicRouting(200, 10, 8, 16).W.std().item()
-    for weight in (caps.LowRank(4), caps.LowRank(4, "UV")):
-        layer = capsfast.DynamicRouting(200, 10, 8, 16, weight=weight)
-        _, product = layer.held.product(torch.eye(8).expand(200, 8, 8).transpose(0, 1), *layer.parameters())
-        if weight.factors == "WA":
-            product = torch.einsum("jdr,irk->ijdk", product[0], layer.A)
-        assert product.std().item() == pytest.approx(std, rel=0.1)
-
-
 @pytest.mark.skipif(native.extension is None, reason="the definitions form the votes")
 def test_what_is_repeated_for_positions() -> None:
     """The rows of W, once. Nothing for a single type, or if u is transformed first."""

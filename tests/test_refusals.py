@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+import capsfast.export
 from capsfast import models, nn
 from capsfast.nn import stacked
 
@@ -405,6 +406,22 @@ SegCaps(1, 9, 3)(zeros(1, 1, 9, 9), zeros(1, 3, 9, 9))
 stacked.SetTransformer(3, 8, 2, num_heads=3)
     ValueError: capsfast.nn.stacked.SetTransformer: num_heads must divide dim=16, got 3
 
+# Programs
+export.program(Length(), clicks)
+    TypeError: capsfast.export.program: model must be in evaluation mode…model.eval()…
+export.program(Length().eval(), clicks[:1])
+    ValueError: capsfast.export.program: …batch of 2 or more for dynamic_batch=True, got [1, 24, 6]…
+export.program(Length().eval(), 3)
+    TypeError: capsfast.export.program: example must be a tensor or a sequence of arguments, got int…
+export.program(Length.forward, clicks)
+    TypeError: capsfast.export.program: model must be a torch.nn.Module or an exported program, got function…
+export.to_package(Length().eval(), clicks, "model.so")
+    ValueError: capsfast.export.to_package: file must end in .pt2, got 'model.so'…
+export.to_onnx(Length().eval(), clicks, "absent/model.onnx")
+    ValueError: capsfast.export.to_onnx: file must be in a folder that exists…
+export.to_package(export.program(Length().eval(), clicks), clicks, "model.pt2")
+    ValueError: capsfast.export.to_package: example must be None for an exported program…
+
 # Diagnosis
 diagnose(CapsNet(1, 8), zeros(2, 30, 5))
     TypeError: capsfast.diagnose: layer must be …, got CapsNet; of a model, take its part .routing
@@ -424,6 +441,7 @@ NAMES: dict[str, Any] = {
     **{each.__name__: each for each in (Mean, math, capsfast.DynamicRouting, capsfast.diagnose)},
     **{name: getattr(capsfast, name) for name in ("dynamic_routing", "route_votes", "routing_pass", "votes_pass")},
     "__name__": __name__,
+    "export": capsfast.export,
     "stacked": stacked,
     "votes": torch.randn(2, 5, 3, 4, 3, 2),
     "interests": nn.InterestCapsules(3, 6, 4, max_length=24),
