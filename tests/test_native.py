@@ -94,16 +94,9 @@ def test_peak_memory_is_far_below_the_votes(sizes: dict[str, Any], direction: st
 @pytest.mark.slow
 @needs_extension
 def test_an_instruction_set_that_is_not_there_is_an_error() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import capsfast"],
-        env=os.environ | {"CAPSFAST_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert ran.returncode != 0
-    assert "ValueError: CAPSFAST_ISA: must be one of portable" in ran.stderr
-    assert "got 'mmx'" in ran.stderr
+    command, environment = [sys.executable, "-c", "import capsfast"], os.environ | {"CAPSFAST_ISA": "mmx"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert re.search("ValueError: CAPSFAST_ISA: must be one of portable.*got 'mmx'", ran.stderr)
 
 
 @needs_extension

@@ -67,16 +67,6 @@ def plain(
     raise AssertionError
 
 
-DEFAULTS: dict[str, Any] = {
-    "num_iterations": 3,
-    "update": "accumulate",
-    "softmax": "out",
-    "mask_after": False,
-    "temperature": 1.0,
-    "squash_power": 1.0,
-    "gradient": "full",
-    "c": 1.0,
-}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "weight": ("shared", "output", "position"),
     "update": ("accumulate", "overwrite"),
@@ -90,6 +80,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "masks": (True, False),
     "logits": ("fixed", "per user", None),
 }
+
+
+DEFAULTS: dict[str, Any] = {**{name: values[0] for name, values in CHOICES.items()}, "c": 1.0}
 
 
 def drawn() -> list[dict[str, Any]]:

@@ -408,7 +408,7 @@ stacked.SetTransformer(3, 8, 2, num_heads=3)
 
 # Programs
 export.program(Length(), clicks)
-    TypeError: capsfast.export.program: model must be in evaluation mode…model.eval()…
+    ValueError: capsfast.export.program: model must be in evaluation mode, got one in training mode; call model.eval()
 export.program(Length().eval(), clicks[:1])
     ValueError: capsfast.export.program: …batch of 2 or more for dynamic_batch=True, got [1, 24, 6]…
 export.program(Length().eval(), 3)

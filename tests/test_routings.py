@@ -180,27 +180,6 @@ def test_couplings_of_every_pass(name: str) -> None:
         plain.assert_same(each.sum(2), torch.ones(B, I, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-def test_the_origin_of_many_votes_is_that_of_some(given: bool) -> None:
-    torch.manual_seed(0)
-    I = STRIDE**2 + 1
-    u, weight = torch.randn(B, I, K, dtype=torch.float64), torch.randn(I, J, D, K, dtype=torch.float64)
-    activation, mask = torch.rand(B, I, dtype=torch.float64), torch.rand(B, I) < 0.9
-    mask[0] = False
-    product = plain.votes(u, weight)
-    votes = votes_of("test", product if given else (u, weight), mask=mask)
-    coupling = (activation * mask)[:, ::STRIDE]
-    wanted = torch.einsum("bi,bijd->bjd", coupling, product[:, ::STRIDE]) / coupling.sum(1)[:, None, None]
-    wanted[0] = 0  # all input capsules are masked
-    plain.assert_same(votes.origin(activation), wanted)
-    # If the chosen input capsules have almost no mass in some samples, all are used.
-    activation[1, ::STRIDE] = 1e-5
-    coupling = activation * mask
-    wanted = torch.einsum("bi,bijd->bjd", coupling, product) / coupling.sum(1)[:, None, None]
-    wanted[0] = 0
-    plain.assert_same(votes.origin(activation), wanted)
-
-
 @pytest.mark.parametrize("name", ["em", "variational"])
 def test_far_votes_of_few_active_capsules_do_not_cancel(name: str) -> None:
     """Votes around 1000 with a deviation of 0.1, and few active capsules, none of which is in the chosen subset."""

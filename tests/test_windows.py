@@ -42,26 +42,20 @@ class PlainWindowVotes(Votes):
     def moments(  # type: ignore[override]
         self,
         *,
-        center: Tensor | None = None,
-        query: Tensor | None = None,
-        precision: Tensor | None = None,
-        prior: Tensor | None = None,
         logits: Tensor | None = None,
         activation: Tensor | None = None,
         second: bool = False,
         leaky: bool = False,
+        **given: Tensor | None,
     ) -> Moments:
-        x, b = self.votes, torch.zeros_like(self.votes[..., 0])  # [B, windows, I, J]
-        if center is not None:
-            x = x - center.unflatten(0, self.places)[:, :, None]
-        if query is not None:
-            b = b + (x * query.unflatten(0, self.places)[:, :, None]).sum(-1)
-        if precision is not None:
-            b = b - 0.5 * (x.square() * precision.unflatten(0, self.places)[:, :, None]).sum(-1)
-        if prior is not None:
-            b = b + prior.unflatten(0, self.places)[:, :, None]
-        if logits is not None:
-            b = b + logits
+        """given: center, query, precision and prior."""
+        at = {name: each.unflatten(0, self.places)[:, :, None] for name, each in given.items() if each is not None}
+        x = self.votes - at.get("center", 0)
+        b = torch.zeros_like(self.votes[..., 0]) + at.get("prior", 0) + (0 if logits is None else logits)
+        if "query" in at:
+            b = b + (x * at["query"]).sum(-1)
+        if "precision" in at:
+            b = b - 0.5 * (x.square() * at["precision"]).sum(-1)
         r = torch.zeros_like(b)
         for number in range(int(self.child.max()) + 1):
             window, place = (self.child == number).nonzero(as_tuple=True)
@@ -70,7 +64,7 @@ class PlainWindowVotes(Votes):
                 leak = torch.zeros_like(of_child[:, : int(leaky)])
                 share = torch.cat([of_child, leak], 1).softmax(1)[:, : of_child.shape[1]]
                 r[:, window, place] = share.unflatten(1, (-1, self.J))
-        if self.start == "window" and query is precision is prior is logits is None:
+        if self.start == "window" and logits is None and not at.keys() - {"center"}:
             r = (self.child >= 0)[..., None] * torch.full_like(r, 1 / (self.J + leaky))
         if activation is not None:
             r = r * activation.unflatten(0, self.places)[..., None]
@@ -81,15 +75,12 @@ class PlainWindowVotes(Votes):
         self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float, **others: Any
     ) -> Tensor:
         assert others == {"bias": None, "softmax": "out", "leaky": False, "squash_last": True}
-        x, v = self.votes, None
         b = logits
         for _ in range(num_iterations):
             v = capsfast.squash(self.moments(logits=b).first, kind=squash, eps=eps)
-            output = v.unflatten(0, self.places)[:, :, None]
-            agreement = (x * output).sum(-1)  # [B, windows, I, J]
+            agreement = (self.votes * v.unflatten(0, self.places)[:, :, None]).sum(-1)  # [B, windows, I, J]
             agreement = agreement.detach() if gradient == "last" else agreement
             b = agreement if b is None else b + agreement
-        assert v is not None
         return v
 
 
