@@ -151,7 +151,11 @@ def test_how_messages_show_a_value(value: object, said: str) -> None:
     assert checks.shown(value) == said
 
 
-@pytest.mark.parametrize("value", ["x" * 10_000, list(range(10_000)), [["x" * 99] * 99] * 99, 10**999])
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10_000, list(range(10_000)), [["x" * 99] * 99] * 99, 10**999],
+    ids=lambda value: type(value).__name__,
+)
 def test_messages_show_a_bounded_part_of_a_long_value(value: object) -> None:
     assert len(checks.shown(value)) <= checks.LONGEST and "..." in checks.shown(value)
 
@@ -186,7 +190,9 @@ MISSPELLED: list[tuple[str, Callable[..., Any], tuple[Any, ...], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "function", "arguments", "op", "own"), MISSPELLED)
+@pytest.mark.parametrize(
+    ("name", "function", "arguments", "op", "own"), MISSPELLED, ids=[f"{row[3]} {row[0]}" for row in MISSPELLED]
+)
 def test_a_keyword_that_is_misspelled(
     name: str, function: Callable[..., Any], arguments: tuple[Any, ...], op: str, own: str
 ) -> None:

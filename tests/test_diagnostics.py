@@ -203,7 +203,7 @@ def test_the_statistics_of_a_batch_normalisation_stay_as_they_were() -> None:
     graph.backward()
 
 
-@pytest.mark.parametrize(("routing", "options"), [("k-means", {"softmax": "in"}), ("attention", {})])
+@pytest.mark.parametrize(("routing", "options"), [("k-means", {"softmax": "in"}), ("attention", {})], ids=str)
 def test_a_softmax_over_the_input_capsules(routing: str, options: dict[str, Any]) -> None:
     layer, u = caps.RoutedCaps(I, J, K, D, routing=routing, **options), 4 * capsules()
     with torch.no_grad():

@@ -158,7 +158,7 @@ def test_deepcaps_starts_as_the_authors_code() -> None:
         assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.1), name
 
 
-@pytest.mark.parametrize(("size", "kernel", "grid"), SIZES)
+@pytest.mark.parametrize(("size", "kernel", "grid"), SIZES, ids=str)
 def test_primary_capsules_follow_from_the_image(size: Any, kernel: int, grid: tuple[int, int]) -> None:
     model = network("CapsNet", size, 3)
     assert model.conv.kernel_size == model.primary.conv.kernel_size == (kernel, kernel)
@@ -166,7 +166,7 @@ def test_primary_capsules_follow_from_the_image(size: Any, kernel: int, grid: tu
     assert network("CapsNet", 28, kernel_size=5).routing.in_caps == 3 * 10 * 10
 
 
-@pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)])
+@pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)], ids=str)
 def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
     model = DeepCaps(1, size, device="meta")
     assert len(model.cells) == cells

@@ -125,7 +125,7 @@ def test_entries_that_are_no_weight_or_beside_one_are_as_in_any_module() -> None
     assert torch.equal(layer.W, W)
 
 
-@pytest.mark.parametrize("shape", [(1, I, J, D, K), (I, K, J * D), (J, I, D, K), (I, J, K, D)])
+@pytest.mark.parametrize("shape", [(1, I, J, D, K), (I, K, J * D), (J, I, D, K), (I, J, K, D)], ids=str)
 def test_the_function_names_the_table_too(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"capsfast.dynamic_routing: weight must .*; docs/migration.md turns weights"):
         capsfast.dynamic_routing(torch.randn(3, I, K), torch.randn(shape))

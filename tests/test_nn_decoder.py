@@ -109,6 +109,7 @@ def spread(x: Tensor, conv: nn.Module, stride: int, size: tuple[int, ...]) -> Te
         ((5, 11), (4, 2, 3), [(2, 3), (3, 6), (5, 11)]),
         ((1, 2), (4,), [(1, 2)]),
     ],
+    ids=str,
 )
 def test_conv_decoder_doubles_feature_maps(size: Any, channels: Any, steps: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)

@@ -246,6 +246,7 @@ def test_traced_histories(name: str) -> None:
         {"softmax": "in"},
         {"softmax": "in", "mask_after": True},
     ],
+    ids=str,
 )
 def test_users_without_behaviours(options: dict[str, Any]) -> None:
     layer = made(**options)

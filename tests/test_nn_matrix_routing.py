@@ -101,7 +101,7 @@ each_kind = pytest.mark.parametrize("kind", DEFINITIONS, ids=lambda kind: kind._
 @pytest.mark.rows(12)
 @on_cpu
 @pytest.mark.parametrize("in_caps", [I, None])
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_equals_its_definition(kind: type[nn.Module], options: dict[str, Any], in_caps: int | None, by: Any) -> None:
     layer, inputs = made(kind, in_caps, backend=by.name, **options), given(kind)
     assert_alike(

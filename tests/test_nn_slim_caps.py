@@ -22,8 +22,8 @@ from .support.routings import randomize
 
 B, I, J, K, D = 2, 3, 4, 3, 5
 SIZE = {2: (5, 4), 3: (3, 4, 3)}
-each_name = pytest.mark.parametrize("name", ROWS)
-each_of_votes = pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of_votes])
+OF_VOTES = [name for name, row in ROWS.items() if row.of_votes]
+each_of_votes = pytest.mark.parametrize("name", OF_VOTES)
 
 
 def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
@@ -150,29 +150,56 @@ def test_softmax_and_squash_over_all_positions(by: Backend, given: dict[str, Any
     assert_alike(layer(poses), wanted, [poses, *layer.parameters()])
 
 
-@each_name
-@pytest.mark.parametrize("window", ["2d own kernels", "3d to one", "up"])
-def test_every_routing_at_every_position(name: str, window: str) -> None:
-    kind, given, _ = WINDOWS[window]
+def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:
+    """``[B, I, *spatial]``, the mean over the positions that make a vote; 0 if there is none."""
+    of: dict[tuple[int, ...], list[Tensor]] = {}
+    for source, target, _ in meetings(layer, tuple(activation.shape[2:]), after):
+        of.setdefault(target, []).append(activation[(..., *source)])
+    nothing = [activation.new_zeros(activation.shape[:2])]
+    each = [torch.stack(of.get(target, nothing)).mean(0) for target in itertools.product(*map(range, after))]
+    return torch.stack(each, 2).view(*activation.shape[:2], *after)
+
+
+class Weighted(Routing):
+    """The mean vote, weighted by the activations."""
+
+    uses_activation = True
+
+    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+        moments = votes.moments(activation=activation)
+        return moments.first, moments.mass
+
+
+def weighted(votes: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return (a[..., None, None] * votes).sum(1) / J, (a.sum(1, keepdim=True) / J).expand(-1, J)
+
+
+@pytest.mark.rows(12)
+@pytest.mark.parametrize(
+    ("routing", "window"),
+    [
+        *itertools.product(OF_VOTES, ["2d own kernels", "3d to one", "up"]),
+        *itertools.product([Weighted], ["2d all", "3d", "up all", "up to a size"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_routing_at_every_position(routing: Any, window: str) -> None:
+    """The activation of a vote is the mean over its window."""
+    kind, given, of_call = WINDOWS[window]
     torch.manual_seed(0)
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            kind(I, J, K, D, **given, routing=name)
-        return
-    layer = kind(I, J, K, D, **given, routing=name, dtype=torch.float64)
+    layer = kind(I, J, K, D, **given, routing=routing, dtype=torch.float64)
     randomize(layer)
     poses = poses_of(2 if layer.conv.weight.dim() == 4 else 3)
-    after = layer.grid(poses.shape[3:])
+    after = of_call.get("size") or layer.grid(poses.shape[3:])
     votes = at_positions(looped_votes(layer, poses, after))
-    if name == "dynamic":
-        wanted = ROWS[name].definition(votes, torch.ones(1), layer.routing, poses)[0]
-        assert_same(layer(poses), to_image(wanted, after))
-        return
     activation = torch.rand(B, I, *poses.shape[3:], dtype=torch.float64).requires_grad_()
-    found = layer(poses, activation)
-    means = at_positions(mean_activation(layer, activation, after)[:, :, None, None])[:, :, 0, 0]
-    wanted = tuple(to_image(each, after) for each in ROWS[name].definition(votes, means, layer.routing, poses))
-    assert_alike(found, wanted, [poses, activation, *layer.parameters()])
+    means = plain.at_samples(mean_activation(layer, activation, after), len(after))
+    definition = weighted if routing is Weighted else ROWS[routing].definition
+    wanted = tuple(to_image(each, after) for each in definition(votes, means, layer.routing, poses))
+    if routing == "dynamic":
+        assert_same(layer(poses), wanted[0])
+    else:
+        assert_alike(layer(poses, activation, **of_call), wanted, [poses, activation, *layer.parameters()])
 
 
 @each_of_votes
@@ -188,43 +215,6 @@ def test_votes_that_are_of_no_position(name: str, window: str) -> None:
     found = (found,) if name == "dynamic" else tuple(found)
     everything = (*found, *gradients(found, [poses, activation, *layer.parameters()]))
     assert all(each.isfinite().all() for each in everything)
-
-
-def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:
-    """``[B, I, *spatial]``, the mean over the positions that make a vote; 0 if there is none."""
-    of: dict[tuple[int, ...], list[Tensor]] = {}
-    for source, target, _ in meetings(layer, tuple(activation.shape[2:]), after):
-        of.setdefault(target, []).append(activation[(..., *source)])
-    nothing = activation.new_zeros(activation.shape[:2])
-    each = [
-        torch.stack(of[target]).mean(0) if target in of else nothing for target in itertools.product(*map(range, after))
-    ]
-    return torch.stack(each, 2).view(*activation.shape[:2], *after)
-
-
-class Weighted(Routing):
-    """The mean vote, weighted by the activations."""
-
-    uses_activation = True
-
-    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
-        moments = votes.moments(activation=activation)
-        return moments.first, moments.mass
-
-
-@pytest.mark.parametrize("window", ["2d all", "3d", "up", "up all", "up to a size"])
-def test_activations_are_means_over_the_window(window: str) -> None:
-    kind, given, of_call = WINDOWS[window]
-    layer = kind(I, J, K, D, **given, routing=Weighted, dtype=torch.float64)
-    poses = poses_of(2 if layer.conv.weight.dim() == 4 else 3)
-    activation = torch.rand(B, I, *poses.shape[3:], dtype=torch.float64).requires_grad_()
-    found = layer(poses, activation, **of_call)
-    after = tuple(found.poses.shape[3:])
-    means = mean_activation(layer, activation, after)
-    wanted = (means[:, :, None, None] * layer.votes(poses, **of_call)).sum(1) / J
-    mass = (means.sum(1, keepdim=True) / J).expand(-1, J, *after)
-    assert_alike(found, (wanted, mass), [poses, activation, *layer.parameters()])
-    assert layer(poses, **of_call).activations.shape == (B, J, *after)
 
 
 class Stored(TorchDispatchMode):

@@ -66,7 +66,7 @@ def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsO
 
 
 @on_cpu
-@pytest.mark.parametrize("size", [(7, 6), (5, 9), (8, 8), (1, 3)])
+@pytest.mark.parametrize("size", [(7, 6), (5, 9), (8, 8), (1, 3)], ids=str)
 def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model = SegCaps(2, size, J, **SMALL, backend=by.name, dtype=torch.float64)

@@ -169,7 +169,7 @@ def test_noise_in_training_alone() -> None:
     assert_same(quiet(images).reconstruction, quiet.eval()(images).reconstruction)
 
 
-@pytest.mark.parametrize("normalize", ["image", [[0.2], [0.3]]])
+@pytest.mark.parametrize("normalize", ["image", [[0.2], [0.3]]], ids=str)
 def test_what_is_drawn_is_the_image_whatever_the_network_sees(normalize: Any) -> None:
     sizes = {"num_parts": M, "num_objects": K, "conv_channels": 8, "template_size": 5, "dim": 4, "hidden": 8}
     from capsfast import train
