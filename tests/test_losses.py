@@ -38,7 +38,9 @@ def reduced(values: list[float], reduction: str) -> Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("margins", [(0.9, 0.1, 0.5), (0.7, 0.2, 1.5)], ids=str)
-@pytest.mark.parametrize("targets", [LABELS, SEVERAL, SEVERAL.bool(), SEVERAL.double()], ids=lambda t: str(t.dtype))
+@pytest.mark.parametrize(
+    "targets", [LABELS, SEVERAL, SEVERAL.bool(), SEVERAL.double()], ids=["one", "several", "bool", "float"]
+)
 def test_margin_loss(targets: Tensor, margins: tuple[float, float, float], squared: bool, reduction: str) -> None:
     loss = MarginLoss(*margins, squared=squared, reduction=reduction)
     lengths = lengths_of_all_kinds()
