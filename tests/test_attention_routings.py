@@ -97,8 +97,6 @@ def test_inverted_attention_without_a_readout() -> None:
     found = layer(torch.randn(B, I, K), out_mask=torch.tensor([True, True, False, True]).expand(B, -1))
     assert torch.equal(found.activations, torch.tensor([1.0, 1.0, 0.0, 1.0]).expand(B, -1))
     assert {name for name, _ in layer.routing.named_parameters()} == {"gain", "shift"}
-    with pytest.raises(RuntimeError, match="build the routing with learned_readout=True"):
-        layer.routing.logit(found.poses)
 
 
 def test_variational_output_capsules_that_are_not_there() -> None:
@@ -126,10 +124,6 @@ def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
         found, (poses, activations) = routing(votes), bare(votes)
         for name, value in {"norm": activations.logit(), "pose_norm": poses}.items():
             normalized[name] = norms[name].train(training)(value)
-            if training:
-                apart = value - value.transpose(0, 1).flatten(1).mean(1).view(J, *[1] * (value.dim() - 2))
-                variance = apart.square().transpose(0, 1).flatten(1).mean(1).view(J, *[1] * (value.dim() - 2))
-                plain.assert_same(normalized[name], apart / (variance + 1e-5).sqrt())
         pair = (normalized["pose_norm"] if batch_norm == "both" else poses, normalized["norm"].sigmoid())
         plain.assert_same(tuple(found), pair)
         plain.assert_same(*(torch.autograd.grad(each, votes, sent) for each in (tuple(found), pair)), tolerance=1e-8)
