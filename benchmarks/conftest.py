@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import capsfast
-from capsfast.bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
+from capsfast.bench.cases import OPS, SWEEPS, Case, sweep
 from capsfast.bench.contenders import OURS, Contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
@@ -64,8 +64,8 @@ def label(case: Case, device: str) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
-    op, name = config.getoption("op"), config.getoption("sweep")
-    cases = sweep(name, ROUTING, routing=op) if op in ROUTINGS else sweep(name, op)
+    name = config.getoption("sweep")
+    cases = sweep(name, config.getoption("op"))
     params = []
     for device in devices(config):
         where = torch.device(device)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from ..files import check_replaceable, check_writable, write_text
-from .endings import plain_errors, say, stop
-from .progress import progress
+from .endings import TASK, bar, plain_errors, say, stop
 
 if TYPE_CHECKING:
     from ..data import Sets
@@ -112,11 +110,12 @@ def evaluate(
     }
     limit = min(attacked or len(sets.test), len(sets.test))
     found: dict[str, train.Evaluation] = {}
-    with progress(len(sets.test) + limit * len(attacks), Console(stderr=True)) as shown:
+    with bar(len(sets.test) + limit * len(attacks), error=True) as shown:
         for name, attack in {"test images": None, **attacks}.items():
-            shown.step(name)
+            shown.update(TASK, description=name)
             count = None if attack is None else limit
-            found[name] = train.evaluate(learner, sets.test, attack=attack, limit=count, on_step=shown.advance)
+            more = partial(shown.advance, TASK)
+            found[name] = train.evaluate(learner, sets.test, attack=attack, limit=count, on_step=more)
     for name, each in found.items():
         say(f"{name}: {each.accuracy:.2%} of {each.images} right")
     plain = found["test images"]
