@@ -15,7 +15,7 @@ from .. import checks
 from .._imported import by_path
 from .._install import in_the_checkout
 from .files import read_npz, read_pictures
-from .images import OP, Images, Split, channel_statistics, split
+from .images import OP, Images, Split, split
 from .sets import DrawnSet, ImageSet, OverlappingSet, placed
 from .stored import NORB_STEMS, read_idx, read_smallnorb
 from .transforms import augmentation, in_proportion, random_warp
@@ -51,8 +51,6 @@ CHOICES = (
     "set in Python such as my_module.MyImages"
 )
 PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)")
-# The mean colour for a cutout comes from at most so many images: a folder may have too many to read them all.
-FOR_COLOUR = 2000
 
 
 def cache(name: str) -> Path:
@@ -253,8 +251,8 @@ def open_sets(
     Args:
         data, data_dir, image_size, download: see :func:`load`.
         seed: seed of the training set's augmentation.
-        options: augmentation by ``shift, rotation, scale, crop, crop_padding, flip, brightness, contrast, cutout,
-            transform``; see :class:`capsfast.train.ImageData`.
+        options: augmentation by ``shift, crop, crop_padding, flip, brightness, contrast, transform``; see
+            :class:`capsfast.train.ImageData`.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: as :func:`load`; images that are not square; labels that
@@ -274,7 +272,7 @@ def open_sets(
     if kind and any(options.values()):
         given = ", ".join(name for name, value in options.items() if value)
         raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")
-    drawn, still = augmentation(size, lambda: channel_statistics(train, FOR_COLOUR)[0], **options)
+    drawn, still = augmentation(size, **options)
     if not kind:
         size = options.get("crop") or size
         return Sets(ImageSet(train, drawn, seed=seed, fresh=True), ImageSet(test, still), channels, size, num_classes)

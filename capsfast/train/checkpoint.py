@@ -85,9 +85,11 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
-    taken = inspect.signature(Learner.__init__).parameters
-    if unknown := content[Learner.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
-        raise ValueError(f"{op} has options that this version of capsfast does not have: {', '.join(sorted(unknown))}")
+    for kind in (Learner, ImageData):
+        taken = inspect.signature(kind.__init__).parameters
+        if unknown := content[kind.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"{op} has options that this version of capsfast does not have: {names}")
     return content
 
 

@@ -171,11 +171,6 @@ class Learner(_OfItsModel):
     def has_decoder(self) -> bool:
         return getattr(self.model, "decoder", None) is not None
 
-    @property
-    def weighs_reconstruction(self) -> bool:
-        """Whether the loss is a weighted sum with a reconstruction error, so that reconstruction_weight matters."""
-        return self.has_decoder and self.has_classes | (self.hparams["model"] == "segcaps")
-
     def check(self, name: str, *, decoder: bool = False) -> None:
         """Raises ValueError, naming a function, unless the network has classes, and with ``decoder`` a decoder too."""
         if self.has_classes and (self.has_decoder or not decoder):

@@ -157,7 +157,7 @@ def test_clusters_are_those_of_images_without_augmentation(
 ) -> None:
     options = ["num_parts=2", "num_objects=4", "template_size=5", "dim=4", "hidden=8"]
     words = ["--model", "stacked", *SMALL[:2], *SMALL[4:], *(word for each in options for word in ("--option", each))]
-    words += ["--crop", "6", "--crop-padding", "1", "--cutout", "2", "--max-steps", "1", "--limit-val-batches", "0"]
+    words += ["--crop", "6", "--crop-padding", "1", "--contrast", "0.5", "--max-steps", "1", "--limit-val-batches", "0"]
     checkpoint = trained(tmp_path / "out", "--data", str(few_images), *words)
     _, images = train.open_checkpoint(checkpoint)
     seen: list[Any] = []

@@ -37,7 +37,7 @@ def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
 
 
 def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
-    images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, cutout=3)
+    images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, contrast=0.5)
     learner = learner_for(images, **(EVERYTHING if learning is None else learning))
     options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
     train.fit(train.make_trainer(out, **options), learner, images, resume)
