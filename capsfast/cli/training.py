@@ -309,7 +309,7 @@ def run(command: str, words: Sequence[str]) -> None:
     except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
             raise error.__cause__ from None
-        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error)
+        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error).strip()
         if not text.startswith("capsfast"):
             if isinstance(error, ValueError) and not text.startswith("`val_check_interval`"):
                 raise
