@@ -87,7 +87,7 @@ def evaluate(
     out: Out = Path("out/evaluate"),
     fgsm: Annotated[list[float], typer.Option(help="Attack by FGSM with this eps; repeatable.")] = [],  # noqa: B006
     pgd: Annotated[list[float], typer.Option(help="Attack by PGD with this eps; repeatable.")] = [],  # noqa: B006
-    pgd_steps: Annotated[int | None, typer.Option(min=1, help="Number of steps of PGD; default 10.")] = None,
+    pgd_steps: Annotated[int, typer.Option(min=1, help="Number of steps of PGD.")] = 10,
     attacked: Annotated[int | None, typer.Option(min=1, help="Attack only so many images; default all.")] = None,
     json: Json = None,
 ) -> None:
@@ -95,19 +95,12 @@ def evaluate(
     from .. import plot, train
     from ..data.seeds import generator
 
-    for option, value, used, needed in (
-        ("pgd-steps", pgd_steps, pgd, "--pgd"),
-        ("attacked", attacked, fgsm or pgd, "--fgsm or --pgd"),
-    ):
-        if value is not None and not used:
-            raise stop(f"capsfast evaluate: --{option} needs {needed}")
-    steps = pgd_steps or 10
     # Attacks by name, each with its own generator for the start.
     attacks: dict[str, train.Attack] = {f"FGSM, eps {eps:g}": partial(train.fgsm, eps=eps) for eps in fgsm}
-    attacks |= {
-        f"PGD, eps {eps:g}, {steps} steps": partial(train.pgd, eps=eps, steps=steps, generator=generator(0, "attack"))
-        for eps in pgd
-    }
+    for eps in pgd:
+        start = generator(0, "attack")
+        name = f"PGD, eps {eps:g}, {pgd_steps} steps"
+        attacks[name] = partial(train.pgd, eps=eps, steps=pgd_steps, generator=start)
     limit = min(attacked or len(sets.test), len(sets.test))
     found: dict[str, train.Evaluation] = {}
     with bar(len(sets.test) + limit * len(attacks), error=True) as shown:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .images import OP, Images, Split, split
+from .images import OP, Images, Split, parted
 from .vision import torchvision
 
 # Modes of PIL in which a picture has no colour.
@@ -89,8 +89,7 @@ def read_pictures(folder: Path, image_size: int | None) -> Split:
             raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
     for each in sets:
         each.loader = partial(read_picture, channels=1 if modes <= GREY else 3)
-    images = [Images(each, name=each.root, image_size=image_size) for each in sets]
-    return split(images[0]) if len(images) == 1 else Split(*images)
+    return parted([Images(each, name=each.root, image_size=image_size) for each in sets])
 
 
 def _image_folder(folder: Path) -> Any:
@@ -137,4 +136,4 @@ def read_npz(path: Path, image_size: int | None) -> Split:
             got = checks.shape_of(values)
             raise ValueError(f"{op}: {name} must be [N, H, W], [N, H, W, C] or [N, C, H, W], got {got}")
         images.append(Images(fitting, labels, name=str(path), image_size=image_size))
-    return split(images[0]) if len(images) == 1 else Split(*images)
+    return parted(images)

@@ -123,12 +123,15 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
     return found.reshape(count)
 
 
-def split(images: Images) -> Split:
-    """Splits every class 80:20 into training and test images, always in the same way.
+def parted(found: list[Images]) -> Split:
+    """Images for training and for tests; if there is one set, every class is split 80:20, always in the same way.
 
     Raises:
         ValueError: fewer than two classes have three images.
     """
+    if len(found) == 2:
+        return Split(*found)
+    (images,) = found
     tested = torch.zeros(len(images), dtype=torch.bool)
     for label in images.labels.unique():
         rows = (images.labels == label).nonzero()[:, 0]
