@@ -26,7 +26,7 @@ from ..bench import record
 from ..data import Sets
 from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
-from ..train.checkpoint import read_checkpoint
+from ..train.checkpoint import check_fits, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
@@ -65,7 +65,7 @@ class Command(LightningCLI):
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self.class_names: list[str] | None = None  # class names in the checkpoint
+        self.held: dict[str, Any] | None = None  # options of the model in the checkpoint
         self.claimed: Path | None = None
         given = [word.partition("=")[2] for word in words if word.startswith("--ckpt_path=")]
         self.checkpoint = Path(given[-1]) if given else None
@@ -110,7 +110,7 @@ class Command(LightningCLI):
             )
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
-        self.class_names = model.get("class_names")
+        self.held = model
         kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed")}
         kept |= {f"data.{name}": value for name, value in data.items() if name != "seed"}
         return kept | {"seed": model["seed"]}
@@ -159,12 +159,8 @@ class Command(LightningCLI):
             ValueError: options that don't fit the checkpoint, or this machine.
         """
         given = {**self._get(self.config_init, "trainer"), **more}
-        names, held = self.model.hparams["class_names"], self.class_names
-        if names and held and names != held:
-            raise ValueError(
-                f"capsfast {self.subcommand}: the network was trained on the classes {', '.join(held)}, the images are "
-                f"of {', '.join(names)}"
-            )
+        if self.held is not None:
+            check_fits(f"capsfast {self.subcommand}: {self.checkpoint}", self.held, self.datamodule)
         best = None if given["limit_val_batches"] == 0 else self.model.monitor
         patience = self._get(self.config, "patience")
         self.out = self._folder()

@@ -94,9 +94,9 @@ class Learner(_OfItsModel):
             classes has its own loss.
         spread_steps: number of steps in which the margin of the spread loss grows.
         reconstruction_weight: factor of the squared error of an image, summed over its pixels.
-        normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image), set (the
-            same for each channel of the training images), or from Python two lists, means and deviations. Default:
-            not at all. Losses, attacks and reconstructions use the images in [0, 1].
+        normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image) or set (the
+            same for each channel of the training images). Default: not at all. Losses, attacks and reconstructions use
+            the images in [0, 1].
         seed: seed of the initial weights and of random numbers in training.
 
     Raises:
@@ -126,7 +126,7 @@ class Learner(_OfItsModel):
         loss: str | Callable[..., Tensor] | None = None,
         spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
-        normalize: str | list[list[float]] | None = None,
+        normalize: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -126,7 +126,9 @@ def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) ->
     other = ["--data", str(tmp_path / "pictures"), "--out", tmp_path / "e"]
     assert "knows the classes dark, light" in failed("evaluate", checkpoint, *other)
     message = failed("test", "--ckpt_path", checkpoint, "--data.data", tmp_path / "pictures")
-    assert message.endswith("was trained on the classes dark, light, the images are of black, light")
+    assert f"{checkpoint} knows the classes dark, light, " in message and message.endswith("has black, light")
+    message = failed("test", "--ckpt_path", checkpoint, "--data.data=digits", "--data.image_size=8")
+    assert message.endswith("'num_classes': 2}, digits has {'in_channels': 1, 'image_size': 8, 'num_classes': 10}")
     Image.new("F", (8, 8), 0.5).save(tmp_path / "float.tiff")
     message = failed("predict", tmp_path / "float.tiff", "--checkpoint", checkpoint)
     assert "float.tiff must have 8 or 16 bits, or colours, got PIL's mode F" in message
