@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text
-from . import plots
 from .cases import CANONICAL, DIRECTIONS, Case
 from .contenders import COMPILED, EAGER
 from .record import load
@@ -74,6 +73,8 @@ def _section(path: Path, images: Path | None) -> str:
     for op, routing in dict.fromkeys((case.op, case.routing) for case in results.cases):
         name = f"Routing {routing}" if routing else op
         if images is not None and not routing:
+            from . import plots  # needs matplotlib
+
             drawn = plots.sweep_plots(results, op, images, path.stem)
             parts += [f"![{what} of {op}]({image.parent.name}/{image.name})" for image, what in drawn]
         for direction in DIRECTIONS:
