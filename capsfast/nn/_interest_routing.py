@@ -57,9 +57,9 @@ def route(
             if factored_routing.serves(call, o.backend):
                 return factored_routing.run(call, False, accumulate, 1 / o.temperature)[0]
         if plain and accumulate and o.temperature == 1:
-            return ProductVotes(OP, u, weight, **given).agree(**fused._asdict(), logits=logits)
+            return ProductVotes(OP, u, weight, **given).agree(**fused._asdict(), logits=logits)  # type: ignore[no-any-return]
         votes = ProductVotes(OP, u, weight, **given)
-        v = Votes.agree(
+        v: Tensor = Votes.agree(
             votes,
             o.num_iterations,
             logits=logits,

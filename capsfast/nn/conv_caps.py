@@ -247,6 +247,17 @@ class ConvCaps2d(WindowLayer):
         layer.competing = self._competing(size)
         return layer
 
+    def as_connected(
+        self, poses: Tensor, activation: Tensor | None = None, **given: Tensor
+    ) -> tuple[RoutedCaps, Tensor, dict[str, Tensor]]:
+        """A fully connected layer that computes the same, and its arguments: the windows as samples."""
+        windows, inside = self.unfold(poses), self.inside(poses)
+        if activation is not None:
+            given["activation"] = self.unfold_activation(poses, activation)
+        if inside is not None:
+            given.setdefault("mask", inside)
+        return self.at_windows((poses.shape[3], poses.shape[4])), windows, given
+
     def forward(
         self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False
     ) -> Routed | tuple[Routed, Tensor]:

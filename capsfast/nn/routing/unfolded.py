@@ -39,7 +39,7 @@ class UnfoldedVotes(ProductVotes):
         self.tensors = (self._own(), self.tensors[1])
         return super().moments(**arguments)
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
 

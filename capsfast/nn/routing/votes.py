@@ -15,7 +15,6 @@ from ...functional import dynamic_routing
 from ...options import Options
 from ...passes import Moments, routing_pass
 from ...reference.em_update import inverse
-from .no_tensor import NoTensor
 
 # The cosine of a shorter vote goes to 0 with its length.
 LEAST_LENGTH = 1e-8
@@ -26,7 +25,7 @@ STRIDE = 17
 LEAST_SHARE = 1e-2
 
 
-class Votes(NoTensor, ABC):
+class Votes(ABC):
     """Votes ``[B, I, J, D]``, which a routing reads only by passes.
 
     A routing calls :meth:`moments` one or more times and computes with the results ``[B, J]`` and ``[B, J, D]``. So the
@@ -90,9 +89,10 @@ class Votes(NoTensor, ABC):
         temperature: float = 1.0,
         accumulate: bool = True,
         activation: Tensor | None = None,
-    ) -> Tensor:
+        return_coupling: bool = False,
+    ) -> Any:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
-        :func:`capsfast.dynamic_routing`.
+        :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
 
         A function as ``squash``, and the following arguments, need single passes; the fused op does not take them.
 
@@ -108,7 +108,7 @@ class Votes(NoTensor, ABC):
             assert found is not None
             return found
 
-        v, _ = agree_by_passes(
+        v, last = agree_by_passes(
             self.moments,
             agreement,
             Options(num_iterations, softmax, gradient, leaky, kind, eps, squash_last),
@@ -118,9 +118,11 @@ class Votes(NoTensor, ABC):
             temperature=temperature,
             accumulate=accumulate,
             activation=activation,
+            return_weights=return_coupling,
         )
         cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
-        return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
+        v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
+        return (v, last.weights) if return_coupling else v
 
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
@@ -245,15 +247,10 @@ class PassVotes(Votes):
             weight = weight[::step]
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         u, weight = self.tensors
-        return self._sampled(dynamic_routing(u, weight, num_iterations, **options, **self.given))
-
-    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """As :meth:`agree`; also returns the last coupling ``[B, I, J]``."""
-        u, weight = self.tensors
-        v, c = dynamic_routing(u, weight, num_iterations, **options, **self.given, return_coupling=True)
-        return self._sampled(v), self._sampled(c)
+        found = dynamic_routing(u, weight, num_iterations, **options, **self.given)
+        return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:
@@ -348,10 +345,10 @@ class RecordedVotes(VotesAround):
         self.last = last
         self.weights: list[Tensor] = []
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        if not self.last or not isinstance(self.votes, (PassVotes, GroupedVotes)):
+    def agree(self, num_iterations: int, **options: Any) -> Any:
+        if not self.last:
             return super().agree(num_iterations, **options)
-        v, c = self.votes.agree_and_couple(num_iterations, **options)
+        v, c = self.votes.agree(num_iterations, **options, return_coupling=True)
         self.weights.append(c)
         return v
 
@@ -386,16 +383,12 @@ class GroupedVotes(Votes):
         found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
         return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         """Routes each group by the fused op."""
-        cut = self._cut(options)
-        return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
-
-    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """As :meth:`agree`; also returns the last coupling ``[B, I, J / groups]``."""
-        cut: Any = zip(self.parts, self._cut(options), strict=True)
-        v, c = zip(*[part.agree_and_couple(num_iterations, **own) for part, own in cut], strict=True)
-        return torch.cat(v, 1), torch.cat(c, 1)
+        found = [part.agree(num_iterations, **own) for part, own in zip(self.parts, self._cut(options), strict=True)]
+        if options.get("return_coupling"):
+            return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
+        return torch.cat(found, 1)
 
     def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each group."""
