@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..nn.routing import Routing
+from ..nn import Routing
 from . import routings
 
 OPS = ("dynamic_routing", "route_votes")

@@ -177,14 +177,12 @@ class Votes(ABC):
 
 
 class PassVotes(Votes):
-    """Votes that a single pass reads, with or without axes of positions.
+    """Votes that a single pass reads: the kernels make them, or they are in memory, with or without axes of positions.
 
     Args:
         op: the function that errors name.
-        tensors: the first arguments of a pass: u and weight, or votes and GIVEN.
-        sizes: (B, I, J, D) of the votes, with J = 1 if output capsules share them.
-        J: the number of output capsules in that case.
-        spatial: sizes of the axes of positions.
+        u, weight: the first arguments of a pass, or votes and GIVEN.
+        J: the number of output capsules if they share the votes.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
         backend: backend of all passes.
     """
@@ -192,20 +190,27 @@ class PassVotes(Votes):
     def __init__(
         self,
         op: str,
-        tensors: tuple[Tensor, Tensor],
-        sizes: Sequence[int],
+        u: Tensor,
+        weight: Tensor,
+        *,
         J: int | None = None,
-        spatial: tuple[int, ...] = (),
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        self.tensors, self.spatial, self.backend = tensors, spatial, backend
-        self.dtype, self.device = tensors[0].dtype, tensors[0].device
+        self.tensors, self.backend = (u, weight), backend
+        self.spatial: tuple[int, ...] = ()
+        if weight is GIVEN:
+            _, self.spatial = arguments.votes(op, u)
+            self.batch, self.I, own, self.D = u.shape[:4]
+        else:
+            whole = arguments.unchecked(*arguments.product(op, u, weight), None, None)
+            (self.batch, self.I), own, self.D = u.shape[:2], whole.J, whole.D
+            self.u, self.mask = u, mask
+        self.dtype, self.device = u.dtype, u.device
         self.places = 1
-        for size in spatial:
+        for size in self.spatial:
             self.places *= size
-        self.batch, self.I, own, self.D = sizes
         self.B = self.batch * self.places
         self.J = own if own != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
@@ -268,33 +273,10 @@ class PassVotes(Votes):
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
 
-
-class ProductVotes(PassVotes):
-    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
-
-    ``options``: J, masks and backend of :class:`PassVotes`.
-    """
-
-    def __init__(self, op: str, u: Tensor, weight: Tensor, *, mask: Tensor | None = None, **options: Any) -> None:
-        flat, matrix = arguments.product(op, u, weight)
-        whole = arguments.unchecked(flat, matrix, None, None)
-        sizes = (*flat.shape[:2], whole.J, whole.D)
-        super().__init__(op, (u, weight), sizes, mask=mask, **options)
-        self.u, self.mask = u, mask
-
-
-class GivenVotes(PassVotes):
-    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
-
-    ``options``: J, masks and backend of :class:`PassVotes`.
-    """
-
-    def __init__(self, op: str, votes: Tensor, **options: Any) -> None:
-        _, spatial = arguments.votes(op, votes)
-        super().__init__(op, (votes, GIVEN), votes.shape[:4], spatial=spatial, **options)
-
     def cosines(self, query: Tensor) -> Tensor:
-        votes = self.tensors[0]
+        votes, weight = self.tensors
+        if weight is not GIVEN:
+            return super().cosines(query)
         for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
             mask = self.given[name]
             if mask is not None:  # masked values such as NaN must not reach a gradient
@@ -429,7 +411,7 @@ def votes_of(
             raise ValueError(f"{op}: mask and out_mask belong to the Votes; give them where these are made")
         return given
     if isinstance(given, Tensor):
-        return GivenVotes(op, given, **options)
+        return PassVotes(op, given, GIVEN, **options)
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        return ProductVotes(op, *given, **options)
+        return PassVotes(op, *given, **options)
     raise TypeError(f"{op}: votes must be a torch.Tensor, a pair (u, weight) or Votes, got {type(given).__name__}")
