@@ -289,27 +289,6 @@ def test_what_route_returns_is_looked_at(case: str) -> None:
         routes(lambda votes: result(votes.moments().first))
 
 
-NO_TENSOR: dict[str, Callable[[Any], Any]] = {
-    "the operator *": lambda votes: 2 * votes,
-    "the operator @": lambda votes: torch.ones(6, 6) @ votes,
-    "the operator >": lambda votes: votes > 0,
-    "the operator [...]": lambda votes: votes[:, 0],
-    "votes.shape": lambda votes: votes.shape,
-    "votes.sum": lambda votes: votes.sum(1),
-    "einsum(votes)": lambda votes: torch.einsum("bijd->bjd", votes),
-    "squash(votes)": capsfast.squash,
-}
-
-
-@pytest.mark.parametrize("got", NO_TENSOR)
-def test_votes_are_no_tensor(got: str) -> None:
-    rule = (
-        f"capsfast.nn.Votes: votes are not a tensor, a routing reads them by passes, got {got}; call votes.moments(...)"
-    )
-    with pytest.raises((TypeError, AttributeError), match=re.escape(rule)):
-        routes(NO_TENSOR[got])
-
-
 def test_what_votes_lack_is_named() -> None:
     with pytest.raises(AttributeError, match="Votes' object has no attribute 'moment'"):
         votes_of("test", torch.zeros(2, 3, 4, 5)).moment()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.nn import ConvCaps2d, Votes
-from capsfast.nn.routing.votes import GivenVotes
+from capsfast.nn.routing.votes import votes_of
 from capsfast.nn.routing.windows import WindowVotes
 from capsfast.passes import Moments
 
@@ -199,7 +199,7 @@ def test_output_capsules_of_windows_can_be_masked() -> None:
     out_mask = torch.ones(inner.B, J, dtype=torch.bool)
     out_mask[:, 1] = False
     out_mask[: inner.B // B] = False  # all output capsules of the first sample are masked
-    votes = WindowVotes(GivenVotes("test", given, out_mask=out_mask), inner.windows)
+    votes = WindowVotes(votes_of("test", given, out_mask=out_mask), inner.windows)
     for query in (None, torch.randn(inner.B, J, D, dtype=f64, requires_grad=True)):
         found = votes.moments(query=query, return_weights=True, leaky=query is None)
         assert found.weights is not None
