@@ -100,8 +100,8 @@ def _section(path: Path, images: Path | None) -> str:
 
 INTRODUCTION = f"""# Measurements
 
-`python -m capsfast report --out docs` writes this page from the records in `benchmarks/results/`; do not edit it. Records
-of an older capsfast, one on Zen 5, are in `benchmarks/results/older/`; `capsfast report FILE` shows them.
+`python -m capsfast report --out docs` writes this page from the records in `benchmarks/results/`; do not edit it.
+`capsfast report FILE` shows other records, such as the records of an older capsfast in `benchmarks/results/older/`.
 
 * Except where a row names other sizes, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
   K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}.
