@@ -226,20 +226,51 @@ struct Normaliser {
   }
 };
 
+// Partial sums of an accumulating pass, one for each segment of `work`. If max and total are there, each segment has
+// weighted its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most,
+// and total is the sum of these weights.
+template <class T>
+struct Parts {
+  Work work;
+  Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
+  Global<float> sum_rows;  // the same for the rows family, whose sums are short enough for float
+  Global<T> max;           // [segments, group, J]
+  Global<double> total;    // [segments, group, J]
+
+  CAPSFAST_DEVICE double part(int64_t n) const {
+    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_rows[n]);
+  }
+};
+
 // One pass that accumulates sum_i c votes or, in the backward, sum_i db votes.
 template <class T>
 struct AccumulateArgs {
   Inputs in;
   Scoring<T> scoring;
   Normaliser<T> norm;
-  bool unweighted;         // every coefficient counts as 1: the first iteration without logits
-  bool mass;               // a sum has one element more than D: the sum of the coefficients
-  Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_rows;  // the same for the rows family
-  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules with unknown normaliser
-  Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
-  Operand coupling;        // [B, I, J], written
-  Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
+  bool unweighted;   // every coefficient counts as 1: the first iteration without logits
+  bool mass;         // a sum has one element more than D: the sum of the coefficients
+  Parts<T> to;       // written. sum is absent if only the coupling is wanted, max if the normaliser is known
+  Operand coupling;  // [B, I, J], written
+  Operand lse;       // [B, I], written: the log-sum-exp over the output capsules
+};
+
+// The gradient pass, for all iterations at once. Partial sums have an axis of parts of the samples.
+template <class T>
+struct GradientArgs {
+  Inputs in;
+  int64_t first, iterations;  // iterations [first, iterations) have gradients
+  bool gradient_last, shared_weight;
+  Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
+  Normaliser<T> norm;              // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
+  Operand dcoupling, dmass, dlse;  // as in Scoring
+  Operand du;                      // [B, I, K], contiguous
+  Operand dvotes;                  // [B, I, J, D]
+  Global<double> dweight;          // [parts, I, J, D, K] or, for a shared weight, [parts, blocks, J, D, K]
+  Global<float> dweight_rows;      // the same for the rows family
+  Operand dlogits_sample;          // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;          // [parts, I, J], if the logits are [I, J]
+  int64_t scored;                  // the first iteration that scores with a V; only for the general kernel
 };
 
 // Threads of a block, in the general kernels and in the steps between the passes.

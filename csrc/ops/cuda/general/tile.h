@@ -2,7 +2,6 @@
 // routing logits in shared memory, with their softmax and its backward.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../../../math/softmax.h"
@@ -30,10 +29,13 @@ struct GradientTile {
   static constexpr int columns = 64;                       // components k of u at a time
 
   // How many output capsules a tile has, and how many of their components.
-  static int64_t outputs_for(int64_t J, int64_t D) {
-    return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::clamp<int64_t>(J, 1, outputs));
+  static CAPSFAST_HOST_DEVICE int64_t outputs_for(int64_t J, int64_t D) {
+    return clamped(rows / clamped(D, rows), clamped(J, outputs));
   }
-  static int64_t components_for(int64_t D) { return std::clamp<int64_t>(D, 1, rows); }
+  static CAPSFAST_HOST_DEVICE int64_t components_for(int64_t D) { return clamped(D, rows); }
+
+ private:
+  static CAPSFAST_HOST_DEVICE int64_t clamped(int64_t n, int64_t most) { return n < 1 ? 1 : n < most ? n : most; }
 };
 
 constexpr int kSamples = 8;  // of every tile: a weight is read once for all
