@@ -85,7 +85,7 @@ $(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc $(shell find csrc
 
 # Changes when what is asked of the build does.
 build/settings: force
-	@mkdir -p build && echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX)' | cmp -s - $@ || \
-	echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX)' > $@
+	@mkdir -p build && echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(TORCH)' | cmp -s - $@ || \
+	echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(TORCH)' > $@
 
 force:

@@ -1,5 +1,6 @@
 """What only the Triton backend has: tiles, TF32, offsets beyond 32 bits, tuned tile sizes, reasons for its absence."""
 
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -355,6 +356,15 @@ def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not state.available and "there is no CUDA device" in state.reason and state.devices == ("cuda",)
     monkeypatch.setattr(toolchain, "_why_not_installed", lambda: "the package triton is not installed")
     assert capsfast.backends()["triton"].reason == "the package triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "fits"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.5", True)]
+)
+def test_the_interpreter_and_numpy(triton: str, numpy: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"triton": triton, "numpy": numpy}.__getitem__)
+    found = toolchain._why_not_interpreted.__wrapped__()
+    assert found == ("" if fits else f"the interpreter of Triton {triton} needs NumPy below 2.4, this is {numpy}")
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
