@@ -344,7 +344,7 @@ class Launching {
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
-  limits().allow_shared(kernel, shared_bytes);
+  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
   // A driver without cooperative launches of clusters may call the attributes invalid.

@@ -48,21 +48,11 @@ struct Driver {
 // Remembers what the device said: asking at every call would take longer than a small launch.
 class Limits {
  public:
-  // Lets blocks of the kernel ask for `bytes` of shared memory. The limit of a kernel holds for the launches of all
-  // threads, so it must never shrink. Above the default limit it is set to all that the device has.
-  void allow_shared(AnyKernel kernel, int bytes) {
-    if (bytes == 0) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Known& known = about(kernel);
-    if (bytes <= known.allowed) return;
-    Driver::allow_shared(kernel, known.most);
-    known.allowed = known.most;
-  }
-
-  // The most shared memory that blocks of the kernel may ask for, in bytes.
+  // The most shared memory that blocks of the kernel may ask for, in bytes. This limit holds for the launches of all
+  // threads of the host, so the first question sets it, to all that the device has.
   int shared_bytes(AnyKernel kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return about(kernel).most;
+    return about(kernel).shared_bytes;
   }
 
   // See Driver::Compiled.
@@ -74,20 +64,19 @@ class Limits {
   // See Driver::prefer_shared(). A wish only: threads of the host that launch different shapes may overwrite it.
   void prefer_shared(AnyKernel kernel, int bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Known& known = about(kernel);
-    if (known.preferred == bytes) return;
-    Driver::prefer_shared(kernel, bytes);
-    known.preferred = bytes;
+    int& preferred = about(kernel).preferred;
+    if (preferred != bytes) Driver::prefer_shared(kernel, bytes);
+    preferred = bytes;
   }
 
   // How many clusters of `size` blocks the device runs at the same time. With size 0: how many blocks a multiprocessor
   // runs.
   int64_t max_active(AnyKernel kernel, int size, int threads, int shared_bytes) {
-    allow_shared(kernel, shared_bytes);
     const Question question{kernel, Driver::device(), size, threads, shared_bytes};
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = active_.find(question);
     if (known != active_.end()) return known->second;
+    about(kernel);
     const int64_t answer = size == 0 ? Driver::max_active_blocks(kernel, threads, shared_bytes)
                                      : Driver::max_active_clusters(kernel, size, threads, shared_bytes);
     if (active_.size() >= kMostAnswers) active_.clear();
@@ -95,21 +84,19 @@ class Limits {
   }
 
  private:
-  static constexpr int kUsualSharedBytes = 48 * 1024;
   static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
   struct Known {
-    int allowed, most;  // shared memory, in bytes: asked for so far, and possible
-    int architecture;
-    int preferred;  // shared memory that was last wished for, in bytes
+    int shared_bytes, architecture, preferred;
   };
   Known& about(const void* kernel) {
     const int device = Driver::device();
     const auto known = known_.find({kernel, device});
     if (known != known_.end()) return known->second;
     const auto [fixed, architecture] = Driver::compiled(kernel);
-    return known_[{kernel, device}] = {
-               kUsualSharedBytes - fixed, Driver::shared_bytes(device) - fixed, architecture, 0};
+    const int most = Driver::shared_bytes(device) - fixed;
+    Driver::allow_shared(kernel, most);
+    return known_[{kernel, device}] = {most, architecture, 0};
   }
 
   using Question = std::tuple<const void*, int, int, int, int>;

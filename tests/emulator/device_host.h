@@ -240,7 +240,7 @@ void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_byte
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
             Together together = {}) {
-  limits().allow_shared(kernel, shared_bytes);
+  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
   launch_allowed(kernel, grid, threads, shared_bytes, args, together);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "../../cuda/device.h"
 #include "../../math/half.h"
@@ -13,45 +14,33 @@ namespace capsfast::cuda {
 
 using gpu::Global;
 
-// 16-bit elements as they are stored. Their sums are formed in float (see WideOf).
+// 16-bit elements as they are stored. Their sums are formed in float.
 struct BFloat16 {
   uint16_t bits;
+  CAPSFAST_DEVICE operator float() const { return bf16_to_float(bits); }
+  static CAPSFAST_DEVICE BFloat16 nearest(float x) { return {float_to_bf16(x)}; }
 };
 struct Float16 {
   uint16_t bits;
+  CAPSFAST_DEVICE operator float() const { return half_to_float(bits); }
+  static CAPSFAST_DEVICE Float16 nearest(float x) { return {float_to_half(x)}; }
 };
+template <class E>
+using Wide = std::conditional_t<std::is_same_v<E, double>, double, float>;
+
+template <class E, class T>
+CAPSFAST_DEVICE E narrowed(T x) {
+  if constexpr (std::is_arithmetic_v<E>) {
+    return static_cast<E>(x);
+  } else {
+    return E::nearest(static_cast<float>(x));
+  }
+}
 
 template <class T>
 struct Extreme {
   static constexpr T lowest = std::numeric_limits<T>::lowest(), infinity = std::numeric_limits<T>::infinity();
 };
-
-template <class E>
-struct WideOf {
-  using type = float;
-};
-template <>
-struct WideOf<double> {
-  using type = double;
-};
-
-CAPSFAST_DEVICE float widened(float x) { return x; }
-CAPSFAST_DEVICE double widened(double x) { return x; }
-CAPSFAST_DEVICE float widened(BFloat16 x) { return bf16_to_float(x.bits); }
-CAPSFAST_DEVICE float widened(Float16 x) { return half_to_float(x.bits); }
-
-template <class T, class E>
-CAPSFAST_DEVICE void narrow(T x, E* to) {
-  *to = static_cast<E>(x);
-}
-template <class T>
-CAPSFAST_DEVICE void narrow(T x, BFloat16* to) {
-  to->bits = float_to_bf16(static_cast<float>(x));
-}
-template <class T>
-CAPSFAST_DEVICE void narrow(T x, Float16* to) {
-  to->bits = float_to_half(static_cast<float>(x));
-}
 
 // kCount neighbouring elements that are loaded or stored at once.
 template <class E, int kCount>
@@ -80,12 +69,12 @@ struct Operand {
   template <class T>
   CAPSFAST_DEVICE T read(int64_t n) const {
     T value = T(0);
-    with_type([&](auto elements) { value = static_cast<T>(widened(elements[n])); });
+    with_type([&](auto elements) { value = static_cast<T>(elements[n]); });
     return value;
   }
   template <class T>
   CAPSFAST_DEVICE void write(int64_t n, T value) const {
-    with_type([&](auto elements) { narrow(value, &elements[n]); });
+    with_type([&](auto elements) { elements[n] = narrowed<std::decay_t<decltype(elements[n])>>(value); });
   }
   // Adds an element to *sum, or writes an element. Does nothing if the tensor is absent.
   template <class T, class... Axes>

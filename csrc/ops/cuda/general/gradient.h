@@ -93,7 +93,7 @@ struct Gradient {
       for (int out = 0; out < tile.outputs && in.mask.at(b, i); ++out) {
         const int row = pair * Size::rows + out * components;
         const int64_t from = in.matrix.at(i, tile.j0 + out, d0, k0 + k);
-        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * widened(matrix[from + d * in.matrix.stride[2]]);
+        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * T(matrix[from + d * in.matrix.stride[2]]);
       }
       const int n = pair * Size::columns + k;
       if (!first) sum += du[n];
@@ -115,8 +115,7 @@ struct Gradient {
         const int64_t i = tile.i0 + input, from = in.u.at(tile.b0, i, k0 + k);
         T product = T(0);
         for_samples(tile.valid_samples(i), [&](int sample) {
-          product +=
-              dvotes[(input * kSamples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);
+          product += dvotes[(input * kSamples + sample) * Size::rows + row] * T(u[from + sample * in.u.stride[0]]);
         });
         sum += static_cast<double>(product);
       }

@@ -60,9 +60,8 @@ constexpr GeneralKernels<T> kGeneral = {
     Accumulation<T, E, kVotes>::bytes, Gradient<T, E, kVotes>::bytes};
 
 template <class E>
-const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes) {
-  using T = typename WideOf<E>::type;
-  return votes ? kGeneral<T, E, true> : kGeneral<T, E, false>;
+const GeneralKernels<Wide<E>>& general_kernels(bool votes) {
+  return votes ? kGeneral<Wide<E>, E, true> : kGeneral<Wide<E>, E, false>;
 }
 
 extern template const GeneralKernels<float>& general_kernels<float>(bool);

@@ -112,14 +112,13 @@ struct Tile {
     if (d == in.D || valid == 0) return;
     const Global<const E> matrix = in.matrix.data.template as<const E>();
     if constexpr (kVotes) {
-      for_samples(valid, [&](int n) { votes[n] = widened(matrix[in.matrix.at(b0 + n, i, j, d)]); });
+      for_samples(valid, [&](int n) { votes[n] = T(matrix[in.matrix.at(b0 + n, i, j, d)]); });
     } else {
       const Global<const E> u = in.u.data.template as<const E>();
       const int64_t row = in.matrix.at(i, j, d), capsule = in.u.at(b0, i);
       for (int64_t k = 0; k < in.K; ++k) {
-        const T w = widened(matrix[row + k * in.matrix.stride[3]]);
-        for_samples(
-            valid, [&](int n) { votes[n] += w * widened(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
+        const T w = T(matrix[row + k * in.matrix.stride[3]]);
+        for_samples(valid, [&](int n) { votes[n] += w * T(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
       }
     }
   }

@@ -121,8 +121,8 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float
   with_element<Tr>(to.storage, [&](auto e) {
     using E = decltype(e);
     Run<E, 2> two;
-    narrow(x, &two.value[0]);
-    narrow(y, &two.value[1]);
+    two.value[0] = narrowed<E>(x);
+    two.value[1] = narrowed<E>(y);
     if (K % 2 == 0) {
       to.data.as<Run<E, 2>>()[n / 2] = two;
       return;
@@ -155,7 +155,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, co
       unrolled<2>([&](int tile) {
         const auto two = weight.template vector<Run<E, 2>>(column.at(2 * pair + tile) + k0 + kStep * product);
         unrolled<2>([&](int n) {
-          const float x = widened(two.value[n]);
+          const float x = two.value[n];
           float low;
           two_parts<Tr, E>(x, w[2 * tile + n], low);
           if constexpr (Tr::exact) w[2 * tile + n] += x * minus;
