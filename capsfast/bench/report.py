@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text
-from . import plots
 from .cases import CANONICAL, DIRECTIONS, ROUTING, Case
 from .contenders import COMPILED, EAGER
 from .measure import Row
@@ -79,6 +78,8 @@ def _section(path: Path, images: Path | None) -> str:
     for op in dict.fromkeys(case.op for case in results.cases):
         own = [case for case in results.cases if case.op == op]
         if images is not None and not any(case.routing for case in own):
+            from . import plots  # needs matplotlib
+
             drawn = plots.sweep_plots(results, op, images, path.stem)
             parts += [f"![{what} of {op}]({image.parent.name}/{image.name})" for image, what in drawn]
         for direction in DIRECTIONS:
