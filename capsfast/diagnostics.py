@@ -91,6 +91,13 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Raises:
         TypeError: not a routing layer.
         ValueError: no sample, activations that do not depend on u, or any error of the layer.
+
+    Example:
+        >>> layer = capsfast.DynamicRouting(1152, 10, 8, 16)
+        >>> _ = torch.nn.init.normal_(layer.W)  # as many layers start: too large
+        >>> diagnosis = capsfast.diagnose(layer, capsfast.squash(torch.randn(32, 1152, 8)))
+        >>> [finding.name for finding in diagnosis.findings]
+        ['saturated']
     """
     op = "capsfast.diagnose"
     as_capsfast: Any = getattr(layer, "as_capsfast", None)

@@ -1,6 +1,6 @@
 """The public functions of routing: they check the arguments and call the op."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def dynamic_routing(
 @overload
 def dynamic_routing(
     u: Tensor, weight: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
-) -> Any: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @_keywords.closed
@@ -165,6 +165,12 @@ def dynamic_routing(
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
+
+    Example:
+        >>> u, weight = torch.randn(16, 1152, 8), 0.1 * torch.randn(1152, 10, 16, 8)
+        >>> v, coupling = capsfast.dynamic_routing(u, weight, num_iterations=3, return_coupling=True)
+        >>> v.shape, coupling.shape
+        (torch.Size([16, 10, 16]), torch.Size([16, 1152, 10]))
     """
     if unknown:
         _keywords.refuse(dynamic_routing, unknown)
@@ -197,7 +203,7 @@ def route_votes(
 @overload
 def route_votes(
     votes: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
-) -> Any: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @_keywords.with_keywords_of(dynamic_routing)
@@ -214,6 +220,11 @@ def route_votes(
 
     All other arguments, the result and the errors are as in :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
+
+    Example:
+        >>> votes = torch.randn(16, 32, 10, 8)
+        >>> capsfast.route_votes(votes, num_iterations=2).shape
+        torch.Size([16, 10, 8])
     """
     _keywords.check(route_votes, options, CoupledKeywords)
     if has_torch_function((votes, num_iterations, *options.values())):

@@ -104,6 +104,13 @@ def routing_pass(
             the check needs no synchronisation; elsewhere the formula is evaluated with it.
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
+
+    Example:
+        >>> u, weight = torch.randn(16, 1152, 8), 0.1 * torch.randn(1152, 10, 16, 8)
+        >>> pose = capsfast.routing_pass(u, weight).first  # without a query all coupling coefficients are equal
+        >>> moments = capsfast.routing_pass(u, weight, query=pose)
+        >>> moments.mass.shape, moments.first.shape
+        (torch.Size([16, 10]), torch.Size([16, 10, 16]))
     """
     if unknown:
         _keywords.refuse(routing_pass, unknown)

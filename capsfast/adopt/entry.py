@@ -50,6 +50,12 @@ def identify(
             trace it, or its result is random, or depends on the mode, on earlier calls, or on a tensor or argument that
             the call does not read. The message gives the reason and the nearest call.
         TypeError, ValueError: layer is not a module; u is empty or not a dense float tensor with at least two axes.
+
+    Example:
+        >>> found = capsfast.identify(layer, u)  # your layer, and input capsules for it
+        >>> print(found.code())
+        weight = layer.weight.permute(1, 0, 2, 3)  # [J, I, D, K]
+        v = capsfast.dynamic_routing(u, weight, gradient='last', squash='eps_outside')
     """
     if not isinstance(layer, nn.Module):
         raise TypeError(f"{OP}: layer must be a torch.nn.Module, got {type(layer).__name__}")

@@ -74,6 +74,12 @@ def accelerate(
         TypeError: model is not a module, or is scripted; tolerance or seconds is not a number.
         ValueError: tolerance or seconds is below 0.
         Exception: any error of the model on the example.
+
+    Example:
+        >>> report = capsfast.accelerate(model, images)  # your network, and a batch for it
+        >>> report.fused  # the layers that capsfast computes from now on
+        ('digits',)
+        >>> report.undo()
     """
     _check(model, dry_run, only_faster, tolerance, seconds)
     with torch.inference_mode(False), torch.enable_grad():

@@ -57,6 +57,11 @@ class DynamicRouting(RoutedCaps):
 
     Raises:
         ValueError, TypeError: sizes below 1, or options that :func:`capsfast.dynamic_routing` rejects.
+
+    Example:
+        >>> layer = capsfast.DynamicRouting(in_caps=1152, out_caps=10, in_dim=8, out_dim=16)
+        >>> layer(torch.randn(4, 1152, 8)).shape
+        torch.Size([4, 10, 16])
     """
 
     _op = "capsfast.DynamicRouting"
