@@ -37,8 +37,8 @@ def identify(
         u: a real input; a few samples are enough.
         others: real further arguments of the forward. A tensor of 0 and 1 can be a mask, any other tensor logits. An
             int equal to the batch size may mean the batch size.
-        call: ``call(layer, u, *others)``, if ``layer(u, *others)`` is not how the layer is called. Other values that
-            it passes count as constant.
+        call: ``call(layer, u, *others)``, if the layer is not called as ``layer(u, *others)``. Other values in this call
+            count as constants.
         output: takes the result of the layer and returns the output; default the first tensor of a tuple.
 
     Returns:
