@@ -99,7 +99,7 @@ def dynamic_routing(
         bias: ``[J, D]``, the same on every rank.
         mask: mask of the rank's input capsules, ``[B, I]`` bool.
         out_mask: ``[B, J]`` bool, the same on every rank.
-        backend: backend of the passes, a name in :func:`capsfast.backends`; default: the first available one that serves them.
+        backend: backend of the passes, a name in :func:`capsfast.backends`; default: the first that serves the passes.
 
     The other arguments are as in :func:`capsfast.dynamic_routing`.
 

@@ -76,8 +76,9 @@ def routing_pass(
             ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
             each, row by row.
         weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. Size 1 for I or for J
-            shares the matrices without a copy. With size 1 for J, query, precision, center, prior, logits or out_mask give the
-            number of output capsules; the votes then have no axis J and are stored, in float32 for 16-bit inputs.
+            shares the matrices without a copy. With size 1 for J, query, precision, center, prior, logits or out_mask
+            say how many output capsules there are; the votes then have no axis J and are stored, in float32 for 16-bit
+            inputs.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part of the score.
         center: ``[B, J, D]``, subtracted from the votes. A center near the mean avoids cancellation in ``second``.

@@ -37,7 +37,7 @@ def identify(
         u: a real input; a few samples are enough.
         others: real further arguments of the forward. A tensor of 0 and 1 can be a mask, any other tensor logits. An
             int equal to the batch size may mean the batch size.
-        call: ``call(layer, u, *others)``, if the layer is not called as ``layer(u, *others)``. Other values in this call
+        call: ``call(layer, u, *others)``, if the layer is not called as ``layer(u, *others)``. Other values in it
             count as constants.
         output: takes the result of the layer and returns the output; default the first tensor of a tuple.
 
