@@ -216,7 +216,8 @@ def route_votes(
         votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. Size 1 for J shares them between
             the output capsules; logits, bias or out_mask then say how many there are. Votes ``[B, I, J, D, *spatial]``,
             as a convolution makes them, are routed independently at every position, and the results end in the same
-            axes of positions. An argument with an axis B may end in these axes too; otherwise it applies to every position.
+            axes of positions. An argument with an axis B may end in these axes too; otherwise it applies to every
+            position.
 
     All other arguments, the result and the errors are as in :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
