@@ -12,13 +12,6 @@ from ..nn.routing.votes import votes_of
 
 
 def takes_iterations(name: str) -> bool:
-    """Whether the routing has a number of iterations.
-
-    Raises:
-        ValueError: no routing with this name.
-    """
-    if name not in ROUTINGS:
-        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}")
     return "num_iterations" in options_of(ROUTINGS[name])
 
 
