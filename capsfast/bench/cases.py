@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..nn.routing import ROUTINGS, Routing
+from ..nn import ROUTINGS, Routing
 from . import routings
 
 OPS = ("dynamic_routing", "route_votes")

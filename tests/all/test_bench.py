@@ -185,8 +185,9 @@ def test_report_shows_and_draws_the_record(tmp_path: Path) -> None:
     # 128 · 64 · 10 · 16 votes of 2 · 28 FLOPs in 128 ms, of 4 GFLOP/s
     found = [line for line in page.splitlines() if line.startswith("| B=128 I=64 |")]
     assert found[0] == "| B=128 I=64 | 128 | 384 | 768 | skipped | 3.0x | 6.0x | 1.0 | 1.0 | 1.0 | 14 % |"
-    assert "4 GFLOP/s (multiply-adds on registers)" in page and "### Routing em, forward+backward" in page
-    assert f"* broadcast, skipped: would need about 9.0 GiB ({cases[0].name})" in page
+    assert "4 GFLOP/s (multiply-adds on registers)" in page and "### Routings, forward+backward" in page
+    assert "\n| em B=16 |" in page
+    assert f"* broadcast, skipped (1), such as {cases[0].name}: would need about 9.0 GiB" in page
     images = {image.name for image in (tmp_path / "docs" / "images").iterdir()}
     assert images == {f"record-dynamic_routing-{each}.png" for each in ("speedup", "batch")}
     assert all(f"(images/{name})" in page for name in images)
