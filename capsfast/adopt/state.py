@@ -115,8 +115,8 @@ class State:
             modules[path] = (type(module) if path else None, held)
         return State(modules, ignored)
 
-    def changed(self, layer: nn.Module) -> str | None:
-        """The name of the first attribute or module that was changed, or that got a hook; None if there is none."""
+    def changed(self, layer: nn.Module) -> Any:
+        """The name of the first attribute or module that changed, or that got a hook; None if there is none."""
         for path, (kind, held) in self.modules.items():
             module: Any = layer
             for name in path.split(".") if path else ():
@@ -127,15 +127,15 @@ class State:
                 if name not in held or not same(getattr(module, name, None), held[name], module):
                     return name
             if torch.compiler.is_compiling():
-                # torch.compile compiles again only if something changes that was read.
+                # Reading a method makes torch.compile compile again if the method is replaced on the object.
                 for name in _of_class(type(module), types.FunctionType):
-                    if getattr(getattr(module, name), "__func__", None) is not getattr(type(module), name):
+                    if getattr(module, name) is not None and name in vars(module) and name not in held:
                         return name
         return None
 
 
 @constant_while_tracing
-def _of_class(kind: type, wanted: Any) -> list[str]:
+def _of_class(kind: type[nn.Module], wanted: Any) -> list[str]:
     """Names of the attributes of a class and its bases that are of this type, without torch's classes."""
     own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
     names = {name: None for each in own for name in vars(each) if not name.startswith(("__", "_abc_", "_capsfast"))}

@@ -169,9 +169,16 @@ def test_an_unchanged_layer_stays_fused_however_it_is_copied(optioned: Optioned,
 def test_a_compiled_layer_follows_too(name: str, optioned: Optioned) -> None:
     torch.compiler.reset()
     layer, u = copy.deepcopy(optioned), torch.randn(3, 7, 6)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=keep, fullgraph=True)
     with torch.no_grad():
         before = compiled(u)
+        assert any("capsfast" in str(node.target) for node in graphs[0].graph.nodes)
         torch.testing.assert_close(before, layer(u))
         CHANGES[name](layer)
         v = compiled(u)
