@@ -52,7 +52,8 @@ def agree(
         passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
-    shrink = shrink or partial(squash, dim=-1, eps=o.eps, kind=o.squash)
+    if shrink is None:
+        shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
     logits = logits if logits is None or temperature == 1 else logits / temperature
     query: Tensor | None = None
     for t in range(o.num_iterations):

@@ -13,6 +13,8 @@ from ._torch import constant_while_tracing
 
 # The tests compile and interpret the kernels with 3.6 (torch 2.10) and 3.9 (torch 2.15).
 MINIMUM_TRITON = (3, 6)
+# The interpreter of older releases takes arrays of one element for numbers, which NumPy refuses from 2.4 on.
+INTERPRETED_WITH_ANY_NUMPY = (3, 7)
 # The first GPUs with TF32 and bfloat16 tensor cores.
 MINIMUM_CAPABILITY = (8, 0)
 # AMD's architectures whose matrix instructions the compiled kernels use. No kernel ran on one yet.
@@ -33,7 +35,9 @@ def interpreting() -> bool:
 @constant_while_tracing
 def why_no_triton() -> str:
     """Why the Triton kernels can't run here, "" if they can."""
-    return _why_not_installed() or ("" if interpreting() or torch.cuda.is_available() else _NO_DEVICE)
+    if interpreting():
+        return _why_not_installed() or _why_not_interpreted()
+    return _why_not_installed() or ("" if torch.cuda.is_available() else _NO_DEVICE)
 
 
 _NO_DEVICE = (
@@ -46,14 +50,29 @@ _NO_DEVICE = (
 def _why_not_installed() -> str:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (it comes with the CUDA builds of torch)"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a Triton installed under another package name
-        version = importlib.import_module("triton").__version__
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < MINIMUM_TRITON:
-        return f"the kernels need triton {'.'.join(map(str, MINIMUM_TRITON))} or newer, this is {version}"
+    if _release(_triton()) < MINIMUM_TRITON:
+        return f"the kernels need triton {'.'.join(map(str, MINIMUM_TRITON))} or newer, this is {_triton()}"
     return ""
+
+
+@functools.cache
+def _why_not_interpreted() -> str:
+    numpy = importlib.metadata.version("numpy") if importlib.util.find_spec("numpy") else ""
+    if _release(_triton()) < INTERPRETED_WITH_ANY_NUMPY and _release(numpy) >= (2, 4):
+        return f"the interpreter of Triton {_triton()} needs NumPy below 2.4, this is {numpy}"
+    return ""
+
+
+def _triton() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a Triton installed under another package name
+        return str(importlib.import_module("triton").__version__)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else ()
 
 
 @constant_while_tracing

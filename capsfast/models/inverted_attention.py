@@ -13,8 +13,7 @@ from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..nn.routing.votes import VotesAround
 from ..passes import Moments
-from ._decoded import DecodedCapsules
-from ._images import check_images, image_shape
+from ._images import DecodedCapsules
 from .output import CapsNetOutput
 
 ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
@@ -159,7 +158,6 @@ class InvertedAttentionCapsNet(DecodedCapsules):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
         # A LayerNorm of one number is a constant.
         _arguments.integer(op, "primary_dim", primary_dim, 2)
         _arguments.integer(op, "digit_dim", digit_dim, 2)
@@ -168,7 +166,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)
         self.norm = nn.LayerNorm(primary_dim, **made)
         self.primary_groups = primary_groups
-        size = tuple((n + 1) // 2 for n in self.image_shape[1:])
+        size = tuple((n + 1) // 2 for n in self._sees(in_channels, image_size))
         options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **made}
         window = tuple(min(3, n) for n in size)
         image = ConvCaps2d(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
@@ -181,7 +179,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
 
     def primary_capsules(self, images: Tensor) -> Tensor:
         """``images [B, C, H, W]`` to poses ``[B, types, dim, H', W']``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         poses = self.primary(F.relu(self.conv(images))).unflatten(1, (self.primary_groups, -1))
         return self.norm(poses.movedim(2, -1)).movedim(-1, 2)  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ from ..functional import squash as _squash
 from ..ops import factored_routing
 from ..options import Options
 from ..precision import as_under_autocast, wide_dtype
-from .routing.votes import ProductVotes, Votes
+from .routing.votes import PassVotes, Votes
 
 OP = "capsfast.nn.InterestCapsules"
 # c of the squash kinds whose length is n / (c + n), n = |s|^2.
@@ -57,9 +57,9 @@ def route(
             if factored_routing.serves(call, o.backend):
                 return factored_routing.run(call, False, accumulate, 1 / o.temperature)[0]
         if plain and accumulate and o.temperature == 1:
-            return ProductVotes(OP, u, weight, **given).agree(**fused._asdict(), logits=logits)
-        votes = ProductVotes(OP, u, weight, **given)
-        v = Votes.agree(
+            return PassVotes(OP, u, weight, **given).agree(**fused._asdict(), logits=logits)  # type: ignore[no-any-return]
+        votes = PassVotes(OP, u, weight, **given)
+        v: Tensor = Votes.agree(
             votes,
             o.num_iterations,
             logits=logits,

@@ -31,15 +31,12 @@ class ImageData(pl.LightningDataModule):
         image_size: Resize all images to a square with this many pixels per side first.
         shift: Move training images by up to this many pixels. Default: 2 for 28 pixels and in proportion for other
             sizes; none with crop, multi: or affine:.
-        rotation: Rotate training images by up to this many degrees.
-        scale: Scale training images by up to this fraction, larger or smaller.
         crop: Crop a square of this many pixels: anywhere for training, in the centre for tests.
         crop_padding: Add this many black pixels on every side before the crop.
         flip: Mirror half of the training images, left to right.
         brightness: Add a number from -brightness to brightness to all pixels of a training image.
         contrast: Multiply the distance of pixels from their channel's mean by a factor from 1 - contrast to
             1 + contrast.
-        cutout: Fill a square of this many pixels per side in training images with the mean colour.
         transform: Path of your own class or function, applied last to training images, float tensors [C, H, W]; or a
             dict with class_path and init_args. It must draw random numbers from torch's generator.
         seed: Seed of order and augmentation.
@@ -63,14 +60,11 @@ class ImageData(pl.LightningDataModule):
         batch_size: int = 128,
         image_size: int | None = None,
         shift: int | None = None,
-        rotation: float = 0.0,
-        scale: float = 0.0,
         crop: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
         brightness: float = 0.0,
         contrast: float = 0.0,
-        cutout: int | None = None,
         transform: str | dict[str, Any] | None = None,
         seed: int = 0,
         workers: int = 0,

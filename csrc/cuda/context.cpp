@@ -2,9 +2,11 @@
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "check.h"
@@ -33,15 +35,17 @@ int attribute_of(int device) {
 
 }  // namespace
 
-struct Context::Guard {
+struct Context::Held {
   torch::stable::accelerator::DeviceGuard guard;
+  const torch::stable::Tensor& like;
+  torch::stable::Tensor scratch;
 };
 
-Context::Context(const torch::stable::Tensor& tensor)
-    : guard_(new Guard{torch::stable::accelerator::DeviceGuard(tensor.get_device_index())}) {
+Context::Context(const torch::stable::Tensor& like)
+    : held_(new Held{torch::stable::accelerator::DeviceGuard(like.get_device_index()), like, {}}) {
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
-  const int device = tensor.get_device_index();
+  const int device = like.get_device_index();
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
   clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
@@ -52,5 +56,11 @@ Context::Context(const torch::stable::Tensor& tensor)
 }
 
 Context::~Context() = default;
+
+unsigned char* Context::scratch(int64_t bytes) const {
+  held_->scratch =
+      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte);
+  return static_cast<unsigned char*>(held_->scratch.data_ptr());
+}
 
 }  // namespace capsfast::gpu

@@ -1,4 +1,5 @@
-// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cpp.
+// The device, the stream and the scratch memory of a call. tests/emulator/context_host.cpp takes the place of
+// context.cpp.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,10 @@
 #include <memory>
 #include <string_view>
 
-#include "tensor.h"
+// Declares torch's tensor without its headers, which nvcc would read once for every architecture.
+namespace torch::stable {
+class Tensor;
+}
 
 namespace capsfast::gpu {
 
@@ -24,8 +28,8 @@ inline bool cooperative_wanted(bool capturing) {
 
 class Context {
  public:
-  // Makes the device of `tensor` the current one for the life of this object, and takes torch's current stream there.
-  explicit Context(const torch::stable::Tensor& tensor);
+  // Makes the device of `like` the current one for the life of this object, and takes torch's current stream there.
+  explicit Context(const torch::stable::Tensor& like);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -36,9 +40,14 @@ class Context {
   bool clusters() const { return clusters_; }
   bool cooperative() const { return cooperative_; }
 
+  // Uninitialised memory from torch's allocator; to be called once. It lives until this object ends, which may be before
+  // the kernels have run: the caching allocator reuses memory in the order of the stream. Never null, because to a
+  // kernel a null pointer means an absent argument.
+  unsigned char* scratch(int64_t bytes) const;
+
  private:
-  struct Guard;
-  std::unique_ptr<Guard> guard_;
+  struct Held;
+  std::unique_ptr<Held> held_;
   void* stream_ = nullptr;
   int64_t multiprocessors_ = 1;
   bool clusters_ = false, cooperative_ = false;

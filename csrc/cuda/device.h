@@ -28,8 +28,6 @@
 
 // nvcc warns that Global<const T> has a conversion to itself. The conversion is never used.
 #pragma nv_diag_suppress 554
-// nvcc also warns that grid_barrier is undefined where grid.h is not included. If a kernel needed it, ptxas would fail.
-#pragma nv_diag_suppress 821
 
 namespace capsfast::gpu {
 
@@ -54,9 +52,6 @@ CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE int64_t blocks_z() { return gridDim.z; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
-// A barrier of all threads of a cooperative launch. After the barrier every thread sees what any thread wrote before
-// it. grid.h has the definition, for the files that need it: cooperative_groups.h is long.
-CAPSFAST_DEVICE void grid_barrier();
 
 // A cluster is a number of neighbouring blocks along x. They run at the same time and can read each other's shared
 // memory. Before architecture 9.0 every block is a cluster of one.
@@ -258,7 +253,8 @@ CAPSFAST_DEVICE void copies_wait_but_last() { asm volatile("cp.async.wait_group 
 // Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are multiples
 // of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how many bytes to
 // expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first use and after
-// the last one thread begins and ends it, with barriers between.
+// the last one thread begins and ends it, with barriers between. Before architecture 9.0 the assembler would refuse this
+// code, so a kernel must ask has_bulk_copies(); then the compiler drops it.
 CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
 #ifdef CAPSFAST_CLUSTERS
   return true;
@@ -266,7 +262,6 @@ CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
   return false;
 #endif
 }
-#ifdef CAPSFAST_CLUSTERS
 class Arrival {
  public:
   CAPSFAST_DEVICE explicit Arrival(int offset) : at_(address(shared<unsigned char>(offset, 8))) {}
@@ -300,20 +295,14 @@ class Arrival {
   }
   uint32_t at_;
 };
-#else
-// Never used, but code that could use it compiles.
-struct Arrival {
-  CAPSFAST_DEVICE explicit Arrival(int) {}
-  CAPSFAST_DEVICE void begin() const {}
-  CAPSFAST_DEVICE void end() const {}
-  CAPSFAST_DEVICE void expect(int) const {}
-  CAPSFAST_DEVICE void copy(Shared<unsigned char>, Global<const unsigned char>, int64_t, int) const {}
-  CAPSFAST_DEVICE void wait(bool) const {}
-  static CAPSFAST_DEVICE void release_writes() {}
-};
-#endif
 
 using Stream = void*;  // a cudaStream_t
+
+// Sets `bytes` bytes of device memory to 0.
+inline void set_zero(void* memory, int64_t bytes, Stream stream) {
+  const cudaError_t code = cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream));
+  check(code, "cudaMemsetAsync");
+}
 
 // Which blocks of a launch must run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
 struct Together {
@@ -355,7 +344,7 @@ class Launching {
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
-  allow_shared(kernel, shared_bytes);
+  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
   // A driver without cooperative launches of clusters may call the attributes invalid.

@@ -13,6 +13,17 @@ namespace capsfast::gpu {
 template <class Args>
 using Kernel = void (*)(Args);
 
+// The address of a kernel, whatever its arguments.
+class AnyKernel {
+ public:
+  template <class Args>
+  AnyKernel(Kernel<Args> kernel) : address_(reinterpret_cast<const void*>(kernel)) {}
+  operator const void*() const { return address_; }
+
+ private:
+  const void* address_;
+};
+
 // The questions to the device. device.h defines these functions; so does the emulator.
 struct Driver {
   static int device();  // the current one
@@ -30,58 +41,42 @@ struct Driver {
   // memory is L1 cache.
   static void prefer_shared(const void* kernel, int bytes);
   static int64_t max_active_blocks(const void* kernel, int threads, int shared_bytes);
+  // 0 if the kernel was compiled for an architecture without clusters.
   static int64_t max_active_clusters(const void* kernel, int size, int threads, int shared_bytes);
 };
 
 // Remembers what the device said: asking at every call would take longer than a small launch.
 class Limits {
  public:
-  static Limits& get() {
-    static Limits& limits = *new Limits;  // never deleted: threads may launch kernels while the process ends
-    return limits;
-  }
-
-  // Lets blocks of the kernel ask for `bytes` of shared memory. The limit of a kernel holds for the launches of all
-  // threads, so it must never shrink. Above the default limit it is set to all that the device has.
-  void allow_shared(const void* kernel, int bytes) {
-    if (bytes == 0) return;
+  // The most shared memory that blocks of the kernel may ask for, in bytes. This limit holds for the launches of all
+  // threads of the host, so the first question sets it, to all that the device has.
+  int shared_bytes(AnyKernel kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Known& known = about(kernel);
-    if (bytes <= known.allowed) return;
-    Driver::allow_shared(kernel, known.most);
-    known.allowed = known.most;
-  }
-
-  // The most shared memory that blocks of the kernel may ask for, in bytes.
-  int shared_bytes(const void* kernel) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return about(kernel).most;
+    return about(kernel).shared_bytes;
   }
 
   // See Driver::Compiled.
-  int architecture(const void* kernel) {
+  int architecture(AnyKernel kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return about(kernel).architecture;
   }
 
   // See Driver::prefer_shared(). A wish only: threads of the host that launch different shapes may overwrite it.
-  void prefer_shared(const void* kernel, int bytes) {
-    const int device = Driver::device();
+  void prefer_shared(AnyKernel kernel, int bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    int& preferred = preferred_[{kernel, device}];
-    if (preferred == bytes) return;
-    Driver::prefer_shared(kernel, bytes);
+    int& preferred = about(kernel).preferred;
+    if (preferred != bytes) Driver::prefer_shared(kernel, bytes);
     preferred = bytes;
   }
 
   // How many clusters of `size` blocks the device runs at the same time. With size 0: how many blocks a multiprocessor
   // runs.
-  int64_t max_active(const void* kernel, int size, int threads, int shared_bytes) {
-    allow_shared(kernel, shared_bytes);
+  int64_t max_active(AnyKernel kernel, int size, int threads, int shared_bytes) {
     const Question question{kernel, Driver::device(), size, threads, shared_bytes};
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = active_.find(question);
     if (known != active_.end()) return known->second;
+    about(kernel);
     const int64_t answer = size == 0 ? Driver::max_active_blocks(kernel, threads, shared_bytes)
                                      : Driver::max_active_clusters(kernel, size, threads, shared_bytes);
     if (active_.size() >= kMostAnswers) active_.clear();
@@ -89,56 +84,30 @@ class Limits {
   }
 
  private:
-  static constexpr int kUsualSharedBytes = 48 * 1024;
   static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
   struct Known {
-    int allowed, most, architecture;  // shared memory, in bytes: asked for so far, and possible
+    int shared_bytes, architecture, preferred;
   };
   Known& about(const void* kernel) {
     const int device = Driver::device();
     const auto known = known_.find({kernel, device});
     if (known != known_.end()) return known->second;
     const auto [fixed, architecture] = Driver::compiled(kernel);
-    return known_[{kernel, device}] = {kUsualSharedBytes - fixed, Driver::shared_bytes(device) - fixed, architecture};
+    const int most = Driver::shared_bytes(device) - fixed;
+    Driver::allow_shared(kernel, most);
+    return known_[{kernel, device}] = {most, architecture, 0};
   }
 
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;
   std::map<std::pair<const void*, int>, Known> known_;
-  std::map<std::pair<const void*, int>, int> preferred_;
   std::map<Question, int64_t> active_;
 };
 
-template <class Args>
-void allow_shared(Kernel<Args> kernel, int bytes) {
-  Limits::get().allow_shared(reinterpret_cast<const void*>(kernel), bytes);
-}
-
-template <class Args>
-int shared_bytes(Kernel<Args> kernel) {
-  return Limits::get().shared_bytes(reinterpret_cast<const void*>(kernel));
-}
-
-template <class Args>
-int architecture(Kernel<Args> kernel) {
-  return Limits::get().architecture(reinterpret_cast<const void*>(kernel));
-}
-
-template <class Args>
-void prefer_shared(Kernel<Args> kernel, int bytes) {
-  Limits::get().prefer_shared(reinterpret_cast<const void*>(kernel), bytes);
-}
-
-template <class Args>
-int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
-  return Limits::get().max_active(reinterpret_cast<const void*>(kernel), 0, threads, shared_bytes);
-}
-
-// 0 if the kernel was compiled for an architecture without clusters.
-template <class Args>
-int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
-  return Limits::get().max_active(reinterpret_cast<const void*>(kernel), size, threads, shared_bytes);
+inline Limits& limits() {
+  static Limits& limits = *new Limits;  // never deleted: threads may launch kernels while the process ends
+  return limits;
 }
 
 }  // namespace capsfast::gpu

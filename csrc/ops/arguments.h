@@ -25,7 +25,6 @@
 #include "routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -276,5 +275,4 @@ struct Arguments {
   }
 };
 
-}  // namespace bindings
 }  // namespace capsfast

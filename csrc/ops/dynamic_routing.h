@@ -9,7 +9,6 @@
 #include "routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 struct RoutingArguments {
   Tensor u;                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
@@ -136,13 +135,12 @@ class DynamicRouting : Arguments<Engine> {
   }
 };
 
-}  // namespace bindings
 
 template <class Engine, class Library>
 void register_dynamic_routing(Library& library, const std::string& prefix = "") {
-  using Op = bindings::DynamicRouting<Engine>;
-  library.impl((prefix + "dynamic_routing").c_str(), &bindings::boxed<Op::forward>);
-  library.impl((prefix + "dynamic_routing_backward").c_str(), &bindings::boxed<Op::backward>);
+  using Op = DynamicRouting<Engine>;
+  library.impl((prefix + "dynamic_routing").c_str(), &boxed<Op::forward>);
+  library.impl((prefix + "dynamic_routing_backward").c_str(), &boxed<Op::backward>);
 }
 
 }  // namespace capsfast

@@ -10,7 +10,6 @@
 #include "dynamic_routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 class FactoredRouting : Arguments<CpuEngine> {
  public:
@@ -101,12 +100,11 @@ class FactoredRouting : Arguments<CpuEngine> {
   }
 };
 
-}  // namespace bindings
 
 template <class Library>
 void register_factored_routing(Library& library) {
-  library.impl("factored_routing", &bindings::boxed<bindings::FactoredRouting::forward>);
-  library.impl("factored_routing_backward", &bindings::boxed<bindings::FactoredRouting::backward>);
+  library.impl("factored_routing", &boxed<FactoredRouting::forward>);
+  library.impl("factored_routing_backward", &boxed<FactoredRouting::backward>);
 }
 
 }  // namespace capsfast

@@ -9,7 +9,6 @@
 #include "pass.h"
 
 namespace capsfast {
-namespace bindings {
 
 struct PassArguments {
   Tensor u;                                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
@@ -140,13 +139,12 @@ class RoutingPass : Arguments<Engine> {
   }
 };
 
-}  // namespace bindings
 
 template <class Engine, class Library>
 void register_routing_pass(Library& library, const std::string& prefix = "") {
-  using Op = bindings::RoutingPass<Engine>;
-  library.impl((prefix + "routing_pass").c_str(), &bindings::boxed<Op::forward>);
-  library.impl((prefix + "routing_pass_backward").c_str(), &bindings::boxed<Op::backward>);
+  using Op = RoutingPass<Engine>;
+  library.impl((prefix + "routing_pass").c_str(), &boxed<Op::forward>);
+  library.impl((prefix + "routing_pass_backward").c_str(), &boxed<Op::backward>);
 }
 
 }  // namespace capsfast

@@ -1,17 +1,25 @@
-"""The number and kinds of instructions of the CUDA kernels for an input capsule of the canonical layer.
+"""The machine code of the CUDA kernels: which were compiled, what spills, and the instructions for an input capsule.
 
 So the cost of a new kernel or compiler in instructions is visible without a GPU.
 """
 
+import re
+import shutil
+import subprocess
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from ..support import listing, sass
-from ..support.sass import PASSES
+from ..support import sass
 
-PAGE = Path(__file__).parents[2] / "docs" / "cuda-kernels.md"
+GENERAL = ("accumulate_kernel", "row_norm_kernel", "gradient_kernel")
+SIZES = ((12, 1), (20, 1), (20, 2), (24, 1))
+SIZES_WITH_OPTIONS = ((20, 1), (24, 2))
+# Bytes a thread. With 24 tiles, two steps or options some numbers of a loop lie in memory.
+MUCH_STACK = 64
 
 # A loop with a branch for numbers that are far apart; each instruction has its address.
 LISTING = """
@@ -33,41 +41,21 @@ LISTING = """
 
 
 def test_a_turn_of_a_loop_is_the_shortest_that_does_all_work() -> None:
-    code = listing.Code(LISTING)
+    code = sass.Code(LISTING)
     (loop,) = code.loops
-    assert (loop.header, loop.latches) == (0x20, (0xC0,))
+    assert (loop.header, loop.latches) == (0x20, {0xC0})
     assert [x.at for x in code.within(loop.blocks)] == list(range(0x20, 0xD0, 0x10))
-    assert [x.at for x in code.turn(loop).instructions] == [0x20, 0x30, 0x40, 0x80, 0x90, 0xA0, 0xB0, 0xC0]
-    assert [x.at for x in code.turn(loop, most_work=False).instructions] == [0x20, 0x30, 0x40, 0x80, 0x90, 0xC0]
-    assert code.turn(loop).counts()["HMMA.1688.F32.TF32"] == 1
-    assert [code.instructions[n].bytes() for n in (1, 2, 6, 11)] == [16, 16, 4, 8]
-    assert code.innermost("HMMA", 1) == [loop] and code.innermost("HMMA", 2) == []
-    assert list(code.dominators(0xC0)) == [0xC0, 0x90, 0x20, 0x00]
+    assert [x.at for x in code.turn(loop)] == [0x20, 0x30, 0x40, 0x80, 0x90, 0xA0, 0xB0, 0xC0]
+    assert [code.instructions[n].work() for n in (1, 2, 6, 10, 11)] == [16, 16, 0, 1, 8]
+    assert code.innermost(1) == [loop] and code.innermost(2) == []
 
 
-def test_the_page_has_the_table() -> None:
-    """``python -m tests.support.sass`` prints it. The numbers are a record, not a limit."""
-    text = PAGE.read_text(encoding="utf-8")
-    rows = text[text.index(sass.BEGIN) : text.index(sass.END)].splitlines()[1:]
-    assert [row.split("|")[1].strip() for row in rows[2:]] == [
-        f"{name}, {products}" for name in PASSES for products in ("exact", "single")
-    ]
-    assert {row.count("|") for row in rows} == {9}
-    assert all(int(number) >= 0 for row in rows[2:] for number in row.split("|")[2:-1])
-
-
-@pytest.fixture(scope="module")
-def _readable() -> None:
-    reason = sass.why_not(sass.ARCHITECTURE)
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("_readable")
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "single"])
 def test_what_is_computed_is_counted(exact: bool) -> None:
     """Otherwise the wrong loop, or a way without the work, was found. Slow instructions in a loop are a warning."""
-    found = {name: count(exact) for name, count in PASSES.items()}
+    if reason := sass.why_not(sass.ARCHITECTURE):
+        pytest.skip(reason)
+    found = {name: count(exact) for name, count in sass.PASSES.items()}
     product = sass.TILES * (3 if exact else 1)
     accumulating = ("first pass", "forward pass", "backward pass")
     assert [found[name].counts["HMMA"] for name in accumulating] == [product] * 3
@@ -79,3 +67,38 @@ def test_what_is_computed_is_counted(exact: bool) -> None:
         slow = sorted({x.kind for x in found[name].hot} & {"LD", "ST", "LDL", "STL", "ATOM", "CALL", "BAR"})
         if slow:
             warnings.warn(f"{name}: {', '.join(slow)} in the loop over input capsules", stacklevel=1)
+
+
+def rows_kernels() -> list[str]:
+    """Labels of the kernels of the rows family."""
+    all_traits = [
+        f"Rows<{tiles}, {steps}, {exact}, plain>" for tiles, steps in SIZES for exact in ("true", "false")
+    ] + [f"Rows<{tiles}, {steps}, true, {options}>" for tiles, steps in SIZES_WITH_OPTIONS for options in ("any", "in")]
+    accumulate = [f"accumulate_kernel<{traits}, {way}>" for traits in all_traits for way in ("forward", "backward")]
+    return accumulate + [f"gradient_kernel<{traits}>" for traits in all_traits]
+
+
+def test_every_kernel_is_there_for_every_architecture() -> None:
+    if reason := sass.why_not():
+        pytest.skip(reason)
+    for architecture in sass.built_for():
+        here = [kernel for kernel in sass.kernels() if kernel.architecture == architecture]
+        assert Counter(kernel.label for kernel in here if kernel.traits) == Counter(rows_kernels())
+        names = Counter(kernel.name for kernel in here if not kernel.traits)
+        for general in GENERAL:
+            assert names[general] == 4 * 2
+        for kernel in here:
+            if kernel.stack > MUCH_STACK and kernel.traits:
+                warnings.warn(f"{kernel.label} on {architecture}: {kernel.stack} bytes of stack", stacklevel=1)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["f16", "rows_12_24"])
+def test_a_t4_gets_the_general_kernels_and_empty_ones(name: str, tmp_path: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    source = Path(__file__).parents[2] / "csrc" / "ops" / "cuda" / "instantiations" / f"{name}.cu"
+    flags = ["-std=c++17", "-O1", f"-I{include}", "-arch=sm_75", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path / "out")]
+    ran = subprocess.run(["nvcc", *flags, str(source)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    registers = [int(found) for found in re.findall(r"Used (\d+) registers", ran.stderr)]
+    assert registers and (max(registers) < 16) == name.startswith("rows"), registers

@@ -52,8 +52,7 @@ def library(name: str) -> Path:
         torch_home = Path(torch.__file__).parent
         flags = (*FLAGS, *TORCH_FLAGS, f"-I{torch_home / 'include'}")
         link = (f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-ltorch")
-        sources += [HERE / "context_host.cpp", ROOT / "csrc" / "cuda" / "memory.cpp"]
-        sources += sorted((ROOT / "csrc" / "ops" / "cuda").rglob("*.cu"))
+        sources += [HERE / "context_host.cpp", *sorted((ROOT / "csrc" / "ops" / "cuda").rglob("*.cu"))]
     flags = (*flags, f"-I{HERE}")
     folder = ROOT / "build" / "emulator" / _state((name, *flags, *link))
     found = folder / f"{name}.so"

@@ -1,14 +1,20 @@
 // gpu::Context for the emulated device.
 #include "../../csrc/cuda/context.h"
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
 
 #include "machine.h"
 
 namespace capsfast::gpu {
 
-struct Context::Guard {};
+struct Context::Held {
+  const torch::stable::Tensor& like;
+  torch::stable::Tensor scratch;
+};
 
-Context::Context(const torch::stable::Tensor&) {
+Context::Context(const torch::stable::Tensor& like) : held_(new Held{like, {}}) {
   const emulator::Machine& machine = emulator::Machine::current();
   multiprocessors_ = machine.multiprocessors;
   clusters_ = machine.clusters != 0;
@@ -16,5 +22,11 @@ Context::Context(const torch::stable::Tensor&) {
 }
 
 Context::~Context() = default;
+
+unsigned char* Context::scratch(int64_t bytes) const {
+  held_->scratch =
+      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte);
+  return static_cast<unsigned char*>(held_->scratch.data_ptr());
+}
 
 }  // namespace capsfast::gpu

@@ -223,6 +223,8 @@ class Arrival {
 
 using Stream = void*;
 
+inline void set_zero(void* memory, int64_t bytes, Stream) { std::memset(memory, 0, static_cast<size_t>(bytes)); }
+
 // Launches a kernel that may ask for as much shared memory as it does.
 template <class Args>
 void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, const Args& args,
@@ -238,7 +240,7 @@ void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_byte
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
             Together together = {}) {
-  allow_shared(kernel, shared_bytes);
+  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
   launch_allowed(kernel, grid, threads, shared_bytes, args, together);
 }
 

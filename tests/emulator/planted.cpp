@@ -221,10 +221,7 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
 // finds a fault.
 extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_active(int size, int shared_bytes) {
   int64_t active = -1;
-  found_by([&] {
-    active = size == 0 ? gpu::max_active_blocks(&rotate, kThreads, shared_bytes)
-                       : gpu::max_active_clusters(&rotate, size, kThreads, shared_bytes);
-  });
+  found_by([&] { active = gpu::limits().max_active(rotate, size, kThreads, shared_bytes); });
   return active;
 }
 
@@ -235,8 +232,8 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
   float numbers[kThreads] = {};
   const Args args{"", Global<float>(numbers, kThreads), Global<float>(numbers, kThreads)};
   found = found_by([&] {
-    gpu::allow_shared(&rotate, much);
-    gpu::max_active_blocks(&rotate, kThreads, less);
+    gpu::limits().shared_bytes(rotate);
+    gpu::limits().max_active(rotate, 0, kThreads, less);
     gpu::launch_allowed(&rotate, {}, kThreads, much, args, {});
   });
   return found.c_str();

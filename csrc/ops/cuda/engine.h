@@ -1,7 +1,7 @@
 // The Engine (see arguments.h) of CUDA tensors. forward.cu, backward.cu and pass.cu define its functions.
 #pragma once
 
-#include "../../cuda/tensor.h"
+#include "../../cuda/context.h"
 #include "../pass.h"
 
 namespace capsfast::cuda {

@@ -7,7 +7,7 @@ namespace capsfast::cuda {
 template <class T>
 void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
-  Call<T> call(p, like, {false, out.coupling.data != nullptr});
+  Call<T> call(p, like, false, out.coupling.data != nullptr);
   ForwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;
@@ -15,12 +15,14 @@ void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& 
   steps.coupling = operand(out.coupling, {p.B, p.I, p.J});
   steps.v = operand(out.v, {p.B, p.J, p.D});
   steps.order = call.order();
-  steps.V = call.vector_scratch(1);
   steps.s = {static_cast<T*>(out.s), p.iterations * call.vectors()};
   if (p.softmax_in()) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
-  steps.parts = call.parts(p.softmax_in());
-  const auto row_norms = call.row_norm_scratch(call.plan.row_norm_apart ? 1 : 0);
-  call.run(steps, [&](int64_t t) { return call.row_norm(call.in, steps.pass(t).scoring, row_norms, 0); });
+  call.with_scratch([&] {
+    steps.V = call.take_vectors(1);
+    steps.parts = call.take_parts(p.softmax_in());
+    if (call.plan.row_norm_apart) call.take_row_norms(1);
+  });
+  call.run(steps);
 }
 
 template void Engine::forward<float>(const Problem&, const ForwardOutputs&, const Tensor&);

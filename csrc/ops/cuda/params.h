@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "../../cuda/device.h"
 #include "../../math/half.h"
@@ -13,45 +14,33 @@ namespace capsfast::cuda {
 
 using gpu::Global;
 
-// 16-bit elements as they are stored. Their sums are formed in float (see WideOf).
+// 16-bit elements as they are stored. Their sums are formed in float.
 struct BFloat16 {
   uint16_t bits;
+  CAPSFAST_DEVICE operator float() const { return bf16_to_float(bits); }
+  static CAPSFAST_DEVICE BFloat16 nearest(float x) { return {float_to_bf16(x)}; }
 };
 struct Float16 {
   uint16_t bits;
+  CAPSFAST_DEVICE operator float() const { return half_to_float(bits); }
+  static CAPSFAST_DEVICE Float16 nearest(float x) { return {float_to_half(x)}; }
 };
+template <class E>
+using Wide = std::conditional_t<std::is_same_v<E, double>, double, float>;
+
+template <class E, class T>
+CAPSFAST_DEVICE E narrowed(T x) {
+  if constexpr (std::is_arithmetic_v<E>) {
+    return static_cast<E>(x);
+  } else {
+    return E::nearest(static_cast<float>(x));
+  }
+}
 
 template <class T>
 struct Extreme {
   static constexpr T lowest = std::numeric_limits<T>::lowest(), infinity = std::numeric_limits<T>::infinity();
 };
-
-template <class E>
-struct WideOf {
-  using type = float;
-};
-template <>
-struct WideOf<double> {
-  using type = double;
-};
-
-CAPSFAST_DEVICE float widened(float x) { return x; }
-CAPSFAST_DEVICE double widened(double x) { return x; }
-CAPSFAST_DEVICE float widened(BFloat16 x) { return bf16_to_float(x.bits); }
-CAPSFAST_DEVICE float widened(Float16 x) { return half_to_float(x.bits); }
-
-template <class T, class E>
-CAPSFAST_DEVICE void narrow(T x, E* to) {
-  *to = static_cast<E>(x);
-}
-template <class T>
-CAPSFAST_DEVICE void narrow(T x, BFloat16* to) {
-  to->bits = float_to_bf16(static_cast<float>(x));
-}
-template <class T>
-CAPSFAST_DEVICE void narrow(T x, Float16* to) {
-  to->bits = float_to_half(static_cast<float>(x));
-}
 
 // kCount neighbouring elements that are loaded or stored at once.
 template <class E, int kCount>
@@ -80,12 +69,12 @@ struct Operand {
   template <class T>
   CAPSFAST_DEVICE T read(int64_t n) const {
     T value = T(0);
-    with_type([&](auto elements) { value = static_cast<T>(widened(elements[n])); });
+    with_type([&](auto elements) { value = static_cast<T>(elements[n]); });
     return value;
   }
   template <class T>
   CAPSFAST_DEVICE void write(int64_t n, T value) const {
-    with_type([&](auto elements) { narrow(value, &elements[n]); });
+    with_type([&](auto elements) { elements[n] = narrowed<std::decay_t<decltype(elements[n])>>(value); });
   }
   // Adds an element to *sum, or writes an element. Does nothing if the tensor is absent.
   template <class T, class... Axes>
@@ -226,20 +215,51 @@ struct Normaliser {
   }
 };
 
+// Partial sums of an accumulating pass, one for each segment of `work`. If max and total are there, each segment has
+// weighted its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most,
+// and total is the sum of these weights.
+template <class T>
+struct Parts {
+  Work work;
+  Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
+  Global<float> sum_rows;  // the same for the rows family, whose sums are short enough for float
+  Global<T> max;           // [segments, group, J]
+  Global<double> total;    // [segments, group, J]
+
+  CAPSFAST_DEVICE double part(int64_t n) const {
+    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_rows[n]);
+  }
+};
+
 // One pass that accumulates sum_i c votes or, in the backward, sum_i db votes.
 template <class T>
 struct AccumulateArgs {
   Inputs in;
   Scoring<T> scoring;
   Normaliser<T> norm;
-  bool unweighted;         // every coefficient counts as 1: the first iteration without logits
-  bool mass;               // a sum has one element more than D: the sum of the coefficients
-  Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_rows;  // the same for the rows family
-  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules with unknown normaliser
-  Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
-  Operand coupling;        // [B, I, J], written
-  Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
+  bool unweighted;   // every coefficient counts as 1: the first iteration without logits
+  bool mass;         // a sum has one element more than D: the sum of the coefficients
+  Parts<T> to;       // written. sum is absent if only the coupling is wanted, max if the normaliser is known
+  Operand coupling;  // [B, I, J], written
+  Operand lse;       // [B, I], written: the log-sum-exp over the output capsules
+};
+
+// The gradient pass, for all iterations at once. Partial sums have an axis of parts of the samples.
+template <class T>
+struct GradientArgs {
+  Inputs in;
+  int64_t first, iterations;  // iterations [first, iterations) have gradients
+  bool gradient_last, shared_weight;
+  Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
+  Normaliser<T> norm;              // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
+  Operand dcoupling, dmass, dlse;  // as in Scoring
+  Operand du;                      // [B, I, K], contiguous
+  Operand dvotes;                  // [B, I, J, D]
+  Global<double> dweight;          // [parts, I, J, D, K] or, for a shared weight, [parts, blocks, J, D, K]
+  Global<float> dweight_rows;      // the same for the rows family
+  Operand dlogits_sample;          // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;          // [parts, I, J], if the logits are [I, J]
+  int64_t scored;                  // the first iteration that scores with a V; only for the general kernel
 };
 
 // Threads of a block, in the general kernels and in the steps between the passes.

@@ -5,54 +5,28 @@
 
 #include "engine.h"
 #include "launch.h"
-#include "moments.h"
+#include "pass_steps.h"
 
 namespace capsfast::cuda {
 
 namespace {
 
-// What forward and backward share.
-template <class T>
-struct Pass {
-  Pass(const Problem& problem, const PassInputs& inputs, const Tensor& like, bool backward)
-      : call(problem, like, {backward, false}), p(problem), in(call.in) {
-    in.prior = operand(inputs.prior, {p.B, p.J});
-    if (inputs.query.data == nullptr) return;
-    const Global<T> V = call.template scratch<T>(call.vectors());
-    step(QueryArgs<T>{in, operand(inputs.query, {p.B, p.J, p.D}), V});
-    scoring.V = V;
-  }
-
-  // The normaliser of the softmax over the output capsules, if a separate sweep computes it.
-  Normaliser<T> row_norm() { return call.row_norm(in, scoring, call.row_norm_scratch(1), 0); }
-
-  AccumulateArgs<T> accumulating(const Parts<T>& parts) const {
-    AccumulateArgs<T> args{};
-    args.in = in;
-    args.scoring = scoring;
-    args.mass = true;
-    args.sum = parts.sum;
-    return args;
-  }
-
-  void accumulate(const AccumulateArgs<T>& args) const {
-    if (p.I > 0) call.general_accumulate(args);
-  }
-
-  template <class Args>
-  void step(const Args& args) const {
-    call.per_output(step_kernel<Args>, args);
-  }
-
-  Call<T> call;
-  const Problem& p;
-  Inputs in;
-  Scoring<T> scoring{};
-};
-
 void check(const Problem& p) {
-  const char* lacking = why_no_pass(p);
+  const char* lacking = nullptr;
+  if (p.normalize != Normalize::out && p.normalize != Normalize::in) lacking = "normalize 'sigmoid', 'none' or 'lse'";
+  if (p.activation.data != nullptr) lacking = "an activation";
+  if (p.quadratic) lacking = "precision, center or second moments";
   STD_TORCH_CHECK(lacking == nullptr, "capsfast: the CUDA kernels of a pass do not serve ", lacking);
+}
+
+// Adds to `steps` what forward and backward share. Takes memory for the query.
+template <class T, class Steps>
+void describe(Call<T>& call, const PassInputs& inputs, Steps* steps) {
+  const Problem& p = call.p;
+  call.in.prior = operand(inputs.prior, {p.B, p.J});
+  steps->in = call.in;
+  steps->query = operand(inputs.query, {p.B, p.J, p.D});
+  if (inputs.query.data != nullptr) steps->V = call.template take<T>(call.vectors());
 }
 
 }  // namespace
@@ -61,41 +35,23 @@ template <class T>
 void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs& out, const Tensor& like) {
   check(p);
   if (p.B == 0) return;
-  Pass<T> pass(p, inputs, like, false);
-  Call<T>& call = pass.call;
-  const Operand weights = operand(out.weights, {p.B, p.I, p.J}),
-                lse = operand(out.lse, {p.B, p.softmax_in() ? p.J : p.I});
-  MomentArgs<T> moments{};
-  moments.in = pass.in;
-  moments.parts = call.parts(p.softmax_in());
-  moments.unweighted = !pass.scoring.V && !pass.in.prior.data && !pass.in.logits.data && !weights.data && !lse.data &&
-                       !(p.softmax_in() && pass.in.mask.data);
-  moments.first = operand(out.first, {p.B, p.J, p.D});
-  moments.mass = operand(out.mass, {p.B, p.J});
-  AccumulateArgs<T> accumulate = pass.accumulating(moments.parts);
-  accumulate.unweighted = moments.unweighted;
+  Call<T> call(p, like, false, false);
+  PassForwardSteps<T> steps{};
+  steps.first = operand(out.first, {p.B, p.J, p.D});
+  steps.mass = operand(out.mass, {p.B, p.J});
+  steps.weights = operand(out.weights, {p.B, p.I, p.J});
+  steps.lse = operand(out.lse, {p.B, p.softmax_in() ? p.J : p.I});
   if (p.softmax_in()) {
     const Global<T> norm(static_cast<T*>(out.norm), 2 * call.scalars());
-    moments.max = norm.from(0, call.scalars());
-    moments.scale = norm.from(call.scalars(), call.scalars());
-    moments.lse = lse;
-    if (!accumulate.unweighted) {
-      accumulate.max = moments.parts.max;
-      accumulate.total = moments.parts.total;
-    }
-  } else {
-    accumulate.coupling = weights;
-    accumulate.lse = lse;
-    if (call.plan.row_norm_apart && !accumulate.unweighted) accumulate.norm = pass.row_norm();
+    steps.max = norm.from(0, call.scalars());
+    steps.scale = norm.from(call.scalars(), call.scalars());
   }
-  pass.accumulate(accumulate);
-  pass.step(moments);
-  if (!p.softmax_in() || !weights.data) return;
-  // One more pass writes the coupling. Its normaliser is known now, and it forms no sums.
-  AccumulateArgs<T> write = pass.accumulating({});
-  write.norm = {moments.max, moments.scale, {}};
-  write.coupling = weights;
-  pass.accumulate(write);
+  call.with_scratch([&] {
+    describe(call, inputs, &steps);
+    steps.parts = call.take_parts(p.softmax_in());
+    if (call.plan.row_norm_apart) call.take_row_norms(1);
+  });
+  call.run(steps);
 }
 
 template <class T>
@@ -103,53 +59,50 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
                            const Tensor& like) {
   check(p);
   if (p.B == 0 || p.J == 0) return;
-  Pass<T> pass(p, inputs, like, true);
-  Call<T>& call = pass.call;
-  MomentGradientArgs<T> gradients{};
-  gradients.in = pass.in;
-  gradients.dfirst = operand(saved.dfirst, {p.B, p.J, p.D});
-  gradients.first = operand(saved.first, {p.B, p.J, p.D});
-  gradients.dmass = operand(saved.dmass, {p.B, p.J});
-  gradients.mass = operand(saved.mass, {p.B, p.J});
-  gradients.dweights = operand(saved.dweights, {p.B, p.I, p.J});
-  gradients.weights = operand(saved.weights, {p.B, p.I, p.J});
-  gradients.ds = call.template scratch<T>(call.vectors());
-  Normaliser<T> norm;
+  const bool wanted = wants_gradient(p, out.common);
+  Call<T> call(p, like, true, false);
+  const GeneralPlan& plan = call.plan;
+  typename Call<T>::Gradient gradient;
+  PassBackwardSteps<T> steps{};
+  steps.dfirst = operand(saved.dfirst, {p.B, p.J, p.D});
+  steps.first = operand(saved.first, {p.B, p.J, p.D});
+  steps.mass = operand(saved.mass, {p.B, p.J});
+  steps.weights = operand(saved.weights, {p.B, p.I, p.J});
+  steps.dquery = operand(out.dquery, {p.B, p.J, p.D});
+  steps.dprior = operand(out.dprior, {p.B, p.J});
+  steps.scoring.dcoupling = operand(saved.dweights, {p.B, p.I, p.J});
+  steps.scoring.dmass = operand(saved.dmass, {p.B, p.J});
+  steps.scoring.dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
+  call.with_scratch([&] {
+    describe(call, inputs, &steps);
+    steps.ds = call.template take<T>(call.vectors());
+    if (p.softmax_in()) steps.mean = call.template take<T>(call.scalars());
+    steps.parts = call.take_parts(false, steps.passes() > 0);
+    if (plan.row_norm_apart || plan.gradient_row_norm_apart) call.take_row_norms(1);
+    if (wanted) gradient = call.take_gradient(out.common);
+  });
+  steps.scoring.V = steps.V;
+  steps.scoring.ds = steps.ds;
   if (p.softmax_in()) {
-    gradients.mean = call.template scratch<T>(call.scalars());
-    const Global<const T> columns(static_cast<const T*>(saved.norm), 2 * call.scalars());
-    norm = {columns.from(0, call.scalars()), columns.from(call.scalars(), call.scalars()), gradients.mean};
+    const Global<const T> norm(static_cast<const T*>(saved.norm), 2 * call.scalars());
+    steps.columns = {norm.from(0, call.scalars()), norm.from(call.scalars(), call.scalars()), steps.mean};
   }
-  pass.step(gradients);
-  pass.scoring.ds = gradients.ds;
-  pass.scoring.dmass = gradients.dmass;
-  pass.scoring.dcoupling = gradients.dweights;
-  pass.scoring.dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
-  if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) norm = pass.row_norm();
-
-  if (out.dquery.data != nullptr || out.dprior.data != nullptr) {
-    MomentArgs<T> sums{};
-    sums.in = pass.in;
-    sums.parts = call.parts(false);
-    sums.first = operand(out.dquery, {p.B, p.J, p.D});
-    sums.mass = operand(out.dprior, {p.B, p.J});
-    AccumulateArgs<T> accumulate = pass.accumulating(sums.parts);
-    accumulate.norm = norm;
-    pass.accumulate(accumulate);
-    pass.step(sums);
+  call.run(steps);
+  if (!wanted) return;
+  GradientArgs<T>& args = gradient.args;
+  args.scored = steps.V ? 0 : 1;
+  args.V = steps.V;
+  args.ds = steps.ds;
+  args.dcoupling = steps.scoring.dcoupling;
+  args.dmass = steps.scoring.dmass;
+  args.dlse = steps.scoring.dlse;
+  args.norm = steps.columns;
+  if (plan.gradient_row_norm_apart) {
+    // If the accumulating pass had a sweep too, its normaliser is still there.
+    if (!plan.row_norm_apart || steps.passes() == 0) call.row_norm(steps.scoring, 0);
+    args.norm = call.row_norms();
   }
-  if (!wants_gradient(p, out.common)) return;
-  GradientArgs<T> last = gradient_args<T>(p, out.common);
-  last.in = pass.in;
-  last.iterations = 1;
-  last.scored = pass.scoring.V ? 0 : 1;
-  last.V = pass.scoring.V;
-  last.ds = pass.scoring.ds;
-  last.dcoupling = pass.scoring.dcoupling;
-  last.dmass = pass.scoring.dmass;
-  last.dlse = pass.scoring.dlse;
-  last.norm = norm;
-  general_gradient(call, out.common, last);
+  call.run(gradient, out.common);
 }
 
 template void Engine::pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);

@@ -1,7 +1,7 @@
 // The sequence of passes and updates of a forward and of a backward. The host launches a kernel for each pass or
-// update; the rows and the votes kernels run all of them in one launch. pass(n) has the arguments of accumulating pass
-// n, 0 <= n < passes(). after(n) is the update after pass n, for the output capsules of a share. In the backward
-// after(-1) comes before the first pass.
+// update; the rows kernels run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
+// passes(). after(n) is the update after pass n, for all output capsules, if updates(n). after(begin) comes first. If a
+// sweep of its own computes the normaliser of pass n, it has number row_norm(n).
 #pragma once
 
 #include "../../math/host_device.h"
@@ -11,7 +11,8 @@ namespace capsfast::cuda {
 
 template <class T>
 struct ForwardSteps {
-  static constexpr bool backward = false;
+  static constexpr bool routing = true, backward = false;
+  static constexpr int64_t begin = 0;
   Inputs in;
   BiasedSquashing squash;
   int64_t iterations;
@@ -34,22 +35,20 @@ struct ForwardSteps {
     if ((closing ? last : t) > 0) args.scoring.V = V;
     if (t == (in.softmax_in ? iterations : last)) args.coupling = coupling;
     if (closing) {
+      args.to.work = parts.work;
       args.norm = {norm_of(0, last), norm_of(1, last), {}};
       return args;
     }
     args.unweighted = t == 0 && !in.logits.data && !args.coupling.data && !(in.softmax_in && in.mask.data);
-    args.sum = parts.sum;
-    args.sum_rows = parts.sum_rows;
-    if (in.softmax_in && !args.unweighted) {
-      args.max = parts.max;
-      args.total = parts.total;
-    }
+    args.to = parts;
+    if (args.unweighted) args.to.max = {};
     return args;
   }
+  CAPSFAST_HOST_DEVICE int64_t row_norm(int64_t) const { return 0; }
 
   CAPSFAST_HOST_DEVICE bool updates(int64_t t) const { return t < iterations; }
-  CAPSFAST_DEVICE void after(int64_t t, const Share& share) const {
-    if (updates(t)) for_outputs(in, share, [&](const UpdateCoord& at) { make_output(t, at); });
+  CAPSFAST_DEVICE void after(int64_t t) const {
+    if (updates(t)) for_outputs(in, [&](const UpdateCoord& at) { make_output(t, at); });
   }
 
  private:
@@ -90,7 +89,8 @@ struct ForwardSteps {
 
 template <class T>
 struct BackwardSteps {
-  static constexpr bool backward = true;
+  static constexpr bool routing = true, backward = true;
+  static constexpr int64_t begin = -1;
   Inputs in;
   BiasedSquashing squash;
   int64_t first, iterations;    // iterations [first, iterations) have gradients
@@ -122,17 +122,17 @@ struct BackwardSteps {
     AccumulateArgs<T> args{};
     args.in = in;
     args.scoring = scoring(t);
-    args.sum = parts.sum;
-    args.sum_rows = parts.sum_rows;
+    args.to = parts;
     if (in.softmax_in) args.norm = columns.of(t, in.B * in.J);
     return args;
   }
+  CAPSFAST_HOST_DEVICE int64_t row_norm(int64_t n) const { return iteration_of(n); }
 
   CAPSFAST_HOST_DEVICE bool updates(int64_t) const { return true; }
   // Differentiates the squash of the iteration before iteration_of(n).
-  CAPSFAST_DEVICE void after(int64_t n, const Share& share) const {
+  CAPSFAST_DEVICE void after(int64_t n) const {
     const int64_t t = iteration_of(n) - 1;
-    for_outputs(in, share, [&](const UpdateCoord& at) {
+    for_outputs(in, [&](const UpdateCoord& at) {
       if (n < 0) restore(at);
       differentiate(t, at);
     });
@@ -215,7 +215,7 @@ struct UpdateArgs {
 template <class Steps>
 CAPSFAST_KERNEL(kThreads, 4)
 update_kernel(UpdateArgs<Steps> a) {
-  a.steps.after(a.n, Share::of_grid(a.steps.in));
+  a.steps.after(a.n);
 }
 
 }  // namespace capsfast::cuda

@@ -1,4 +1,4 @@
-// The building blocks of the updates between the passes (steps.h, moments.h), on arrays [.., B, J, D]: adding up
+// The building blocks of the updates between the passes (steps.h, pass_steps.h), on arrays [.., B, J, D]: adding up
 // partial sums, the squash. Half of a warp has one output capsule of a sample at a time. Also the kernels that add up
 // gradients.
 #pragma once
@@ -16,22 +16,6 @@ struct BiasedSquashing : Squashing {
   template <class T>
   CAPSFAST_DEVICE T biased(T s, int64_t j, int64_t d) const {
     return bias.data ? s + bias.template read<T>(bias.at(j, d)) : s;
-  }
-};
-
-// Partial sums of an accumulating pass, one for each segment of `work`. If max and total are there, each segment has
-// weighted its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most,
-// and total is the sum of these weights.
-template <class T>
-struct Parts {
-  Work work;
-  Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
-  Global<float> sum_rows;  // the same for the rows family, whose sums are short enough for float
-  Global<T> max;           // [segments, group, J]
-  Global<double> total;    // [segments, group, J]
-
-  CAPSFAST_DEVICE double part(int64_t n) const {
-    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_rows[n]);
   }
 };
 
@@ -61,31 +45,22 @@ struct UpdateCoord {
 // The slice of a lane without an output capsule, beyond all segments and input capsules.
 constexpr int kNoSlice = 1 << 26;
 
-// The rows that this warp takes: every step-th of [first, end).
-struct Share {
-  int64_t first, end, step;
-
-  // Deals all rows out to the warps of the grid.
-  static CAPSFAST_DEVICE Share of_grid(const Inputs& in) {
-    const int warps = gpu::threads() / 32;
-    const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y();
-    return {block * warps + gpu::reread_thread_idx() / 32, in.B * in.J, gpu::blocks_x() * gpu::blocks_y() * warps};
-  }
-};
-
-// Calls f(at) for every row of the share: for two at a time, one for each half of the warp. A half without a row goes
-// along with the last row, as a slice that neither reads nor writes.
+// Calls f(at) for every output capsule of a sample, dealt out to the warps of the grid: for two at a time, one for each
+// half of a warp. A half without a row goes along with the last row, as a slice that neither reads nor writes.
 template <class F>
-CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, const F& f) {
-  const int lane = gpu::reread_thread_idx() % 32, half = lane / UpdateCoord::kLanes;
+CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {
+  const int warps = gpu::threads() / 32, thread = gpu::reread_thread_idx();
+  const int lane = thread % 32, half = lane / UpdateCoord::kLanes;
+  const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), rows = in.B * in.J,
+                step = gpu::blocks_x() * gpu::blocks_y() * warps;
   const int wanted = lanes_for((in.D + UpdateCoord::kWidth - 1) / UpdateCoord::kWidth);
   UpdateCoord at;
   at.lanes = wanted < UpdateCoord::kLanes ? wanted : UpdateCoord::kLanes;
   at.lane = lane % at.lanes;
   at.slices = UpdateCoord::kLanes / at.lanes;
-  for (int64_t first = share.first; first < share.end; first += 2 * share.step) {
-    const bool present = first + half * share.step < share.end;
-    at.row = present ? first + half * share.step : first;
+  for (int64_t first = block * warps + thread / 32; first < rows; first += 2 * step) {
+    const bool present = first + half * step < rows;
+    at.row = present ? first + half * step : first;
     at.slice = present ? lane % UpdateCoord::kLanes / at.lanes : kNoSlice;
     at.b = at.row / in.J;
     at.j = at.row % in.J;
@@ -184,51 +159,34 @@ CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Op
   return mean;
 }
 
-// dbias = sum of ds over iterations and samples. A block has some rows (j, d); kSumLanes threads share the sum of a
-// row.
-constexpr int kSumLanes = 8;
-
-template <class T>
-struct BiasArgs {
-  int64_t iterations, B;
-  VectorOrder order;   // of ds
-  Global<const T> ds;  // [iterations, B, J, D]
-  Operand dbias;       // [J D], written
-};
-
-template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-bias_kernel(BiasArgs<T> a) {
-  constexpr int kRows = kThreads / kSumLanes;
-  const gpu::Shared<double> sums = gpu::shared<double>(0, kThreads);
-  const int64_t row = gpu::block_x() * kRows + gpu::thread() % kRows;
-  double sum = 0;
-  const int64_t rows = a.order.J * a.order.D, j = row / a.order.D, d = row % a.order.D;
-  for (int64_t n = gpu::thread() / kRows; n < a.iterations * a.B && row < rows; n += kSumLanes)
-    sum += static_cast<double>(a.ds[n / a.B * a.order.size(a.B) + a.order.at(n % a.B, j, d)]);
-  sums[gpu::thread()] = sum;
-  gpu::barrier();
-  if (gpu::thread() >= kRows || row >= rows) return;
-  sum = 0;
-  for (int lane = 0; lane < kSumLanes; ++lane) sum += sums[lane * kRows + gpu::thread()];
-  a.dbias.template write<double>(row, sum);
-}
-
-// to[n] = sum of from[part, n] over the parts, in their order.
+// to[n] = sum of from[part, n] over the parts, n < size. `lanes` neighbouring lanes share a sum. With `order` a part is a
+// sample of an iteration, whose n-th component (j, d) lies as `order` says.
 template <class N>
 struct JoinArgs {
   int64_t parts, size;
   Global<const N> from;  // [parts, size]
   Operand to;            // [size], contiguous
+  int lanes = 1;
+  int64_t B = 0;  // samples of an iteration
+  VectorOrder order = {};
+
+  CAPSFAST_DEVICE int64_t place(int64_t part, int64_t n) const {
+    if (order.tiles == 0) return part * size + n;
+    return part / B * order.size(B) + order.at(part % B, n / order.D, n % order.D);
+  }
 };
 
 template <class N>
 CAPSFAST_KERNEL(kThreads, 4)
 join_kernel(JoinArgs<N> a) {
-  for (int64_t n = gpu::block_x() * gpu::threads() + gpu::thread(); n < a.size; n += gpu::blocks_x() * gpu::threads()) {
+  const int lane = gpu::thread() % a.lanes, rows = gpu::threads() / a.lanes;
+  for (int64_t n0 = gpu::block_x() * rows; n0 < a.size; n0 += gpu::blocks_x() * rows) {
+    const int64_t n = n0 + gpu::thread() / a.lanes;
     double sum = 0;
-    for (int64_t part = 0; part < a.parts; ++part) sum += static_cast<double>(a.from[part * a.size + n]);
-    a.to.template write<double>(n, sum);
+    for (int64_t part = lane; part < a.parts && n < a.size; part += a.lanes)
+      sum += static_cast<double>(a.from[a.place(part, n)]);
+    sum = lane_sum(sum, a.lanes);
+    if (lane == 0 && n < a.size) a.to.template write<double>(n, sum);
   }
 }
 

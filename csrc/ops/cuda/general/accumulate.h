@@ -53,8 +53,8 @@ struct Accumulation {
       total[column] = total[column] * static_cast<double>(scale) + static_cast<double>(sum);
       if (tile.i0 + tile.inputs < i_end) return;
       const int64_t to = (split * in.B + tile.b0 + sample) * in.J + tile.j0 + out;
-      a.max[to] = m;
-      a.total[to] = total[column];
+      a.to.max[to] = m;
+      a.to.total[to] = total[column];
     });
     gpu::barrier();
   }
@@ -72,8 +72,8 @@ struct Accumulation {
             valid, [&](int n) { sum[n] += a.unweighted ? votes[n] : votes[n] * weights[tile.index(input, n, out)]; });
       }
       for_samples(tile.all_samples(), [&](int n) {
-        double& to = a.sum[((split * in.B + tile.b0 + n) * in.J + tile.j0 + out) * components + d];
-        const double kept = a.max ? static_cast<double>(factor[tile.index(0, n, out)]) : 1.0;
+        double& to = a.to.sum[((split * in.B + tile.b0 + n) * in.J + tile.j0 + out) * components + d];
+        const double kept = a.to.max ? static_cast<double>(factor[tile.index(0, n, out)]) : 1.0;
         to = (tile.i0 == i_begin ? 0.0 : to * kept) + static_cast<double>(sum[n]);
       });
     });
@@ -83,7 +83,7 @@ struct Accumulation {
   CAPSFAST_DEVICE void add_tile() {
     tile.fit(i_end, Size::outputs);
     if (!a.unweighted) tile.score(a.scoring);
-    if (a.max) {
+    if (a.to.max) {
       follow_maximum();
     } else if (!a.unweighted) {
       tile.normalise(a.scoring, a.norm, [&](int pair, int out, int n) {
@@ -94,7 +94,7 @@ struct Accumulation {
         a.lse.put(lse, tile.sample_of(pair), tile.input_of(pair));
       });
     }
-    if (a.sum) add_votes();
+    if (a.to.sum) add_votes();
     gpu::barrier();
   }
 };

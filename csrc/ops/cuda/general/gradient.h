@@ -10,24 +10,6 @@
 
 namespace capsfast::cuda {
 
-template <class T>
-struct GradientArgs {
-  Inputs in;
-  int64_t first, iterations;  // iterations [first, iterations) have gradients
-  int64_t scored;             // the first iteration that scores with a V, for the general kernel
-  bool gradient_last;
-  int64_t outputs, components;     // of a tile
-  Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
-  Normaliser<T> norm;              // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
-  Operand dcoupling, dmass, dlse;  // as in Scoring
-  bool shared_weight;
-  Operand du;              // [B, I, K]
-  Operand dvotes;          // [B, I, J, D]
-  Global<double> dweight;  // [splits, I, J, D, K], or [splits, blocks, J, D, K] for a shared weight
-  Operand dlogits_sample;  // [B, I, J], if the logits are [B, I, J]
-  Global<double> dlogits;  // [splits, I, J], if the logits are [I, J]
-};
-
 // A block works on a piece of its tile at a time: components [d0, d0 + components) of the output capsules and [k0, k0 +
 // columns) of the input capsules.
 template <class T, class E, bool kVotes>
@@ -43,6 +25,7 @@ struct Gradient {
   Scores tile{in};
   int64_t d0 = 0, k0 = 0;
   int components = 0, columns = 0;
+  const int64_t most_outputs = Size::outputs_for(in.J, in.D), most_components = Size::components_for(in.D);
   // The samples [b_begin, b_end) of the block's split.
   const int64_t split = gpu::block_y(), tiles = (in.B + kSamples - 1) / kSamples,
                 b_begin = tiles * split / gpu::blocks_y() * kSamples,
@@ -110,7 +93,7 @@ struct Gradient {
       for (int out = 0; out < tile.outputs && in.mask.at(b, i); ++out) {
         const int row = pair * Size::rows + out * components;
         const int64_t from = in.matrix.at(i, tile.j0 + out, d0, k0 + k);
-        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * widened(matrix[from + d * in.matrix.stride[2]]);
+        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * T(matrix[from + d * in.matrix.stride[2]]);
       }
       const int n = pair * Size::columns + k;
       if (!first) sum += du[n];
@@ -132,8 +115,7 @@ struct Gradient {
         const int64_t i = tile.i0 + input, from = in.u.at(tile.b0, i, k0 + k);
         T product = T(0);
         for_samples(tile.valid_samples(i), [&](int sample) {
-          product +=
-              dvotes[(input * kSamples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);
+          product += dvotes[(input * kSamples + sample) * Size::rows + row] * T(u[from + sample * in.u.stride[0]]);
         });
         sum += static_cast<double>(product);
       }
@@ -145,8 +127,8 @@ struct Gradient {
 
   // All gradients of a piece of a tile: first dvotes of all iterations, then the gradients that follow from dvotes.
   CAPSFAST_DEVICE void add_piece() {
-    tile.fit(in.I, a.outputs);
-    components = at_most(in.D - d0, a.components);
+    tile.fit(in.I, most_outputs);
+    components = at_most(in.D - d0, most_components);
     columns = at_most(in.K - k0, Size::columns);
     const bool with_dlogits = (a.dlogits || a.dlogits_sample.data) && d0 == 0 && k0 == 0;
     for (int64_t t = a.first; t < a.iterations; ++t) {
@@ -174,8 +156,9 @@ gradient_kernel(GradientArgs<T> a) {
     for (tile.b0 = block.b_begin; tile.b0 < block.b_end; tile.b0 += kSamples) {
       // With K = 0 or D = 0 there are still couplings, and their logits have a gradient.
       for (block.k0 = 0; block.k0 < larger<int64_t>(a.in.K, 1); block.k0 += Size::columns) {
-        for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += a.outputs) {
-          for (block.d0 = 0; block.d0 < larger<int64_t>(a.in.D, 1); block.d0 += a.components) block.add_piece();
+        for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += block.most_outputs) {
+          for (block.d0 = 0; block.d0 < larger<int64_t>(a.in.D, 1); block.d0 += block.most_components)
+            block.add_piece();
         }
       }
     }

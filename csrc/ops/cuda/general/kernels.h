@@ -44,36 +44,24 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
   return plan;
 }
 
-struct Launch {
-  gpu::Grid grid;
-  gpu::Stream stream;
-};
-
 template <class T>
 struct GeneralKernels {
-  void (*accumulate)(const AccumulateArgs<T>&, const Launch&);
-  void (*row_norm)(const RowNormArgs<T>&, const Launch&);
-  void (*gradient)(const GradientArgs<T>&, const Launch&);
+  gpu::Kernel<AccumulateArgs<T>> accumulate;
+  gpu::Kernel<RowNormArgs<T>> row_norm;
+  gpu::Kernel<GradientArgs<T>> gradient;
+  int accumulate_bytes, gradient_bytes;  // of shared memory; row_norm takes as much as accumulate
 };
-
-template <auto kKernel, int kBytes, class Args>
-void launch_general(const Args& args, const Launch& launch) {
-  gpu::launch(kKernel, launch.grid, kThreads, kBytes, launch.stream, args);
-}
 
 // The kernels for inputs of type E. kVotes: votes are given. Each type has a file in ../instantiations, so that types
 // compile in parallel.
 template <class T, class E, bool kVotes>
 constexpr GeneralKernels<T> kGeneral = {
-    launch_general<accumulate_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
-    launch_general<row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
-    launch_general<gradient_kernel<T, E, kVotes>, Gradient<T, E, kVotes>::bytes>,
-};
+    accumulate_kernel<T, E, kVotes>, row_norm_kernel<T, E, kVotes>, gradient_kernel<T, E, kVotes>,
+    Accumulation<T, E, kVotes>::bytes, Gradient<T, E, kVotes>::bytes};
 
 template <class E>
-const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes) {
-  using T = typename WideOf<E>::type;
-  return votes ? kGeneral<T, E, true> : kGeneral<T, E, false>;
+const GeneralKernels<Wide<E>>& general_kernels(bool votes) {
+  return votes ? kGeneral<Wide<E>, E, true> : kGeneral<Wide<E>, E, false>;
 }
 
 extern template const GeneralKernels<float>& general_kernels<float>(bool);

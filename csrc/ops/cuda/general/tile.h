@@ -2,7 +2,6 @@
 // routing logits in shared memory, with their softmax and its backward.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../../../math/softmax.h"
@@ -30,10 +29,13 @@ struct GradientTile {
   static constexpr int columns = 64;                       // components k of u at a time
 
   // How many output capsules a tile has, and how many of their components.
-  static int64_t outputs_for(int64_t J, int64_t D) {
-    return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::clamp<int64_t>(J, 1, outputs));
+  static CAPSFAST_HOST_DEVICE int64_t outputs_for(int64_t J, int64_t D) {
+    return clamped(rows / clamped(D, rows), clamped(J, outputs));
   }
-  static int64_t components_for(int64_t D) { return std::clamp<int64_t>(D, 1, rows); }
+  static CAPSFAST_HOST_DEVICE int64_t components_for(int64_t D) { return clamped(D, rows); }
+
+ private:
+  static CAPSFAST_HOST_DEVICE int64_t clamped(int64_t n, int64_t most) { return n < 1 ? 1 : n < most ? n : most; }
 };
 
 constexpr int kSamples = 8;  // of every tile: a weight is read once for all
@@ -110,14 +112,13 @@ struct Tile {
     if (d == in.D || valid == 0) return;
     const Global<const E> matrix = in.matrix.data.template as<const E>();
     if constexpr (kVotes) {
-      for_samples(valid, [&](int n) { votes[n] = widened(matrix[in.matrix.at(b0 + n, i, j, d)]); });
+      for_samples(valid, [&](int n) { votes[n] = T(matrix[in.matrix.at(b0 + n, i, j, d)]); });
     } else {
       const Global<const E> u = in.u.data.template as<const E>();
       const int64_t row = in.matrix.at(i, j, d), capsule = in.u.at(b0, i);
       for (int64_t k = 0; k < in.K; ++k) {
-        const T w = widened(matrix[row + k * in.matrix.stride[3]]);
-        for_samples(
-            valid, [&](int n) { votes[n] += w * widened(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
+        const T w = T(matrix[row + k * in.matrix.stride[3]]);
+        for_samples(valid, [&](int n) { votes[n] += w * T(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
       }
     }
   }

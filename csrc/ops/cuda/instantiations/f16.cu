@@ -1,7 +1,3 @@
 #include "../general/kernels.h"
 
-namespace capsfast::cuda {
-
-template const GeneralKernels<float>& general_kernels<Float16>(bool);
-
-}  // namespace capsfast::cuda
+template const capsfast::cuda::GeneralKernels<float>& capsfast::cuda::general_kernels<capsfast::cuda::Float16>(bool);

@@ -1,7 +1,3 @@
 #include "../general/kernels.h"
 
-namespace capsfast::cuda {
-
-template const GeneralKernels<double>& general_kernels<double>(bool);
-
-}  // namespace capsfast::cuda
+template const capsfast::cuda::GeneralKernels<double>& capsfast::cuda::general_kernels<double>(bool);

@@ -1,8 +1,3 @@
-#include "../../../cuda/grid.h"
 #include "../rows/kernels.h"
 
-namespace capsfast::cuda::rows {
-
-template Kernels kernels_with_options<20, 1>(bool);
-
-}  // namespace capsfast::cuda::rows
+template capsfast::cuda::rows::Kernels capsfast::cuda::rows::kernels_with_options<20, 1>(bool);

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "../../../cuda/grid.h"
 #include "../steps.h"
 #include "softmax.h"
 
@@ -21,7 +22,6 @@ struct Pass : cuda::AccumulateArgs<float> {
 template <bool kBackward>
 struct AccumulateArgs {
   std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
-  Work work;
   Shape shape;
   bool together;
   int begin, end;
@@ -127,10 +127,10 @@ CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, int h
 
 // Adds up half of the sums of the blocks of a cluster and writes it; each block does a part.
 template <class Tr>
-CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& shape, int64_t segment, int b0,
-                                int half) {
+CAPSFAST_DEVICE void write_sums(const Pass& a, const Shape& shape, int64_t segment, int b0, int half) {
   using Memory = JoinMemory<Tr>;
   const Inputs& in = a.in;
+  const Work& work = a.to.work;
   const Memory memory(shape);
   const int D = static_cast<int>(in.D), J = static_cast<int>(in.J), size = gpu::cluster_size();
   const int first = gpu::cluster_rank() * gpu::threads() + gpu::thread(), step = size * gpu::threads();
@@ -150,11 +150,11 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& sh
       const Component column = component_of(Tr::tiles, tile, 2 * (lane % 4) + odd);
       const int64_t b = b0 + sample + row * 8;
       if (b < in.B && column.j < J && column.d < D)
-        a.sum_rows[work.row(segment, b, column.j, J) * D + column.d] = sum.value[2 * row + odd];
+        a.to.sum_rows[work.row(segment, b, column.j, J) * D + column.d] = sum.value[2 * row + odd];
     });
   }
   if constexpr (Tr::in) {
-    if (!a.max || half == 0) return;
+    if (!a.to.max || half == 0) return;
     const Shared<float> max = memory.block_max(), total = memory.total();
     const int columns = shape.strips() * memory.columns;
     for (int n = first; n < columns; n += step) {
@@ -168,8 +168,8 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& sh
         for (int stream = 0; stream < shape.streams; ++stream)
           sum += static_cast<double>(total.read_from(rank, stream * columns + n));
       }
-      a.max[row] = m;
-      a.total[row] = sum;
+      a.to.max[row] = m;
+      a.to.total[row] = sum;
     }
   }
 }
@@ -185,7 +185,7 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
   if constexpr (kBackward) dot<Tr>(votes, ds.reread(), dc);
   if constexpr (!Tr::plain) apply_options<Tr, kBackward>(in, a.scoring.dcoupling, kBackward, at, of, b, dc);
   if constexpr (Tr::in) {
-    if (!kBackward && a.max) {
+    if (!kBackward && a.to.max) {
       follow_maximum<Tr>(mine, b);
     } else {
       softmax_known<Tr, kBackward>(in, a.norm, at, of, b, dc);
@@ -196,7 +196,7 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
   if constexpr (!Tr::plain && !kBackward) {
     if (a.coupling.data) write_scores<Tr>(in, a.coupling, at, of, b);
     gpu::warp_barrier();  // products follow, which take the whole warp
-    if (Tr::in && !a.sum_rows) return;
+    if (Tr::in && !a.to.sum_rows) return;
   }
   const Scores<Tr>& c = kBackward ? dc : b;
   unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += c[tile / 8][n / 2] * votes[tile][n]; });
@@ -266,7 +266,8 @@ CAPSFAST_DEVICE int part_of(int count, int rank, int size) {
 // The segments of a cluster in one pass. Other blocks may read this block's sums until the next barrier of the cluster or
 // of the grid.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const Shape& shape) {
+CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Shape& shape) {
+  const Work& work = a.to.work;
   const int rank = gpu::cluster_rank(), size = gpu::cluster_size();
   const int unit = static_cast<int>(gpu::block_x()) / size, I = static_cast<int>(work.I);
   const int begin = static_cast<int>(work.begin(unit)), last = static_cast<int>(work.begin(unit + 1));
@@ -285,16 +286,16 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const 
     if (n > begin) gpu::cluster_barrier();
     accumulate<Tr, kBackward>(
         a, shape, b0, i + part_of(count, rank, size), i + part_of(count, rank + 1, size), at, &mine);
-    if (a.sum_rows) {
+    if (a.to.sum_rows) {
       const ThreadCoord reread = thread_coord();
       if constexpr (Tr::in) {
-        if (a.max) agree_on_maximum<Tr>(shape, reread, &mine);
+        if (a.to.max) agree_on_maximum<Tr>(shape, reread, &mine);
       }
       unrolled<2>([&](int half) {
         if (half == 1) gpu::cluster_barrier();
         join_warps<Tr>(shape, reread, half, &mine);
         gpu::cluster_barrier();
-        write_sums<Tr>(a, work, shape, work.segment(unit, g), b0, half);
+        write_sums<Tr>(a, shape, work.segment(unit, g), b0, half);
       });
     }
     n += count;
@@ -303,7 +304,7 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const 
 
 template <class Steps>
 CAPSFAST_CALLED void after_pass(const Steps& steps, int n) {
-  steps.after(n, Share::of_grid(steps.in));
+  steps.after(n);
 }
 
 template <class Tr, bool kBackward>
@@ -312,7 +313,7 @@ accumulate_kernel(CAPSFAST_IN_PLACE AccumulateArgs<kBackward> a) {
   if constexpr (!gpu::kTensorCores) return;
   for (int n = a.begin; n < a.end; ++n) {
     if (n >= 0) {
-      accumulate_segments<Tr, kBackward>(a.pass(n), a.work, a.shape);
+      accumulate_segments<Tr, kBackward>(a.pass(n), a.shape);
       if (!a.together) return gpu::cluster_barrier();
       gpu::grid_barrier();
     }

@@ -12,21 +12,11 @@
 
 namespace capsfast::cuda::rows {
 
-struct GradientArgs {
-  Inputs in;
-  int first, iterations;  // iterations [first, iterations) have gradients
-  bool gradient_last, shared_weight;
-  int zero;                   // always 0. The compiler does not know, and so reads V and ds anew for the sums
-  Global<const float> V, ds;  // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
-  Normaliser<float> norm;     // [r, B, J], softmax over the input capsules
-  Operand dcoupling;          // [B, I, J]
-  Operand du;                 // [B, I, K], contiguous
-  Global<float> dweight;      // [parts, I, J, D, K], or [parts, splits, J, D, K] for a shared weight
-  Operand dlogits_sample;     // [B, I, J], if the logits are [B, I, J]
-  Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
-  Shape shape;                // chunk == streams, two stages
-  int64_t all;                // elements of V of one iteration
-  float scale;                // of dvotes: J in plain kernels, so that coefficients of iteration 0 become 1, else 1
+struct GradientArgs : cuda::GradientArgs<float> {
+  int zero;       // always 0. The compiler does not know, and so reads V and ds anew for the sums
+  Shape shape;    // chunk == streams, two stages
+  int64_t all;    // elements of V of one iteration
+  float scale;    // of dvotes: J in plain kernels, so that coefficients of iteration 0 become 1, else 1
   float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
@@ -70,7 +60,8 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const Inputs& in = a.in;
   const int64_t scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
-  int t = a.first;
+  const int iterations = static_cast<int>(a.iterations);
+  int t = static_cast<int>(a.first);
   if constexpr (Tr::plain) {
     // In iteration 0 every coefficient is 1 / J. Without iteration 0, the sum begins with V[0], which is 0.
     const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
@@ -84,17 +75,14 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   }
   int64_t vectors = mine + t * a.all;
 #pragma unroll 1
-  for (; t < a.iterations; ++t, vectors += a.all) {
+  for (; t < iterations; ++t, vectors += a.all) {
     Scores<Tr> b = {}, dc;
     Four kept[Tr::tiles];
     if (Tr::plain || t > 0) dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     dot<Tr, kKept>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc, kept);
-    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, of, b, dc);
+    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == iterations, at, of, b, dc);
     if constexpr (Tr::in) {
-      softmax_known<Tr, true>(in,
-                              {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
-                               a.norm.mean.from(t * scalars, scalars)},
-                              at, of, b, dc);
+      softmax_known<Tr, true>(in, a.norm.of(t, scalars), at, of, b, dc);
     } else {
       softmax_out<Tr, true>(counts, in.leaky, b, dc, Tr::plain ? a.scale : 1.0f);
     }
@@ -133,8 +121,8 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float
   with_element<Tr>(to.storage, [&](auto e) {
     using E = decltype(e);
     Run<E, 2> two;
-    narrow(x, &two.value[0]);
-    narrow(y, &two.value[1]);
+    two.value[0] = narrowed<E>(x);
+    two.value[1] = narrowed<E>(y);
     if (K % 2 == 0) {
       to.data.as<Run<E, 2>>()[n / 2] = two;
       return;
@@ -167,7 +155,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, co
       unrolled<2>([&](int tile) {
         const auto two = weight.template vector<Run<E, 2>>(column.at(2 * pair + tile) + k0 + kStep * product);
         unrolled<2>([&](int n) {
-          const float x = widened(two.value[n]);
+          const float x = two.value[n];
           float low;
           two_parts<Tr, E>(x, w[2 * tile + n], low);
           if constexpr (Tr::exact) w[2 * tile + n] += x * minus;
@@ -296,7 +284,8 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
   const int step = a.shared_weight ? a.shape.warps() : a.shape.strips();
   if (capsule >= count) return;
   const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
-  const Global<float> to = a.dweight.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
+  const Global<float> to =
+      a.dweight_rows.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
   const bool whole = K % 4 == 0;
 #pragma unroll 1
   for (int four = at.lane; four < kMostD * Tr::components / 4; four += 32) {
@@ -404,7 +393,7 @@ gradient_kernel(GradientArgs a) {
         {
           Accumulator votes[Tr::tiles];
           make_votes<Tr, false>(a.in, weights, stage, stream, next, at, votes);
-          if (a.dweight) keep_poses<Tr>(a.in, next, memory.poses(at.warp), at, of);
+          if (a.dweight_rows) keep_poses<Tr>(a.in, next, memory.poses(at.warp), at, of);
           if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
           make_dvotes<Tr>(
               a, at, of, static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors, counts, votes, dvotes, dlogits);
@@ -418,14 +407,14 @@ gradient_kernel(GradientArgs a) {
             write_du<Tr>(a, weights.template at<decltype(e)>(stage, stream), thread_coord(), of, dvotes);
           });
         }
-        if (a.dweight) make_dweight<Tr>(memory.poses(at.warp), memory.turned(), sums, thread_coord(), dvotes);
+        if (a.dweight_rows) make_dweight<Tr>(memory.poses(at.warp), memory.turned(), sums, thread_coord(), dvotes);
       }
       next = load(i + shape.chunk + stream);
-      if (!a.dweight && !a.dlogits) return;
+      if (!a.dweight_rows && !a.dlogits) return;
       gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
       // The barrier before the next chunk keeps its sums from overwriting these too early.
-      if (a.dweight) write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
+      if (a.dweight_rows) write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
         if (a.dlogits) write_dlogits<Tr>(a, memory, strips, part, i, first, count);
       }

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../../../cuda/context.h"
-#include "../choose.h"
 #include "kernels.h"
 
 namespace capsfast::cuda::rows {
@@ -39,11 +38,10 @@ class Launcher {
         in(inputs),
         on(context),
         kernels(choose(problem, with_coupling)),
-        shared_bytes_(std::min(backward ? gpu::shared_bytes(std::get<1>(kernels.accumulate))
-                                        : gpu::shared_bytes(std::get<0>(kernels.accumulate)),
-                               gpu::shared_bytes(kernels.gradient))),
-        plan_(backward ? plan_accumulate(std::get<1>(kernels.accumulate))
-                       : plan_accumulate(std::get<0>(kernels.accumulate))) {}
+        accumulating_(backward ? gpu::AnyKernel(std::get<1>(kernels.accumulate)) : std::get<0>(kernels.accumulate)),
+        shared_bytes_(
+            std::min(gpu::limits().shared_bytes(accumulating_), gpu::limits().shared_bytes(kernels.gradient))),
+        plan_(plan_accumulate()) {}
 
   VectorOrder order() const { return {p.J, p.D, kernels.tiles}; }
   const AccumulatePlan& plan() const { return plan_; }
@@ -54,11 +52,10 @@ class Launcher {
   // device refuses.
   template <bool kBackward, class Steps>
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
-    const AccumulateArgs<kBackward> args{
-        steps, plan_.work, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end)};
+    const AccumulateArgs<kBackward> args{steps, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end)};
     const auto kernel = std::get<kBackward>(kernels.accumulate);
     const int bytes = kernels.accumulate_bytes(in, plan_.shape);
-    gpu::prefer_shared(kernel, bytes);
+    gpu::limits().prefer_shared(kernel, bytes);
     return gpu::try_launch(kernel, {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(), bytes, on.stream(),
                            args, {plan_.cluster, together});
   }
@@ -67,7 +64,7 @@ class Launcher {
     GradientPlan plan{};
     const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
     plan.shape = shape_for(kMostGradientStrips, false, bytes);
-    const int64_t blocks = gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape));
+    const int64_t blocks = gpu::limits().max_active(kernels.gradient, 0, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
     const int64_t units = std::max<int64_t>(blocks * on.multiprocessors(), 1);
     // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save a
@@ -85,13 +82,11 @@ class Launcher {
     return plan;
   }
 
-  void gradient(GradientArgs args, const GradientPlan& by) const {
-    args.shape = by.shape;
-    args.all = order().size(p.B);
-    args.scale = kernels.plain ? static_cast<float>(p.J) : 1.0f;
+  void gradient(const cuda::GradientArgs<float>& with, const GradientPlan& by) const {
+    GradientArgs args{with, 0, by.shape, order().size(p.B), kernels.plain ? static_cast<float>(p.J) : 1.0f, 1.0f};
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
     const int bytes = kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits));
-    gpu::prefer_shared(kernels.gradient, bytes);
+    gpu::limits().prefer_shared(kernels.gradient, bytes);
     gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream(), args);
   }
 
@@ -129,16 +124,15 @@ class Launcher {
     return shape;
   }
 
-  template <class Args>
-  AccumulatePlan plan_accumulate(gpu::Kernel<Args> kernel) const {
+  AccumulatePlan plan_accumulate() const {
     AccumulatePlan plan{};
     const auto bytes = [&](const Shape& shape) { return kernels.accumulate_bytes(in, shape); };
     plan.shape = shape_for(Size::strips, true, bytes);
     const int64_t groups = divide_up(p.B, plan.shape.samples()), pairs = groups * p.I;
     const auto most = [&](int cluster) {
       const int threads = plan.shape.threads();
-      return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes(plan.shape))
-                         : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
+      return gpu::limits().max_active(accumulating_, cluster > 1 ? cluster : 0, threads, bytes(plan.shape)) *
+             (cluster > 1 ? 1 : on.multiprocessors());
     };
     // Blocks of a cluster share the input capsules of a unit, so there must be enough input capsules.
     const bool enough = pairs >= kMostCluster * std::max(2, plan.shape.streams) * on.multiprocessors();
@@ -159,6 +153,7 @@ class Launcher {
   const Inputs& in;
   const gpu::Context& on;
   const Kernels kernels;
+  const gpu::AnyKernel accumulating_;
   const int shared_bytes_;  // that a block may ask for
   const AccumulatePlan plan_;
 };

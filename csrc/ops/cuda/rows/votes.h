@@ -51,7 +51,7 @@ class Poses {
       if constexpr (std::is_same_v<E, float>) {
         return float_of_bits(row[sample].value[n]);
       } else {
-        return widened(E{static_cast<uint16_t>(row[sample].value[n / 2] >> n % 2 * 16)});
+        return E{static_cast<uint16_t>(row[sample].value[n / 2] >> n % 2 * 16)};
       }
     }
   };
@@ -136,7 +136,7 @@ CAPSFAST_DEVICE void make_votes(const Inputs& in, const Weights<Tr>& weights, in
       unrolled<kTogether>([&](int n) {
         const auto w = weight.template vector<Run<E, kCount>>(column.at(first + n) + kCount * at.quad);
         unrolled<Tr::steps, 2>([&](int step, int m) {
-          two_parts<Tr, E>(widened(w.value[2 * step + m]), high[n][step][m], low[n][step][m]);
+          two_parts<Tr, E>(w.value[2 * step + m], high[n][step][m], low[n][step][m]);
         });
       });
       unrolled<Tr::steps * kProducts, kTogether>([&](int turn, int n) {
