@@ -238,6 +238,7 @@ def build():
             "the compiled kernels: CAPSFAST_BUILD=0 pip install --no-build-isolation ."
         )
     try:
+        import torch
         from setuptools.errors import CCompilerError
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
@@ -258,14 +259,22 @@ def build():
             # The stable ABI needs neither of these torch libraries.
             ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
             print(f"capsfast: compiling what has changed of {len(ext.sources)} files", flush=True)
-            self.forget_stale(ext)
+            if torch.version.cuda is None:
+                self.forget_stale(ext)
             try:
                 super().build_extensions()
             except (RuntimeError, CCompilerError) as error:  # the compiler's own words stand above
                 raise SystemExit(f"capsfast: the build failed: {error}") from None
 
+        def copy_file(self, infile, outfile, *rest, **options):
+            """Replaces the file in one step: a process that uses the old file keeps it."""
+            draft = f"{outfile}.part"
+            copied = super().copy_file(infile, draft, *rest, **options)
+            os.replace(draft, outfile)
+            return (str(outfile), copied[1])
+
         def forget_stale(self, ext):
-            """Compiles a .cu file again if any header is newer, because ninja does not know which headers it reads."""
+            """Compiles a .cu file again if any header is newer. A CPU-only torch does not ask nvcc for the headers."""
             newest = max(Path(name).stat().st_mtime for name in ext.depends)
             for name in ext.sources:
                 compiled = Path(self.build_temp, name).with_suffix(".o")

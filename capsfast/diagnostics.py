@@ -82,7 +82,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Args:
         layer: a routing layer, or a layer that :func:`capsfast.accelerate` replaced.
         u: the input of the layer: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
-            It takes a few dozen samples of all classes to tell a dead capsule from an absent class.
+            Give a few dozen samples of all classes, so that a dead capsule differs from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
             0 … J-1 in turn.
         given: logits, mask, activation and so on, as in the layer's forward. If the routing needs activations and none
@@ -91,6 +91,13 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Raises:
         TypeError: not a routing layer.
         ValueError: no sample, activations that do not depend on u, or any error of the layer.
+
+    Example:
+        >>> layer = capsfast.DynamicRouting(1152, 10, 8, 16)
+        >>> _ = torch.nn.init.normal_(layer.W)  # as many layers start: too large
+        >>> diagnosis = capsfast.diagnose(layer, capsfast.squash(torch.randn(32, 1152, 8)))
+        >>> [finding.name for finding in diagnosis.findings]
+        ['saturated']
     """
     op = "capsfast.diagnose"
     as_capsfast: Any = getattr(layer, "as_capsfast", None)

@@ -372,6 +372,8 @@ def test_data_sets_from_python(tmp_path: Path) -> None:
         ValueError, match=r"data must be digits, .* A checkpoint of such data sets is opened with data="
     ):
         ImageData(**images.hparams)
+    with pytest.raises(ValueError, match=r"ImageData: workers must be at least 0, got -1"):
+        ImageData("digits", workers=-1)
     with pytest.raises(ValueError, match="give data, or train and test, not both"):
         ImageData("digits", train=whole)
 

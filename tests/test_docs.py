@@ -1,5 +1,6 @@
 """README.md and docs/*.md: every Python block runs, every link has a target, the tables are true."""
 
+import doctest
 import inspect
 import json
 import re
@@ -15,6 +16,8 @@ from capsfast.bench import record
 from capsfast.bench.cases import Case
 from capsfast.bench.contenders import COMPILED, EAGER
 from capsfast.bench.results import Results
+
+from .support.published_layers import DenseCapsule
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -60,6 +63,32 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("block", blocks(README), ids=lambda block: f"line {len(block) - len(block.lstrip())}")
 def test_python_blocks_of_the_readme_run_alone(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(README, [block])
+
+
+class Adopted(torch.nn.Module):
+    """The network of the examples of identify and accelerate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digits = DenseCapsule(200, 8, 5, 16)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.digits(images.unflatten(1, (200, 8)))  # type: ignore[no-any-return]
+
+
+EXAMPLES = [
+    *(capsfast.dynamic_routing, capsfast.route_votes, capsfast.routing_pass, capsfast.DynamicRouting),
+    *(capsfast.nn.RoutedCaps, capsfast.models.CapsNet, capsfast.accelerate, capsfast.identify, capsfast.diagnose),
+]
+
+
+@pytest.mark.parametrize("thing", EXAMPLES, ids=lambda thing: str(thing.__name__))
+def test_examples_of_main_entries_run(thing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, images = Adopted(), torch.randn(32, 1600)
+    names = {"torch": torch, "capsfast": capsfast, "model": model, "images": images}
+    names |= {"layer": model.digits, "u": images.unflatten(1, (200, 8))}
+    parsed = doctest.DocTestParser().get_doctest(inspect.getdoc(thing) or "", names, thing.__name__, None, None)
+    assert parsed.examples and doctest.DocTestRunner().run(parsed).failed == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -16,7 +16,7 @@ from . import report, timing
 from .beside import TOLERANCE, Beside
 from .calls import Signature
 from .entry import searched
-from .fused import Fused, FusedLayer, fuse, fused_class, is_fused, restore, takes_class
+from .fused import Fused, FusedLayer, can_be_fused, fuse, is_fused, restore
 from .identification import Identification
 from .refusal import LeftAloneError, NotReproduced
 from .report import Acceleration, LayerReport
@@ -46,8 +46,8 @@ def accelerate(
     The model runs once on the example. Modules whose inputs, outputs and weights have the shapes of routing are
     compared with capsfast. :func:`capsfast.identify` finds the options from outputs, gradients and a trace of a float64
     copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree. Names of classes do
-    not count. If nested layers are reproduced, the outermost is fused. Everything else is left unchanged, and the
-    report gives the reason.
+    not count. If a layer and a layer inside it are reproduced, the outer layer is fused. All other layers are left
+    unchanged, and the report gives the reason.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
     checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP work as before. Only its class becomes a
@@ -61,11 +61,11 @@ def accelerate(
         example: the input of the model: a tensor, a tuple of positional or a mapping of keyword arguments. At least
             two samples, as real as possible: the batch size decides what is faster.
         dry_run: report only.
-        only_faster: leave layers alone whose forward plus backward would take longer. In a DistributedDataParallel
+        only_faster: leave a layer alone if its own forward plus backward is faster. In a DistributedDataParallel
             model the first rank decides for all.
         tolerance: the largest relative difference in the dtype of the model. Default: 1e-9 in float64, 1e-4 in float32,
             5e-2 in bfloat16, 1e-2 in float16.
-        seconds: duration of each timing of a layer, of which there are two or four.
+        seconds: how long each of the two or four timings of a layer takes.
 
     Returns:
         The report, layer by layer. ``undo()`` restores all layers; ``calls()`` counts calls.
@@ -74,6 +74,12 @@ def accelerate(
         TypeError: model is not a module, or is scripted; tolerance or seconds is not a number.
         ValueError: tolerance or seconds is below 0.
         Exception: any error of the model on the example.
+
+    Example:
+        >>> report = capsfast.accelerate(model, images)  # your network, and a batch for it
+        >>> report.fused  # the layers that capsfast computes from now on
+        ('digits',)
+        >>> report.undo()
     """
     _check(model, dry_run, only_faster, tolerance, seconds)
     with torch.inference_mode(False), torch.enable_grad():
@@ -112,7 +118,6 @@ def _looked_at(
     reports: list[LayerReport] = []
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
-    around: dict[str, set[nn.Module]] = {}
     for module in model.modules():
         # A layer that a fused layer made from its own class, for example a clone, was never compared.
         if is_fused(module) and RECORD not in vars(module):
@@ -135,16 +140,13 @@ def _looked_at(
                 chosen[layer], found = _found(candidate, tolerance, seconds)
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
-            around[candidate.name] = set(layer.modules())
             continue
         reports.append(found)
         done.update(layer.modules())
     # A module around a fused layer needs no report: it does more than the layer.
-    return [
-        each
-        for each in reports
-        if around.get(each.name, set()).isdisjoint(chosen) or not each.reason.startswith("it is not reproduced")
-    ], chosen
+    inner = {each.name: set(model.get_submodule(each.name).modules()) for each in reports}
+    alone = [each.name for each in reports if each.status == report.LEFT_ALONE]
+    return [each for each in reports if each.name not in alone or inner[each.name].isdisjoint(chosen)], chosen
 
 
 def _check(model: object, dry_run: object, only_faster: object, tolerance: object, seconds: object) -> None:
@@ -223,13 +225,9 @@ def _checked_call(candidate: Candidate) -> Call:
     if candidate.call is None:
         raise LeftAloneError(candidate.why_not)
     try:
-        made = fused_class(type(layer))
-    except Exception as error:  # the class may have any metaclass or __init_subclass__
+        can_be_fused(layer)
+    except Exception as error:  # the class may have any metaclass, __init_subclass__ or __class__
         raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
-    try:
-        takes_class(layer, made)
-    except Exception as error:  # the layer may define __class__
-        raise LeftAloneError(f"its class cannot be replaced: {first_line(error)}") from error
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")

@@ -18,12 +18,6 @@ ROUTING = "routing"
 GROUPS = {"both": OPS, "routings": tuple(ROUTINGS)}
 MEASURED = (*OPS, *ROUTINGS, *GROUPS)
 DIRECTIONS = ("forward", "forward+backward")
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,8 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     def backward(self) -> bool:

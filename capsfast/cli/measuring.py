@@ -92,14 +92,9 @@ def bench(
         say(describe(surroundings))
         with bar(len(cases)) as shown:
             for case in cases:
-                fresh = measure(
-                    case,
-                    able,
-                    where,
-                    seconds=seconds,
-                    with_memory=memory and (name != "quick" or case == cases[-1]),
-                    on_step=lambda text, case=case: shown.update(TASK, description=f"{text}: {case.name}"),  # type: ignore[misc]
-                )
+                shown.update(TASK, description=case.name)
+                with_memory = memory and (name != "quick" or case == cases[-1])
+                fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
                 if path is not None:
                     record.save(path, surroundings, [*rows, *fresh])
                 rows += fresh

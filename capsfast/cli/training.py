@@ -93,7 +93,7 @@ class Command(LightningCLI):
         command, *words = self.words
         if self.checkpoint is None:
             if command != "fit":
-                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --ckpt_path=FILE")
+                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
             return {}
         if any(word.startswith("--config") for word in words):
             raise ValueError(
@@ -120,7 +120,10 @@ class Command(LightningCLI):
         path = None if self.checkpoint is None else self.checkpoint.with_name("config.yaml")
         if self.words[0] != "fit" or path is None or not path.is_file():
             return []
-        told = yaml.safe_load(path.read_text())
+        try:
+            told = dict(yaml.safe_load(path.read_text()))
+        except (yaml.YAMLError, TypeError, ValueError):
+            raise ValueError(f"capsfast fit: {path} can't be read; mend it, or remove it") from None
         names = ("trainer", "checkpoint_every", "patience")
         return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
@@ -289,19 +292,18 @@ def run(command: str, words: Sequence[str]) -> None:
     """Runs one of the four commands.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.common.plain_errors` prints them.
+        ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.endings.plain_errors` prints them.
     """
     asks = bool({"--help", "-h"} & {*words})
     if command == "train" and asks:
         say(HELP)
         return
-    spelled = [] if asks else spelled_out(command, words)
-    words = words if asks else [str(word) for word in spelled]
-    typed, command = (spelled, "fit") if command == "train" else ([], command)
+    typed = [] if asks else spelled_out(command, words)
+    words = words if asks else [str(word) for word in typed]
     search_here()
     try:
         with quiet():
-            Command([command, *words])
+            Command(["fit" if command == "train" else command, *words])
     except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
             raise error.__cause__ from None
@@ -309,11 +311,9 @@ def run(command: str, words: Sequence[str]) -> None:
         if not text.startswith("capsfast"):
             if isinstance(error, ValueError) and not text.startswith("`val_check_interval`"):
                 raise
-            text = f"capsfast {command}: {' '.join(text.split())}".replace(
-                "`val_check_interval`", "--trainer.val_check_interval"
-            )
+            text = f"capsfast {command}: {' '.join(text.split())}"
+            text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
         for word in typed:
             text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
-        if typed:
-            text = text.replace("capsfast fit: ", "capsfast train: ")
+        text = text.replace("capsfast fit: ", f"capsfast {command}: ")
         raise ValueError(text) from None

@@ -36,6 +36,12 @@ class CapsNet(CapsuleEncoder):
 
     Raises:
         ValueError, TypeError: a size, an option or an input that does not fit.
+
+    Example:
+        >>> model = capsfast.models.CapsNet(1, 28, num_classes=10, conv_channels=16, primary_groups=2)
+        >>> lengths, capsules, reconstruction = model(torch.rand(4, 1, 28, 28))
+        >>> lengths.shape, reconstruction.shape
+        (torch.Size([4, 10]), torch.Size([4, 1, 28, 28]))
     """
 
     def __init__(

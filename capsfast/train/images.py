@@ -9,6 +9,7 @@ import torch
 from ..data import BatchOrder, ResumableLoader, Sets, open_sets
 from ..data.catalogue import CHOICES, absolute
 from ..data.sets import DrawnSet
+from ..nn import _arguments
 
 # Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
@@ -45,8 +46,8 @@ class ImageData(pl.LightningDataModule):
         test: From Python, with train: a data set for tests.
 
     Raises:
-        ValueError: no data, or data together with train and test. ``setup`` raises the errors of
-            :func:`capsfast.data.open_sets`.
+        ValueError: no data, data together with train and test, or a negative number of workers. ``setup`` raises the
+            errors of :func:`capsfast.data.open_sets`.
     """
 
     sets: Sets
@@ -80,6 +81,7 @@ class ImageData(pl.LightningDataModule):
                 f"{op}: data must be {CHOICES}; from Python train and test go too. A checkpoint of such data sets is "
                 "opened with data= (--data)"
             )
+        _arguments.integer(op, "workers", workers, least=0)
         self.save_hyperparameters(logger=False, ignore=["train", "test"])
         self.options: dict[str, Any] = dict(self.hparams)
         self._given = train, test

@@ -256,7 +256,7 @@ def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "record.json").read_text())
     tested = [value for _, value in record["curve"]["test_accuracy"]]
     assert len(tested) == tested.index(max(tested)) + 3 < 9
-    result = run("test", "--ckpt_path", tmp_path / "best.ckpt")
+    result = run("test", "--resume", tmp_path / "best.ckpt")
     assert result.exit_code == 0 and f"test accuracy {max(tested):.5g}"[:18] in result.output
     assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] < read_checkpoint(last)["global_step"]
 

@@ -174,6 +174,9 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
         assert run(*words, *more).exit_code == 0
         assert read_checkpoint(out / "last.ckpt")["global_step"] == steps
     assert "val_check_interval: 4" in (out / "config.yaml").read_text()
+    for damage in ("trainer: [", "", "words"):
+        (out / "config.yaml").write_text(damage)
+        assert f"{out / 'config.yaml'} can't be read; mend it" in line_of(run(*words), 1)
 
 
 # The machine takes the process away while it writes step.ckpt for the third time.

@@ -80,16 +80,12 @@ class Votes(ABC):
         *,
         logits: Tensor | None = None,
         bias: Tensor | None = None,
-        softmax: str = "out",
-        gradient: str = "full",
-        leaky: bool = False,
         squash: str | Callable[[Tensor], Tensor] = "paper",
-        eps: float = 1e-8,
-        squash_last: bool = True,
         temperature: float = 1.0,
         accumulate: bool = True,
         activation: Tensor | None = None,
         return_coupling: bool = False,
+        **options: Any,
     ) -> Any:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
         :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
@@ -100,6 +96,7 @@ class Votes(ABC):
             temperature: divides the logits in the softmax.
             accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
             activation: ``[B, I]``, a factor of the coupling.
+            options: softmax and so on, as keywords.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
 
@@ -111,7 +108,7 @@ class Votes(ABC):
         v, last = agree_by_passes(
             self.moments,
             agreement,
-            Options(num_iterations, softmax, gradient, leaky, kind, eps, squash_last),
+            Options(num_iterations, squash=kind, **options),
             logits=logits,
             bias=bias,
             shrink=shrink,
