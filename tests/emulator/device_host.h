@@ -305,7 +305,7 @@ void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_byte
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
             Together together = {}) {
-  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
+  if (shared_bytes > 0) limits().of(kernel);  // sets how much the kernel may ask for
   launch_allowed(kernel, grid, threads, shared_bytes, args, together);
 }
 
@@ -318,10 +318,9 @@ template <class Args>
 }
 
 inline int Driver::device() { return Machine::current().number; }
-inline int Driver::shared_bytes(int) { return static_cast<int>(Machine::asked().shared_bytes); }
-inline Driver::Compiled Driver::compiled(const void*) {
-  const Machine& machine = Machine::current();
-  return {static_cast<int>(machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
+inline Driver::Known Driver::known(const void*) {
+  const Machine& machine = Machine::asked();
+  return {static_cast<int>(machine.shared_bytes - machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
 }
 inline void Driver::allow_shared(const void* kernel, int bytes) { Machine::asked().allow_shared(kernel, bytes); }
 inline void Driver::prefer_shared(const void*, int) { ++Machine::current().questions; }
