@@ -6,21 +6,15 @@ compiler is an error that names the remedy.
 CAPSFAST_CUDA=auto (default) adds the CUDA kernels if there is a toolkit, and either a GPU in this machine or a
 TORCH_CUDA_ARCH_LIST that names GPUs ("8.0 9.0+PTX", or "all"). 1 demands the CUDA kernels, 0 leaves them out.
 MAX_JOBS is the number of compilers that run at a time.
-
-The build prints one line for each compiled file; V=1 shows whole commands.
 """
 
-import contextlib
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,30 +32,13 @@ OLDEST_GPU = (7, 5)
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
-# Measured on one server core in 2026: seconds for all C++ files, and for a CUDA file and one architecture.
-CXX_SECONDS, CUDA_SECONDS = 120.0, 6.5
-VERBOSE = os.environ.get("V", "0") not in ("", "0")
 
 
 def compiler() -> str | None:
-    words = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
-    for candidate in (words[0], "c++", "g++", "clang++"):
-        if shutil.which(candidate):
-            return candidate
-    return None
-
-
-def take_apart_compiler() -> list[str]:
-    """Leaves one word in CXX and returns the flags that followed it.
-
-    torch from 2.13 on takes CXX for the name of a program, and calls ccache by itself if ccache is installed.
-    """
-    words = os.environ.get("CXX", "").split()
-    if words and Path(words[0]).name in ("ccache", "sccache"):
-        words.pop(0)
-    if words:
-        os.environ["CXX"] = words[0]
-    return words[1:]
+    named = os.environ.get("CXX")
+    if named and not shutil.which(named):
+        raise SystemExit(f"capsfast: CXX must be a program, got {named!r}; flags go into CFLAGS")
+    return next(filter(shutil.which, (named or "c++", "g++", "clang++")), None)
 
 
 def version() -> str:
@@ -159,21 +136,14 @@ def architectures(found: Toolkit) -> list[str]:
     if asked == ["all"]:
         names = [name for name in ARCHITECTURES if name in found.known]
         return [*names[:-1], f"{names[-1]}+PTX"]
+    served = sorted((name for name in found.known if as_numbers(name) >= OLDEST_GPU), key=as_numbers)
     for name in asked:
-        if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", name):
+        if re.sub(r"[af]?(\+PTX)?$", "", name) not in served:
             raise SystemExit(
-                "capsfast: TORCH_CUDA_ARCH_LIST must list compute capabilities such as '8.0 9.0+PTX', or be 'all', "
-                f"got {name!r}"
+                "capsfast: TORCH_CUDA_ARCH_LIST must be 'all', or list compute capabilities that the kernels and CUDA "
+                f"{found.version[0]}.{found.version[1]} in {found.home} serve ({', '.join(served)}), each perhaps with "
+                f"+PTX, got {name!r}"
             )
-        number = name.removesuffix("+PTX").rstrip("af")
-        if number not in found.known:
-            raise SystemExit(
-                f"capsfast: TORCH_CUDA_ARCH_LIST asks for {number}, which the CUDA toolkit {found.version[0]}."
-                f"{found.version[1]} in {found.home} does not know ({', '.join(sorted(found.known))})"
-            )
-        if as_numbers(number) < OLDEST_GPU:
-            oldest = ".".join(map(str, OLDEST_GPU))
-            raise SystemExit(f"capsfast: the CUDA kernels need compute capability {oldest} or newer, got {number}")
     return asked
 
 
@@ -182,21 +152,12 @@ def as_numbers(capability: str) -> tuple[int, ...]:
 
 
 def gencode(names: list[str]) -> list[str]:
-    """nvcc's flags. Machine code comes from the PTX of the oldest listed architecture of the same major version.
-
-    Making PTX is the longer half of the work, and PTX for another minor version would be the same: kernels only ask
-    whether the architecture is 8.0 or newer, and 9.0 or newer. An architecture with a letter, such as 9.0a, has
-    features of its own.
-    """
-    plain = [name.removesuffix("+PTX") for name in names]
+    """nvcc's flags. torch would add its own, but leaves them out if the folder's name holds "arch"."""
     flags = []
-    for name, number in zip(names, plain, strict=True):
-        kin = [other for other in plain if other.split(".")[0] == number.split(".")[0] and other[-1].isdigit()]
-        oldest = min(kin, key=as_numbers) if number[-1].isdigit() else number
-        digits = number.replace(".", "")
-        flags.append(f"-gencode=arch=compute_{oldest.replace('.', '')},code=sm_{digits}")
-        if name.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{digits},code=compute_{digits}")
+    for name in names:
+        digits = name.removesuffix("+PTX").replace(".", "")
+        kinds = ("sm", "compute") if name.endswith("+PTX") else ("sm",)
+        flags += [f"-gencode=arch=compute_{digits},code={kind}_{digits}" for kind in kinds]
     return flags
 
 
@@ -210,7 +171,7 @@ def jobs() -> int:
     return cores if free is None else max(1, min(cores, int(int(free[1]) / 2**20 / GIGABYTES_PER_JOB)))
 
 
-def extension(found: Toolkit | None, flags: list[str]):
+def extension(found: Toolkit | None):
     import pybind11
     import torch
     from torch.utils import cpp_extension
@@ -227,22 +188,16 @@ def extension(found: Toolkit | None, flags: list[str]):
         ("CAPSFAST_VERSION", f'"{version()}"'),
     ]
     # Checks put __FILE__ into their messages; this keeps the builder's folders out of the binary.
-    cxx = [*flags, "-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
+    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
     cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
     # The installed pybind11 goes first, because torch ships an older one.
-    more = {"include_dirs": [pybind11.get_include()], "extra_link_args": [*flags]}
+    more = {"include_dirs": [pybind11.get_include()]}
     nvcc = []
     if found:
         # A CPU-only torch has the headers, but looks for no toolkit.
         cpp_extension.CUDA_HOME = str(found.home)
         names = architectures(found)
         print(f"capsfast: CUDA {found.version[0]}.{found.version[1]} in {found.home}, for {' '.join(names)}")
-        theirs = torch.version.cuda
-        if theirs and int(theirs.split(".")[0]) < found.version[0]:
-            print(
-                f"capsfast: torch was built with CUDA {theirs}, the kernels will be with {found.version[0]}."
-                f"{found.version[1]}: they need a driver for the newer one"
-            )
         macros += [
             ("CAPSFAST_CUDA", "1"),
             ("CAPSFAST_CUDA_VERSION", f'"{found.version[0]}.{found.version[1]}"'),
@@ -262,7 +217,7 @@ def extension(found: Toolkit | None, flags: list[str]):
         # Links cudart statically, because the process may hold torch's runtime too. CUDA's stream comes from libtorch
         # by a weak symbol, for which a linker alone would not keep the library.
         more["libraries"] = ["cudart_static", "rt", "dl", "pthread"]
-        more["extra_link_args"] += ["-Wl,--no-as-needed", "-ltorch"]
+        more["extra_link_args"] = ["-Wl,--no-as-needed", "-ltorch"]
     return cpp_extension.CppExtension(
         "capsfast._C",
         sources,
@@ -283,6 +238,7 @@ def build():
             "the compiled kernels: CAPSFAST_BUILD=0 pip install --no-build-isolation ."
         )
     try:
+        import torch
         from setuptools.errors import CCompilerError
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
@@ -291,119 +247,34 @@ def build():
             "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
-    if shutil.which("c++") is None:
-        os.environ.setdefault("CXX", found)  # torch would look no further than c++
-    flags = take_apart_compiler()
+    if found != "c++":
+        os.environ["CXX"] = found  # torch would look no further than c++
     os.environ.setdefault("MAX_JOBS", str(jobs()))
     # pip puts ninja beside Python, where a shell finds ninja only in an activated environment.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
     class Build(BuildExtension):
-        def run(self):
-            # Does not lock build_temp, because an editable install has a build_temp of its own.
-            with one_at_a_time(Path("build")):
-                super().run()
-
         def build_extensions(self):
-            for ext in self.extensions:
-                # The stable ABI needs neither of these torch libraries.
-                ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
-                again = any(Path(self.build_temp).rglob("*.o"))
-                what = "what has changed" if again else f"{len(ext.sources)} files, {duration(ext)}"
-                print(f"capsfast: compiling {what}", flush=True)
+            (ext,) = self.extensions
+            # The stable ABI needs neither of these torch libraries.
+            ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
+            print(f"capsfast: compiling what has changed of {len(ext.sources)} files", flush=True)
+            if torch.version.cuda is None:
                 self.forget_stale(ext)
             try:
-                with brief_output():
-                    super().build_extensions()
+                super().build_extensions()
             except (RuntimeError, CCompilerError) as error:  # the compiler's own words stand above
-                if VERBOSE:
-                    raise
-                reason = str(error).partition("\n")[0] or repr(error)
-                raise SystemExit(f"capsfast: the build failed: {reason} (V=1 shows all commands)") from None
-
-        def copy_file(self, infile, outfile, *rest, **options):
-            """Replaces the file in one step: a process that imports it meanwhile finds the old file or the new file."""
-            draft = f"{outfile}.part"
-            try:
-                copied = super().copy_file(infile, draft, *rest, **options)
-                os.replace(draft, outfile)
-            finally:
-                Path(draft).unlink(missing_ok=True)
-            return (str(outfile), copied[1])
+                raise SystemExit(f"capsfast: the build failed: {error}") from None
 
         def forget_stale(self, ext):
-            """Compiles a .cu file again if any header is newer, because ninja does not know which headers it reads."""
+            """Compiles a .cu file again if any header is newer. A CPU-only torch does not ask nvcc for the headers."""
             newest = max(Path(name).stat().st_mtime for name in ext.depends)
             for name in ext.sources:
                 compiled = Path(self.build_temp, name).with_suffix(".o")
                 if name.endswith(".cu") and compiled.exists() and compiled.stat().st_mtime < newest:
                     compiled.unlink()
 
-    return {"ext_modules": [extension(wanted_toolkit(), flags)], "cmdclass": {"build_ext": Build}}
-
-
-def duration(ext) -> str:
-    """How long compiling all files takes, roughly."""
-    cuda = sum(name.endswith(".cu") for name in ext.sources)
-    targets = sum("code=" in flag for flag in ext.extra_compile_args["nvcc"])
-    asked = os.environ["MAX_JOBS"]  # ninja takes 0 for no limit, torch leaves anything else than a number alone
-    at_a_time = min(int(asked) if asked.isdigit() and int(asked) else jobs(), len(ext.sources))
-    seconds = (CXX_SECONDS + cuda * targets * CUDA_SECONDS) / at_a_time
-    shown = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
-    return f"{at_a_time} at a time: about {shown}"
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Makes builds into one folder take turns: the second build finds what the first has compiled."""
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"capsfast: another build works in {folder}; waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
-        yield
-
-
-def brief(line: str) -> str:
-    """Shortens a line that ninja printed: a command that succeeded becomes the name of the compiled file."""
-    step = re.match(r"\[\d+/\d+\] ", line)
-    source = step and re.search(rf"-c {re.escape(str(ROOT.resolve()))}/(\S+)", line)
-    return f"{step[0]}{source[1]}\n" if step and source else line
-
-
-@contextlib.contextmanager
-def brief_output() -> Iterator[None]:
-    """Passes what this process and its children print through :func:`brief`, unless V=1."""
-    if VERBOSE:
-        yield
-        return
-    sys.stdout.flush()
-    shown = os.dup(1)
-    read, write = os.pipe()
-
-    def pass_on() -> None:
-        with open(read, errors="replace") as lines, open(shown, "w", closefd=False) as out:
-            for line in lines:
-                out.write(brief(line))
-                out.flush()
-
-    reader = threading.Thread(target=pass_on)
-    os.dup2(write, 1)
-    os.close(write)
-    reader.start()
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(shown, 1)  # closes the last write end of the pipe, so that the reader ends
-        reader.join()
-        os.close(shown)
+    return {"ext_modules": [extension(wanted_toolkit())], "cmdclass": {"build_ext": Build}}
 
 
 if __name__ == "__main__":

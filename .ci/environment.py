@@ -11,7 +11,6 @@ CONSTRAINTS names a file with the version of each package, "" goes without. V=1 
 # The Python that reads this file may be too old for capsfast.
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -79,13 +78,11 @@ def install(python: str, what: list[str], but: set[str], pins: tuple[str, ...] =
 
 
 def make_environment(python: str) -> None:
+    """A virtual environment, if this Python does not exist, and pip in it."""
     if not ask(python, "print(1)"):
         folder = Path(python).parent.parent
         print(f"capsfast: making the virtual environment {folder}: some seconds", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-
-
-def install_pip(python: str) -> None:
     if not ask(python, "import pip; print(1)"):
         subprocess.run([python, "-m", "ensurepip"], check=True)
 
@@ -116,22 +113,10 @@ def ready(python: str, what: str) -> None:
     version = ask(python, "import sys; print(sys.version.split()[0])") or sys.version.split()[0]
     if tuple(map(int, version.split(".")[:2])) < MINIMUM_PYTHON:
         sys.exit(f"capsfast needs Python 3.10 or newer, this is {version} ({python})")
-    folder = ROOT / "build" / "make"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        with contextlib.suppress(ImportError, OSError):  # there are file systems without locks
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two makes finds what the first has installed
-        prepare(python, what)
-
-
-def prepare(python: str, what: str) -> None:
     make_environment(python)
     stamp = stamp_of(python)
     done = json.loads(stamp.read_text()) if stamp.exists() else {}
     if "torch" not in done or TORCH not in ("", done["torch"]):
-        install_pip(python)
         install_torch(python)
         done = {"torch": TORCH}
     # Changed dependencies are installed again.

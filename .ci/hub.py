@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = ("train", "data", "cli", "pretrained", "__main__.py", "plot.py", "__pycache__", "_C*")
+LEFT_OUT = ("train", "data", "cli", "pretrained", "__main__.py", "plot.py", "plots.py", "__pycache__", "_C*")
 # kernel-builder writes _ops.py beside it.
 NAMES = """
 from ._ops import add_op_namespace_prefix

@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import capsfast
-from capsfast.bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
+from capsfast.bench.cases import OPS, SWEEPS, Case, sweep
 from capsfast.bench.contenders import OURS, Contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
@@ -30,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sweep", choices=SWEEPS, default="capsules", help="which cases to run (default capsules)")
     group.addoption("--op", choices=(*OPS, *ROUTINGS), default=OPS[0], help="an op or a routing of capsfast.nn")
     group.addoption("--device", choices=("cpu", "cuda"), action="append", help="default: cpu, and cuda if available")
-    group.addoption("--threads", type=int, help="torch threads, default torch's own choice")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,8 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--device cuda: torch sees no CUDA device")
     # So that `pytest benchmarks` finds the file.
     config.addinivalue_line("python_files", "benchmark_*.py")
-    if config.getoption("threads") is not None:
-        torch.set_num_threads(config.getoption("threads"))
     # Only the columns for a comparison, so that the table fits into a terminal.
     if not any(word.startswith("--benchmark-columns") for word in config.invocation_params.args):
         config.option.benchmark_columns = ["median", "min", "rounds"]
@@ -64,8 +61,8 @@ def label(case: Case, device: str) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
-    op, name = config.getoption("op"), config.getoption("sweep")
-    cases = sweep(name, ROUTING, routing=op) if op in ROUTINGS else sweep(name, op)
+    name = config.getoption("sweep")
+    cases = sweep(name, config.getoption("op"))
     params = []
     for device in devices(config):
         where = torch.device(device)

@@ -29,7 +29,7 @@ ROOT = HERE.parent
 MINUTES = 9.0
 # Seconds between the request to stop, when pytest reports, and the kill.
 GRACE_SECONDS = 5.0
-ALSO = ("sanitizers", "counters", "sweep")
+ALSO = ("sanitizers", "counters")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 OK, FAILED, LATE, LEFT_OUT, INTERRUPTED = "ok", "failed", "out of time", "left out", "interrupted"
@@ -311,19 +311,6 @@ class Steps:
         words += ["--export", str(self.out / "gpu-check" / "profile")]
         watched = self.own("profiled", 120)
         return [Step("counters", [program or "", *words, *watched.command], 120, self.environment, why_not, quiet=True)]
-
-    def sweep(self) -> list[Step]:
-        words = ["--sweep", "smoke" if self.rehearse else "all", "--op", "both", "--device", self.device]
-        command = [
-            sys.executable,
-            "-m",
-            "capsfast",
-            "bench",
-            *words,
-            "--json",
-            str(self.out / "gpu-check" / "sweep.json"),
-        ]
-        return [Step("sweep", command, 3600, self.environment, missing("typer", "rich"))]
 
 
 def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) -> int:

@@ -7,15 +7,19 @@ import sys
 from typing import Any
 
 
+def search_here() -> None:
+    """Adds the working directory to Python's path, permanently: a user's module may import its neighbours later."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 def by_path(op: str, path: str) -> Any:
     """The class or function at a path such as ``my_module.MyClass``. The working directory is searched too.
 
     Raises:
         ValueError: the path names no class or function, or its module can't be imported.
     """
-    # Added to sys.path permanently: the module may import its neighbours later.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    search_here()
     try:
         found = pydoc.locate(path)
     except pydoc.ErrorDuringImport as error:

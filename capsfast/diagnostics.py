@@ -1,16 +1,18 @@
 """Measures what a routing layer does with its inputs, and says in words what is wrong."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
-from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement, couplings
+from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement
+from .nn.couplings import shares_of
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -80,7 +82,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Args:
         layer: a routing layer, or a layer that :func:`capsfast.accelerate` replaced.
         u: the input of the layer: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
-            It takes a few dozen samples of all classes to tell a dead capsule from an absent class.
+            Give a few dozen samples of all classes, so that a dead capsule differs from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
             0 … J-1 in turn.
         given: logits, mask, activation and so on, as in the layer's forward. If the routing needs activations and none
@@ -89,12 +91,19 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Raises:
         TypeError: not a routing layer.
         ValueError: no sample, activations that do not depend on u, or any error of the layer.
+
+    Example:
+        >>> layer = capsfast.DynamicRouting(1152, 10, 8, 16)
+        >>> _ = torch.nn.init.normal_(layer.W)  # as many layers start: too large
+        >>> diagnosis = capsfast.diagnose(layer, capsfast.squash(torch.randn(32, 1152, 8)))
+        >>> [finding.name for finding in diagnosis.findings]
+        ['saturated']
     """
     op = "capsfast.diagnose"
     as_capsfast: Any = getattr(layer, "as_capsfast", None)
     if as_capsfast is not None:  # capsfast.accelerate made it
         layer, u = as_capsfast(u)
-    if not isinstance(layer, (ConvCaps2d, RoutedCaps, RoutingByAgreement)):
+    if not hasattr(layer, "recorded") and not hasattr(layer, "as_connected"):
         raise TypeError(
             f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "
             f"{type(layer).__name__}; of a model, take its part .routing"
@@ -102,14 +111,12 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     if not isinstance(u, Tensor):
         raise TypeError(f"{op}: u must be a torch.Tensor, got {type(u).__name__}")
     text = f"{type(layer).__name__}({layer.extra_repr()})"
-    if isinstance(layer, ConvCaps2d):
-        windows, inside = layer.unfold(u), layer.inside(u)
-        if "activation" in given:
-            given["activation"] = layer.unfold_activation(u, given["activation"])
-        u, layer = windows, layer.at_windows((u.shape[3], u.shape[4]))
-        given = given if inside is None else {"mask": inside, **given}
+    as_connected = getattr(layer, "as_connected", None)
+    if as_connected is not None:  # a layer of windows
+        layer, u, given = as_connected(u, **given)
+    layer = cast(Layer, layer)
     routing = getattr(layer, "routing", layer)  # RoutingByAgreement, which takes votes, is its own routing
-    name = "u" if isinstance(layer, RoutedCaps) else "votes"
+    name = next(iter(inspect.signature(layer.forward).parameters))
     softmax = getattr(routing, "softmax", "out")
     with torch.enable_grad(), _buffers_kept(layer):
         leaf = u.detach().requires_grad_()
@@ -169,8 +176,10 @@ def _buffers_kept(layer: nn.Module) -> Iterator[None]:
 
 def _couplings(layer: Layer, u: Tensor, softmax: str, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
-    groups = layer.held.groups if isinstance(layer, RoutedCaps) else 1
-    return [c.unflatten(1, (groups, -1)) for c in couplings(layer, u, shares=softmax == "out", **given)]
+    with torch.no_grad():
+        found = layer.recorded(u, **given)
+        shares = map(shares_of, found.weights) if softmax == "out" else found.weights
+        return [c.unflatten(1, (found.groups, -1)) for c in shares]
 
 
 def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> Iterator[Finding]:

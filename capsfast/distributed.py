@@ -8,7 +8,7 @@ differentiable all-reduce sums the losses of all ranks instead: its gradients ar
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from . import _keywords, arguments, checks, functional, passes
 from .agreement import Moments, agree
 from .arguments import RoutingParameters
-from .functional import CoupledKeywords
+from .functional import CoupledKeywords, RoutingKeywords
 from .ops import sharding
 from .options import Options
 from .passes import PassKeywords
@@ -46,6 +46,32 @@ def register_sharding() -> None:
     sharding.register()
 
 
+@overload
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    group: Group = None,
+    shared_weight: bool = False,
+    return_coupling: Literal[False] = ...,
+    **options: Unpack[RoutingKeywords],
+) -> Tensor: ...
+
+
+@overload
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    group: Group = None,
+    shared_weight: bool = False,
+    return_coupling: bool,
+    **options: Unpack[RoutingKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @_keywords.with_keywords_of(functional.dynamic_routing)
 def dynamic_routing(
     u: Tensor,
@@ -55,7 +81,7 @@ def dynamic_routing(
     group: Group = None,
     shared_weight: bool = False,
     **options: Unpack[CoupledKeywords],
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` over the input capsules of all ranks (Sabour, Frosst, Hinton 2017, procedure 1).
 
     Each iteration runs a routing pass over the rank's own input capsules and one sum over the ranks of B x J x D
@@ -73,7 +99,7 @@ def dynamic_routing(
         bias: ``[J, D]``, the same on every rank.
         mask: mask of the rank's input capsules, ``[B, I]`` bool.
         out_mask: ``[B, J]`` bool, the same on every rank.
-        backend: backend of the passes, a name in :func:`capsfast.backends`; default the first that serves them.
+        backend: backend of the passes, a name in :func:`capsfast.backends`; default: the first that serves the passes.
 
     The other arguments are as in :func:`capsfast.dynamic_routing`.
 
@@ -121,7 +147,7 @@ def dynamic_routing(
     if given.out_mask is not None:
         v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     v = v.to(u.dtype)
-    return (v, last.weights) if return_coupling else v
+    return v if last.weights is None else (v, last.weights)
 
 
 @_keywords.with_keywords_of(passes.routing_pass)

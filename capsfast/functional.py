@@ -1,6 +1,6 @@
 """The public functions of routing: they check the arguments and call the op."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def dynamic_routing(
 @overload
 def dynamic_routing(
     u: Tensor, weight: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
-) -> Any: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @_keywords.closed
@@ -141,20 +141,20 @@ def dynamic_routing(
             except under autocast. Size 1 for I shares the matrices between the input capsules, size 1 for J between
             the output capsules, without a copy. With size 1 for J, logits, bias or out_mask give the number of output
             capsules, if one of them is passed; the votes then have no axis J and are stored, in float32 for 16-bit
-            inputs. The CPU skips them if one matrix serves all pairs and that is less work (docs/recommenders.md).
+            inputs. If one matrix serves all pairs and this is less work, the CPU forms no votes (docs/recommenders.md).
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
         mask: ``[B, I]`` bool; False takes an input capsule out, whatever it holds.
         out_mask: ``[B, J]`` bool; False takes an output capsule out: no coupling, ``v = 0``.
         softmax: ``"out"`` normalises over the output capsules (the paper), ``"in"`` over the inputs.
-        gradient: ``"full"``, or ``"last"``: the agreement added to the logits counts as constant.
+        gradient: ``"full"``: through all iterations; ``"last"``: the agreement added to the logits counts as constant.
         leaky: adds an entry with logit 0 to every softmax, whose coupling is thrown away.
         squash: a kind of :func:`capsfast.squash`.
         eps: eps of the squash, at least 1e-20, which reproduces layers without an eps.
-        squash_last: False omits the squash of the last iteration only: the result is then its weighted sum plus bias.
+        squash_last: False: no squash in the last iteration; the result is the last weighted sum plus bias.
         return_coupling: also return the last coupling coefficients.
-        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
+        backend: a name in :func:`capsfast.backends`; default: the first available one that serves the call.
 
     Returns:
         ``v [B, J, D]`` in the dtype of ``u``; with ``return_coupling`` the pair of ``v`` and
@@ -165,6 +165,12 @@ def dynamic_routing(
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
+
+    Example:
+        >>> u, weight = torch.randn(16, 1152, 8), 0.1 * torch.randn(1152, 10, 16, 8)
+        >>> v, coupling = capsfast.dynamic_routing(u, weight, num_iterations=3, return_coupling=True)
+        >>> v.shape, coupling.shape
+        (torch.Size([16, 10, 16]), torch.Size([16, 1152, 10]))
     """
     if unknown:
         _keywords.refuse(dynamic_routing, unknown)
@@ -197,7 +203,7 @@ def route_votes(
 @overload
 def route_votes(
     votes: Tensor, num_iterations: int = 3, *, return_coupling: bool, **options: Unpack[RoutingKeywords]
-) -> Any: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @_keywords.with_keywords_of(dynamic_routing)
@@ -208,12 +214,18 @@ def route_votes(
 
     Args:
         votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. Size 1 for J shares them between
-            the output capsules, whose number logits, bias or out_mask then give. Votes ``[B, I, J, D, *spatial]``, as
-            a convolution makes them, are routed independently at every position, and the results end in the same axes
-            of positions. An argument with an axis B may end in them too; otherwise it applies to every position.
+            the output capsules; logits, bias or out_mask then say how many there are. Votes ``[B, I, J, D, *spatial]``,
+            as a convolution makes them, are routed independently at every position, and the results end in the same
+            axes of positions. An argument with an axis B may end in these axes too; otherwise it applies to every
+            position.
 
     All other arguments, the result and the errors are as in :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
+
+    Example:
+        >>> votes = torch.randn(16, 32, 10, 8)
+        >>> capsfast.route_votes(votes, num_iterations=2).shape
+        torch.Size([16, 10, 8])
     """
     _keywords.check(route_votes, options, CoupledKeywords)
     if has_torch_function((votes, num_iterations, *options.values())):

@@ -76,8 +76,9 @@ def routing_pass(
             ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
             each, row by row.
         weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. Size 1 for I or for J
-            shares them without a copy. With size 1 for J, query, precision, center, prior, logits or out_mask give the
-            number of output capsules; the votes then have no axis J and are stored, in float32 for 16-bit inputs.
+            shares the matrices without a copy. With size 1 for J, query, precision, center, prior, logits or out_mask
+            say how many output capsules there are; the votes then have no axis J and are stored, in float32 for 16-bit
+            inputs.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part of the score.
         center: ``[B, J, D]``, subtracted from the votes. A center near the mean avoids cancellation in ``second``.
@@ -94,16 +95,23 @@ def routing_pass(
         return_weights: also return r, ``[B, I, J]``.
         return_lse: also return the log-sum-exp of the softmax: ``[B, I]``, for ``normalize="in"`` ``[B, J]``; -inf
             where there is no finite logit.
-        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
+        backend: a name in :func:`capsfast.backends`; default: the first available one that serves the call.
 
     Returns:
         :class:`Moments`, with None for moments that were not requested. Empty sums are 0.
 
     Raises:
-        ValueError: a shape, a value or a device does not fit. A negative precision is refused on the CPU only, where
-            the check needs no synchronisation; elsewhere the formula is evaluated with it.
+        ValueError: a shape, a value or a device does not fit. A negative precision is an error on the CPU only, where
+            the check needs no synchronisation.
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
+
+    Example:
+        >>> u, weight = torch.randn(16, 1152, 8), 0.1 * torch.randn(1152, 10, 16, 8)
+        >>> pose = capsfast.routing_pass(u, weight).first  # without a query all coupling coefficients are equal
+        >>> moments = capsfast.routing_pass(u, weight, query=pose)
+        >>> moments.mass.shape, moments.first.shape
+        (torch.Size([16, 10]), torch.Size([16, 10, 16]))
     """
     if unknown:
         _keywords.refuse(routing_pass, unknown)
@@ -128,9 +136,9 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
 
     Args:
         votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. Size 1 for J shares them between
-            the output capsules, whose number the other arguments then give. Votes ``[B, I, J, D, *spatial]``, as a
+            the output capsules; the other arguments then say how many there are. Votes ``[B, I, J, D, *spatial]``, as a
             convolution makes them, are routed independently at every position, and the results end in the same axes of
-            positions. An argument with an axis B may end in them too; otherwise it applies to every position.
+            positions. An argument with an axis B may end in these axes too; otherwise it applies to every position.
 
     All other arguments, the result and the errors are as in :func:`capsfast.routing_pass`.
     """

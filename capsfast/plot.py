@@ -48,11 +48,11 @@ OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
 LOG_EVERY = 10
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path, dpi: int = 90) -> Path:
     """Writes a complete PNG, or none if it fails."""
     # Into memory first: the encoder reports a full disk without its errno.
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
+    figure.savefig(picture, format="png", dpi=dpi, bbox_inches="tight", pil_kwargs={"optimize": True})
     with replacing(path) as draft:
         draft.write_bytes(picture.getbuffer())
     return path

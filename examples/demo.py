@@ -63,7 +63,7 @@ def show() -> None:
     say("\n2/2  The speed of one routing layer against einsum, eager and compiled: a minute, most of it compiling.")
     status = 0
     try:
-        bench(memory=False, seconds=0.5, json=OUT / "bench.json", png=OUT / "speed.png")
+        bench(memory=False, seconds=0.5, json=OUT / "bench.json")
     except typer.Exit as end:
         status = end.exit_code
         if status != 1:  # interrupted
@@ -76,7 +76,7 @@ def show() -> None:
     table.add_row("accuracy", "; ".join(f"{name} {accuracy:.2%}" for name, accuracy in outcome.accuracy.items()))
     table.add_row("training", "; ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items()))
     table.add_row("routing, B=128", f"faster than: {speeds(Results(rows))}")
-    table.add_row("pictures", ", ".join(str(OUT / name) for name in (*digits.PICTURES, "speed.png")))
+    table.add_row("pictures", ", ".join(str(OUT / name) for name in digits.PICTURES))
     table.add_row("time", f"{time.perf_counter() - begin:.0f} s")
     console.print()
     console.print(table)

@@ -242,7 +242,7 @@ def test_damaged_pictures_and_empty_classes_are_named(tmp_path: Path, monkeypatc
     write_pictures(tmp_path / "other")
     (tmp_path / "dog" / "04.png").write_bytes((tmp_path / "other" / "cat" / "04.png").read_bytes())
     (tmp_path / "other").rename(tmp_path.parent / "other")
-    with pytest.raises(ValueError, match=r"04.png must be 40 x 40 as others are, got 9 x 9; give image_size"):
+    with pytest.raises(ValueError, match=r"must all be \[1, 40, 40\], got \[1, 9, 9\] at \d+; give image_size"):
         [stacked(part) for part in data.load(str(tmp_path))]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no pictures in empty; add some, or remove the folder"):
@@ -372,6 +372,8 @@ def test_data_sets_from_python(tmp_path: Path) -> None:
         ValueError, match=r"data must be digits, .* A checkpoint of such data sets is opened with data="
     ):
         ImageData(**images.hparams)
+    with pytest.raises(ValueError, match=r"ImageData: workers must be at least 0, got -1"):
+        ImageData("digits", workers=-1)
     with pytest.raises(ValueError, match="give data, or train and test, not both"):
         ImageData("digits", train=whole)
 

@@ -12,7 +12,7 @@ import capsfast
 from capsfast import toolchain
 from capsfast.nn import EMRouting
 from capsfast.nn.couplings import RecordedVotes
-from capsfast.nn.routing.votes import ProductVotes
+from capsfast.nn.routing.votes import PassVotes
 from capsfast.ops import em_update
 from capsfast.options import EMOptions
 
@@ -170,8 +170,8 @@ def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_votes_say_who_serves_what_lies_between_their_passes() -> None:
-    routing, votes = EMRouting(6, 3, 4, 5, dtype=f64), ProductVotes("test", u, weight, backend="reference")
-    assert ProductVotes("test", u, weight).backend is None and RecordedVotes(votes).backend == "reference"
+    routing, votes = EMRouting(6, 3, 4, 5, dtype=f64), PassVotes("test", u, weight, backend="reference")
+    assert PassVotes("test", u, weight).backend is None and RecordedVotes(votes).backend == "reference"
 
     def activations(beta: Tensor) -> Tensor:
         return torch.func.functional_call(routing, {"beta_a": beta}, (votes,)).activations

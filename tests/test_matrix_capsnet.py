@@ -1,6 +1,7 @@
 """Class capsules with coordinates, and the network of matrix capsules."""
 
-from typing import Any
+import statistics
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from capsfast.nn import ClassCaps2d, PrimaryMatrixCaps
 
 from .support import plain
 from .support.backends import Backend, Largest
+from .support.layers import parameters_of
 from .support.plain import gradients
-from .support.refusals import Refusal, refusals
 from .support.routings import convolutional_variational, randomize, variational
 
 f64 = torch.float64
@@ -100,8 +101,8 @@ def test_network_has_the_papers_parameters() -> None:
 
     small = MatrixCapsNet(device="meta")
     large = MatrixCapsNet(conv_channels=32, primary_types=32, conv_types=(32, 32), device="meta")
-    assert sum(value.numel() for value in small.parameters()) == count(64, 8, 16, 16) == 68_754
-    assert sum(value.numel() for value in large.parameters()) == count(32, 32, 32, 32) == 317_194
+    assert parameters_of(small) == count(64, 8, 16, 16) == 68_754
+    assert parameters_of(large) == count(32, 32, 32, 32) == 317_194
 
 
 def test_variational_form_has_the_authors_parameters() -> None:
@@ -114,8 +115,8 @@ def test_variational_form_has_the_authors_parameters() -> None:
 
     of: dict[str, Any] = {"form": "variational", "device": "meta"}
     norb, mnist = MatrixCapsNet(**of), MatrixCapsNet(1, 32, 10, primary_types=16, **of)
-    assert sum(value.numel() for value in norb.parameters()) == count(64, 8, 16, 16, 5, 2) == 68_714
-    assert sum(value.numel() for value in mnist.parameters()) == count(64, 16, 16, 16, 10, 1) == 95_572
+    assert parameters_of(norb) == count(64, 8, 16, 16, 5, 2) == 68_714
+    assert parameters_of(mnist) == count(64, 16, 16, 16, 10, 1) == 95_572
 
 
 def test_a_reset_forgets_the_batch_normalisations() -> None:
@@ -181,35 +182,42 @@ PLAIN: dict[str, Any] = {"identity": False, "init_std": None, "floor": 1.0, "fin
 PLAIN |= {"initial_beta_a": 0.0, "initial_beta_u": None}
 
 
-def starts(model: MatrixCapsNet) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Activations and poses of each layer of capsules, and the size of the gradient of each W."""
-    found: list[Any] = []
-    parts = (*model.conv_caps, model.routing)
-    hooks = [part.register_forward_hook(lambda _, given, made: found.append(made)) for part in parts]
-    images, labels = torch.rand(16, 1, 8, 8), torch.arange(16) % 10
-    capsfast.nn.MarginLoss()(model(images).lengths, labels).backward()
-    for hook in hooks:
-        hook.remove()
-    weights = [value.grad for name, value in model.named_parameters() if name.endswith("W")]
-    sizes = [0.0 if each is None else each.square().mean().sqrt().item() for each in weights]
-    return [each.activations.detach() for each in found], [each.poses.detach() for each in found], sizes
+class Start(NamedTuple):
+    """What a new network does. Each number is the median of several draws, because one draw may be an exception."""
+
+    chooses: float  # share of activations that are not near 0 or 1, in the layer with the fewest
+    spread: float  # deviation of the activations of the class capsules
+    fades: float  # deviation of the poses of the second layer, as a share of the deviation in the first
+    least: float  # the root mean square of the gradient of W, in the layer where it is smallest
+    most: float
+
+
+def start(num_iterations: int, **options: Any) -> Start:
+    draws = []
+    for seed in range(7):
+        torch.manual_seed(seed)
+        sizes: dict[str, Any] = {"conv_channels": 16, "primary_types": 4, "conv_types": (6, 6)}
+        model = MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes, **options)
+        found: list[Any] = []
+        for part in (*model.conv_caps, model.routing):
+            part.register_forward_hook(lambda _, given, made: found.append(made))  # noqa: B023
+        capsfast.nn.MarginLoss()(model(torch.rand(16, 1, 8, 8)).lengths, torch.arange(16) % 10).backward()
+        chosen = [((each.activations - 0.5).abs() < 0.45).float().mean().item() for each in found]
+        poses = [each.poses.std().item() for each in found]
+        weights = [value.grad for name, value in model.named_parameters() if name.endswith("W")]
+        gradient = [0.0 if each is None else each.square().mean().sqrt().item() for each in weights]
+        spread = found[-1].activations.std().item()
+        draws.append(Start(min(chosen), spread, poses[1] / poses[0], min(gradient), max(gradient)))
+    return Start(*map(statistics.median, zip(*draws, strict=True)))
 
 
 @pytest.mark.parametrize("num_iterations", [2, 3])
 def test_network_starts_where_all_its_layers_learn(num_iterations: int) -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"conv_channels": 16, "primary_types": 4, "conv_types": (6, 6)}
-    model = MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes)
-    activations, poses, gradients = starts(model)
-    for layer in activations:
-        assert ((layer > 0.05) & (layer < 0.95)).float().mean() > 0.7 and layer.std() > 0.05
-    lengths = [each.square().mean().sqrt() for each in poses]
-    assert min(lengths) > 0.3 * max(lengths)
-    assert min(gradients) > 1e-4 and max(gradients) < 20 * min(gradients)
-    # With PLAIN poses fade, activations do not depend on the image, and no weight changes the loss.
-    activations, poses, gradients = starts(MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes, **PLAIN))
-    assert activations[-1].std() < 0.001 and poses[1].std() < 0.2 * poses[0].std()
-    assert max(gradients) < 1e-4
+    ours, plain = start(num_iterations), start(num_iterations, **PLAIN)
+    assert ours.chooses > 0.7 and ours.spread > 0.05 and ours.fades > 0.5
+    assert ours.least > 5e-4 and ours.most < 20 * ours.least
+    # With PLAIN poses fade, activations hardly depend on the image, and weights hardly change the loss.
+    assert plain.fades < 0.5 * ours.fades and plain.spread < 0.05 * ours.spread and plain.most < 0.1 * ours.least
 
 
 def test_starting_options_give_way() -> None:
@@ -224,67 +232,5 @@ def test_starting_options_give_way() -> None:
     assert (model.routing.routing.beta_u == -1).all()
     model = MatrixCapsNet(1, 8, 4, **SMALL, routing="self")
     assert not model.routing.identity
-    with pytest.raises(ValueError, match="floor must be positive"):
-        MatrixCapsNet(1, 8, 4, **SMALL, floor=0.0)
-    with pytest.raises(ValueError, match=r"identity needs square matrices in W, got .* of \[6, 4\]"):
-        capsfast.nn.RoutedCaps(5, 3, 4, 6, routing="em", identity=True)
     layer = capsfast.nn.RoutedCaps(50, 3, 4, 4, routing="em", identity=True, init_std=1e-3)
     torch.testing.assert_close(layer.W, torch.eye(4).expand(50, 3, 4, 4), rtol=0, atol=0.002 + 1e-6)
-
-
-@pytest.mark.parametrize("size", [28, 17, (16, 9), 7, (3, 1)])
-def test_network_takes_any_image_size(size: Any) -> None:
-    model = MatrixCapsNet(3, size, 4, **SMALL)
-    output = model(torch.rand(2, *model.image_shape), torch.tensor([0, 1]))
-    assert output.lengths.shape == (2, 4) and output.capsules.shape == (2, 4, 4) and output.reconstruction is None
-    with pytest.raises(RuntimeError, match="there is no decoder"):
-        model.reconstruct(output.capsules)
-
-
-WRONG: dict[str, Refusal] = {
-    "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
-    "coordinates": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=0.1),
-        TypeError,
-        r"ClassCaps2d: coordinates must be True, False or a pair \(offset, scale\), got 0\.1",
-    ),
-    "scale": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=(1, float("inf"))),
-        ValueError,
-        "scale of coordinates must be finite, got inf",
-    ),
-    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "positions is not an option"),
-    "activation of a list": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),
-        TypeError,
-        r"ClassCaps2d: activation must be a torch\.Tensor \[B, I\], got list",
-    ),
-    "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is not an option"),
-    "image": (lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 3)), ValueError, "u must be .*in_types=2"),
-    "activation": (
-        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), torch.zeros(1, 2, 2, 3)),
-        ValueError,
-        r"activation must be \[B, in_types, H, W\]",
-    ),
-    "deviation and norm": (
-        lambda: MatrixCapsNet(form="variational", activation_std=3.0),
-        ValueError,
-        r"MatrixCapsNet: activation_std needs form='em': .* leave it out",
-    ),
-    "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
-    "a window for windows": (
-        lambda: MatrixCapsNet(windows=3),
-        TypeError,
-        r"windows must be three pairs \(kernel size, stride\), got 3",
-    ),
-    "ints for windows": (
-        lambda: MatrixCapsNet(windows=(5, 3, 3)),
-        TypeError,
-        "windows must be a sequence of ints, got 5",
-    ),
-    "windows": (lambda: MatrixCapsNet(windows=[(3, 1)]), ValueError, "windows must be three pairs"),
-    "window": (lambda: MatrixCapsNet(1, 4, windows=[(3, 1)] * 3), ValueError, "a window of 3 x 3"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

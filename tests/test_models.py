@@ -1,12 +1,11 @@
 """CapsNet, DeepCaps and CapsAutoEncoder against plain networks, and as modules."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import capsfast
@@ -15,34 +14,16 @@ from capsfast.nn import CapsNetLoss
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
+from .support.layers import NETWORKS, network, parameters_of
 from .support.plain import assert_alike, assert_same, on_cpu
-from .support.refusals import Refusal, refusals
 
 B = 4
 # image, kernel, places of the primary capsules
-SIZES = [
-    (28, 9, (6, 6)),
-    (32, 9, (8, 8)),
-    ((40, 19), 9, (12, 2)),
-    (18, 7, (3, 3)),
-    (8, 3, (2, 2)),
-    (1, 1, (1, 1)),
-]
-SMALL: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
-DEEP: dict[str, Any] = {"conv_channels": 6, "types": 3, "dims": (3, 4, 4)}
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "CapsNet": lambda **more: CapsNet(2, (12, 10), 5, digit_dim=6, **SMALL, **more),
-    "DeepCaps": lambda **more: DeepCaps(2, (12, 10), 5, digit_dim=6, **DEEP, **more),
-    "CapsAutoEncoder": lambda **more: CapsAutoEncoder(2, (12, 10), 5, 6, **SMALL, **more),
-}
+SIZES = [(28, 9, (6, 6)), (32, 9, (8, 8)), ((40, 19), 9, (12, 2)), (18, 7, (3, 3)), (8, 3, (2, 2)), (1, 1, (1, 1))]
 
 
 def images(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.rand(B, 2, 12, 10, dtype=dtype)
-
-
-def parameters_of(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
 def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | None) -> CapsNetOutput:
@@ -55,15 +36,9 @@ def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | 
     u = torch.stack([x[:, t * K : (t + 1) * K, row, column] for t, row, column in places], 1)
     v, _ = plain.route(plain.votes(plain.squash(u), p["routing.W"]), model.routing.num_iterations)
     lengths = v.square().sum(2).sqrt()
-    kept = v
-    if isinstance(model, CapsNet):
-        chosen = lengths.argmax(1) if labels is None else labels
-        kept = v * F.one_hot(chosen, v.shape[1])[:, :, None]
-    x = kept.flatten(1)
-    for n in (0, 2, 4):
-        x = F.linear(x, p[f"decoder.layers.{n}.weight"], p[f"decoder.layers.{n}.bias"])
-        x = x.sigmoid() if n == 4 else x.relu()
-    return CapsNetOutput(lengths, v, x.view(len(x), *model.image_shape))
+    if not isinstance(model, CapsNet):
+        return CapsNetOutput(lengths, v, plain.decoded(model.decoder, v))
+    return CapsNetOutput(lengths, v, plain.decoded(model.decoder, v, lengths.argmax(1) if labels is None else labels))
 
 
 def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tensor:
@@ -75,34 +50,23 @@ def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tenso
 
 
 def plain_3d_routing(poses: Tensor, weight: Tensor, bias: Tensor, num_iterations: int) -> Tensor:
-    """Rajasegaran et al. 2019, algorithm 1, with the squash of the authors' code, over components and places."""
+    """With the squash of the authors' code, over components and places."""
     J, D = bias.shape
     votes = torch.stack([F.conv2d(each, weight, padding=1).unflatten(1, (J, D)) for each in poses.unbind(1)], 1)
-    logits = torch.zeros_like(votes[:, :, :, 0])
-    for _ in range(num_iterations):
-        coupling = logits.exp() / logits.exp().sum((2, 3, 4), keepdim=True)
-        s = torch.einsum("bijyx,bijdyx->bjdyx", coupling, votes) + bias[..., None, None]
-        n = s.square().sum((2, 3, 4), keepdim=True)
-        v = n / (1 + n) / (n + 1e-8).sqrt() * s
-        logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
-    return v
-
-
-def plain_batch_norm(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    mean, var = maps.mean((0, 2, 3), keepdim=True), maps.var((0, 2, 3), unbiased=False, keepdim=True)
-    return (maps - mean) / (var + 1e-3).sqrt() * weight[:, None, None] + bias[:, None, None]
+    return plain.route_everywhere(votes, num_iterations, bias=bias)[0]
 
 
 def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
     p = dict(model.named_parameters())
     x = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
-    maps = plain_batch_norm(x, p["norm.weight"], p["norm.bias"])
+    maps = plain.normalized(x, (0, 2, 3), 1e-3) * p["norm.weight"][:, None, None] + p["norm.bias"][:, None, None]
     flat = []
-    for n, dim in enumerate(DEEP["dims"]):
+    dims = NETWORKS["DeepCaps"]["dims"]
+    for n, dim in enumerate(dims):
         down, first, second, skip = (p[f"cells.{n}.{name}.conv.weight"] for name in ("down", "first", "second", "skip"))
         halved = plain_caps(maps, down, dim, 2)
         deep = plain_caps(plain_caps(halved.flatten(1, 2), first, dim).flatten(1, 2), second, dim)
-        if n == len(DEEP["dims"]) - 1:
+        if n == len(dims) - 1:
             poses = deep + plain_3d_routing(halved, skip, p[f"cells.{n}.skip.routing.bias"], 3)
         else:
             poses = deep + plain_caps(halved.flatten(1, 2), skip, dim)
@@ -116,18 +80,20 @@ def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
 @on_cpu
 @pytest.mark.parametrize("labels", [torch.tensor([0, 4, 2, 2]), None], ids=["labels", "longest"])
 def test_capsnet_is_the_papers_network(by: Backend, labels: Tensor | None) -> None:
-    model = MODELS["CapsNet"](backend=by.name, dtype=torch.float64, num_iterations=2, init_std=0.5)
+    model = network("CapsNet", backend=by.name, dtype=torch.float64, num_iterations=2, init_std=0.5)
     x = images(torch.float64)
-    found, wanted = model(x, labels), plain_capsnet(model, x, labels)  # type: ignore[arg-type]
+    with recorded_ops() as ops:
+        found, wanted = model(x, labels), plain_capsnet(model, x, labels)
+    assert ("capsfast::dynamic_routing" in ops) == by.fused
     assert isinstance(found, CapsNetOutput)
     assert_alike(found, wanted, list(model.parameters()))
 
 
 @on_cpu
 def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
-    model = MODELS["CapsAutoEncoder"](backend=by.name, dtype=torch.float64, init_std=0.5)
+    model = network("CapsAutoEncoder", backend=by.name, dtype=torch.float64, init_std=0.5)
     x = images(torch.float64)
-    found, wanted = model(x), plain_capsnet(model, x, None)  # type: ignore[arg-type]
+    found, wanted = model(x), plain_capsnet(model, x, None)
     assert_alike(found, wanted, list(model.parameters()))
     changed = found.capsules.detach().clone()
     changed[:, 3] = 0
@@ -136,12 +102,12 @@ def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
 
 @on_cpu
 def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
-    model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8)
+    model = network("DeepCaps", backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8).train()
     with torch.no_grad():
         model.routing.W.mul_(20)  # so that couplings differ
         model.cells[2].skip.conv.weight.mul_(5)
     x = images(torch.float64)
-    found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
+    found, wanted = model(x), plain_deepcaps(model, x)
     assert_alike(found[:2], wanted[:2], list(model.parameters()))
 
 
@@ -192,35 +158,15 @@ def test_deepcaps_starts_as_the_authors_code() -> None:
         assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.1), name
 
 
-@pytest.mark.parametrize(("size", "kernel", "grid"), SIZES)
+@pytest.mark.parametrize(("size", "kernel", "grid"), SIZES, ids=str)
 def test_primary_capsules_follow_from_the_image(size: Any, kernel: int, grid: tuple[int, int]) -> None:
-    model = CapsNet(3, size, 7, **SMALL)
+    model = network("CapsNet", size, 3)
     assert model.conv.kernel_size == model.primary.conv.kernel_size == (kernel, kernel)
-    x = torch.rand(2, *model.image_shape)
-    u = model.encode(x)
-    assert u.shape == (2, 3 * grid[0] * grid[1], 4)
-    lengths, capsules, reconstruction = model(x)
-    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 16)
-    assert reconstruction.shape == x.shape
-    assert reconstruction.min() > 0 and reconstruction.max() < 1
+    assert model.encode(torch.rand(2, *model.image_shape)).shape == (2, 3 * grid[0] * grid[1], 4)
+    assert network("CapsNet", 28, kernel_size=5).routing.in_caps == 3 * 10 * 10
 
 
-def test_kernel_size_is_an_option() -> None:
-    assert CapsNet(1, 28, kernel_size=5, **SMALL).routing.in_caps == 3 * 10 * 10
-    with pytest.raises(ValueError, match=r"a window of 9 x 9 .* must fit .* got 8 x 8"):
-        CapsNet(1, 8, kernel_size=9, **SMALL)
-
-
-@pytest.mark.parametrize("size", [8, (28, 20), (5, 1)])
-def test_deepcaps_takes_any_image_size(size: Any) -> None:
-    model = DeepCaps(3, size, 4, **DEEP)
-    x = torch.rand(2, *model.image_shape)
-    output = model(x, torch.tensor([3, 0]))
-    assert output.lengths.shape == (2, 4)
-    assert output.reconstruction.shape == x.shape
-
-
-@pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)])
+@pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)], ids=str)
 def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
     model = DeepCaps(1, size, device="meta")
     assert len(model.cells) == cells
@@ -229,51 +175,17 @@ def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
         assert 1 < min(last) <= 2
 
 
-@on_cpu
-@pytest.mark.parametrize("name", MODELS)
-def test_the_parts_make_the_whole(by: Backend, name: str) -> None:
-    model = MODELS[name](backend=by.name)
-    x = images()
-    with recorded_ops() as ops:
-        output = model(x)
-    assert ("capsfast::dynamic_routing" in ops) == by.fused
-    v = model.routing(model.encode(x))
-    assert torch.equal(output.capsules, v)
-    torch.testing.assert_close(output.lengths, v.norm(dim=2))
-    assert torch.equal(output.reconstruction, model.reconstruct(v))
-    if name != "CapsAutoEncoder":
-        labels = torch.tensor([0, 4, 2, 2])
-        assert torch.equal(model(x, labels).reconstruction, model.reconstruct(v, labels))
-        assert torch.equal(model(x, output.lengths.argmax(1)).reconstruction, output.reconstruction)
-
-
 def test_routing_options_reach_the_layer() -> None:
-    model = CapsNet(image_size=8, squash="exp", softmax="in", shared_weight=True, bias=True, **SMALL)
+    model = network("CapsNet", squash="exp", softmax="in", shared_weight=True, bias=True)
     assert model.routing.squash == "exp" and model.routing.softmax == "in"
     assert model.routing.W.shape[0] == 1
-    assert model(torch.rand(2, 1, 8, 8)).lengths.shape == (2, 10)
     with pytest.raises(TypeError, match="learned_logit"):
-        CapsNet(image_size=8, learned_logit=True)
-
-
-@pytest.mark.slow
-def test_compiled_by_inductor() -> None:
-    model = MODELS["CapsNet"]()
-    x, labels = images(), torch.tensor([0, 4, 2, 1])
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, labels: CapsNetLoss()(model(x, labels), x, labels), fullgraph=True)
-    parts, wanted = compiled(x, labels), CapsNetLoss()(model(x, labels), x, labels)
-    torch.testing.assert_close(parts, wanted)
-    parts.total.backward()
-    got = model.conv.weight.grad.clone()
-    model.zero_grad()
-    wanted.total.backward()
-    torch.testing.assert_close(got, model.conv.weight.grad, rtol=1e-4, atol=1e-6)
+        network("CapsNet", learned_logit=True)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(strict: bool) -> None:
-    model, batch = CapsNet(2, (12, 10), 5, **SMALL), torch.export.Dim("B")
+    model, batch = network("CapsNet"), torch.export.Dim("B")
     x, labels = images(), torch.tensor([0, 4, 2, 1])
     shapes = {"images": {0: batch}, "labels": {0: batch}}
     program = torch.export.export(model, (x, labels), dynamic_shapes=shapes, strict=strict)
@@ -282,7 +194,7 @@ def test_export_with_any_batch_size(strict: bool) -> None:
 
 
 def test_gradients_of_single_samples() -> None:
-    model, loss = MODELS["CapsNet"](dtype=torch.float64), CapsNetLoss(reduction="none")
+    model, loss = network("CapsNet", dtype=torch.float64), CapsNetLoss(reduction="none")
     x, labels = images(torch.float64), torch.tensor([0, 4, 2, 1])
 
     def loss_of_one(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -294,17 +206,6 @@ def test_gradients_of_single_samples() -> None:
     for b in range(B):
         wanted = torch.autograd.grad(loss(model(x, labels), x, labels).total[b], list(model.parameters()))
         assert_same([found[name][b] for name, _ in model.named_parameters()], list(wanted))
-
-
-WRONG: dict[str, Refusal] = {
-    "size": (lambda: CapsNet(1, (28, 28, 1)), TypeError, "models.CapsNet: image_size must be an int or two of them"),
-    "dims": (lambda: DeepCaps(dims=(4, 8)), ValueError, "the last two of dims must be alike"),
-    "a dim": (lambda: DeepCaps(dims=8), TypeError, "DeepCaps: dims must be a sequence of ints, got 8"),
-    "few dims": (lambda: DeepCaps(dims=(4,)), ValueError, "dims must hold at least 2 of them"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)
 
 
 def test_diagnosis_of_a_fresh_capsnet_is_clean() -> None:

@@ -94,16 +94,9 @@ def test_peak_memory_is_far_below_the_votes(sizes: dict[str, Any], direction: st
 @pytest.mark.slow
 @needs_extension
 def test_an_instruction_set_that_is_not_there_is_an_error() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import capsfast"],
-        env=os.environ | {"CAPSFAST_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert ran.returncode != 0
-    assert "ValueError: CAPSFAST_ISA: must be one of portable" in ran.stderr
-    assert "got 'mmx'" in ran.stderr
+    command, environment = [sys.executable, "-c", "import capsfast"], os.environ | {"CAPSFAST_ISA": "mmx"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert re.search("ValueError: CAPSFAST_ISA: must be one of portable.*got 'mmx'", ran.stderr)
 
 
 @needs_extension
@@ -162,25 +155,16 @@ HERE = SimpleNamespace(origin=str(Path(native.__file__).with_name("_C.so")))
 THERE = SimpleNamespace(origin="/elsewhere/_C.so", submodule_search_locations=["/elsewhere"])
 # What is changed, and the reason that is given.
 ABSENT: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
-    "an old torch": (
-        [(torch, "__version__", "2.9.1+cpu")],
-        r"needs torch 2\.10 or newer, this is torch 2\.9\.1\+cpu",
-    ),
+    "an old torch": ([(torch, "__version__", "2.9.1+cpu")], r"needs torch 2\.10 or newer, this is torch 2\.9\.1\+cpu"),
     # A library whose ops take other arguments would misread the arguments.
     "other sources": (
         [(native, "SCHEMAS", native.SCHEMAS[1:])],
         "built from older or newer sources than these; build it in the checkout",
     ),
     # An editable install offers its library to any package of this name, even if imported from elsewhere.
-    "another checkout": (
-        [(native.importlib.util, "find_spec", lambda name: THERE)],
-        "^there is no extension",
-    ),
+    "another checkout": ([(native.importlib.util, "find_spec", lambda name: THERE)], "^there is no extension"),
     "another libtorch": (
-        [
-            (native.importlib, "import_module", fail),
-            (native.importlib.util, "find_spec", lambda name: HERE),
-        ],
+        [(native.importlib, "import_module", fail), (native.importlib.util, "find_spec", lambda name: HERE)],
         f"does not load into torch {re.escape(torch.__version__)}: undefined symbol",
     ),
 }

@@ -7,52 +7,47 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from capsfast.nn import (
-    Capsules,
-    ConvCaps2d,
-    Groups,
-    LowRank,
-    Routing,
-    SlimConvCaps2d,
-    SlimConvCaps3d,
-    SlimConvTransposeCaps2d,
-    SlimConvTransposeCaps3d,
-    _blocks,
-)
+from capsfast import nn as caps
+
+from .support.layers import results
+from .support.plain import assert_same, gradients
 
 f64 = torch.float64
 AXES = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)}
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    "conv": (ConvCaps2d, {}),
-    "conv axes": (ConvCaps2d, AXES),
-    "conv wide padding": (ConvCaps2d, {"padding": 6}),
-    "conv in": (ConvCaps2d, {"softmax": "in", "padding": 1}),
-    "conv matrices": (ConvCaps2d, {"pose_rows": 2, "padding": 1}),
-    "conv groups": (ConvCaps2d, {"weight": Groups(2), "padding": 1}),
-    "conv low rank": (ConvCaps2d, {"weight": LowRank(2)}),
-    "conv logits": (ConvCaps2d, {"learned_logits": True, "bias": True, "gradient": "last"}),
+    "conv": (caps.ConvCaps2d, {}),
+    "conv axes": (caps.ConvCaps2d, AXES),
+    "conv wide padding": (caps.ConvCaps2d, {"padding": 6}),
+    "conv in": (caps.ConvCaps2d, {"softmax": "in", "padding": 1}),
+    "conv matrices": (caps.ConvCaps2d, {"pose_rows": 2, "padding": 1}),
+    "conv groups": (caps.ConvCaps2d, {"weight": caps.Groups(2), "padding": 1}),
+    "conv low rank": (caps.ConvCaps2d, {"weight": caps.LowRank(2)}),
+    "conv logits": (caps.ConvCaps2d, {"learned_logits": True, "bias": True, "gradient": "last"}),
     **{
-        f"conv {name}": (ConvCaps2d, {"routing": name, "padding": 1})
+        f"conv {name}": (caps.ConvCaps2d, {"routing": name, "padding": 1})
         for name in ("attention", "cosine", "em", "inverted-attention", "k-means", "self", "self-attention")
     },
-    "conv variational": (ConvCaps2d, {"routing": "variational", "batch_norm": False, "padding": 1}),
-    "slim": (SlimConvCaps2d, {"padding": 1}),
-    "slim axes": (SlimConvCaps2d, {**AXES, "conv_bias": True}),
-    "slim em": (SlimConvCaps2d, {"routing": "em", "padding": 1, "stride": 2}),
-    "slim own kernels": (SlimConvCaps2d, {"shared": False}),
-    "slim 3-D": (SlimConvCaps3d, {"padding": 1, "routing": "em"}),
-    "transposed": (SlimConvTransposeCaps2d, {"conv_bias": True}),
-    "transposed gaps": (SlimConvTransposeCaps2d, {"kernel_size": 2, "stride": 3, "padding": 0, "output_padding": 2}),
-    "transposed em": (SlimConvTransposeCaps2d, {"routing": "em", "kernel_size": 3, "dilation": 2, "padding": 2}),
-    "transposed 3-D": (SlimConvTransposeCaps3d, {}),
+    "conv variational": (caps.ConvCaps2d, {"routing": "variational", "batch_norm": False, "padding": 1}),
+    "slim": (caps.SlimConvCaps2d, {"padding": 1}),
+    "slim axes": (caps.SlimConvCaps2d, {**AXES, "conv_bias": True}),
+    "slim em": (caps.SlimConvCaps2d, {"routing": "em", "padding": 1, "stride": 2}),
+    "slim own kernels": (caps.SlimConvCaps2d, {"shared": False}),
+    "slim 3-D": (caps.SlimConvCaps3d, {"padding": 1, "routing": "em"}),
+    "up": (caps.SlimConvTransposeCaps2d, {"conv_bias": True}),
+    "transposed gaps": (
+        caps.SlimConvTransposeCaps2d,
+        {"kernel_size": 2, "stride": 3, "padding": 0, "output_padding": 2},
+    ),
+    "up, em": (caps.SlimConvTransposeCaps2d, {"routing": "em", "kernel_size": 3, "dilation": 2, "padding": 2}),
+    "up, 3-D": (caps.SlimConvTransposeCaps3d, {}),
 }
 
 
 def blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int, growth: float = 100.0) -> None:
     """``growth``: 0 keeps no graph; the backward then routes every block again."""
-    monkeypatch.setattr(_blocks, "BLOCK_BYTES", nbytes)
-    monkeypatch.setattr(_blocks, "GROWTH", growth)
-    monkeypatch.setattr(_blocks, "LEAST_GROWTH", 0)
+    monkeypatch.setattr(caps._blocks, "BLOCK_BYTES", nbytes)
+    monkeypatch.setattr(caps._blocks, "GROWTH", growth)
+    monkeypatch.setattr(caps._blocks, "LEAST_GROWTH", 0)
 
 
 def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Tensor]]:
@@ -66,23 +61,10 @@ def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Ten
     return layer, [image.requires_grad_() for image in images]
 
 
-def outputs(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else [*found]
-
-
-def results(layer: nn.Module, images: list[Tensor], **options: Any) -> list[Tensor]:
+def everything(layer: nn.Module, images: list[Tensor]) -> list[Tensor]:
     """Output capsules and all gradients."""
-    found = outputs(layer(*images))
-    loss = sum((each * torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view_as(each)).sum() for each in found)
-    leaves = [*images, *layer.parameters()]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, **options)
-    return [*found, *gradients]
-
-
-def assert_alike(one: list[Tensor], other: list[Tensor], error: float = 1e-11) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert (a - b).norm() <= error * max(1.0, float(b.detach().norm()))
+    found = results(layer(*images))
+    return [*found, *gradients(found, [*images, *layer.parameters()])]
 
 
 @pytest.mark.rows(12)
@@ -90,15 +72,15 @@ def assert_alike(one: list[Tensor], other: list[Tensor], error: float = 1e-11) -
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_the_whole_image(name: str, growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, images = layer_and_images(name)
-    wanted = results(layer, images)
+    wanted = everything(layer, images)
     for nbytes in (1, 2**14):  # a window, some rows
         blocks(monkeypatch, nbytes, growth)
-        assert_alike(results(layer, images), wanted)
+        assert_same(everything(layer, images), wanted)
 
 
 def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks(monkeypatch, 600)
-    layer = ConvCaps2d(1, 2, 2, 2, 2, routing="em", num_iterations=2, backend="reference", dtype=f64)
+    layer = caps.ConvCaps2d(1, 2, 2, 2, 2, routing="em", num_iterations=2, backend="reference", dtype=f64)
     poses = torch.randn(1, 1, 2, 3, 3, dtype=f64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x).poses, poses)
 
@@ -107,7 +89,7 @@ def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.Mon
 def test_gradients_in_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks(monkeypatch, 2**12)
     layer, images = layer_and_images(name)
-    found = outputs(layer(*images))[0]
+    found = results(layer(*images))[0]
     upstream = torch.randn(2, *found.shape, dtype=f64)
     (batched,) = torch.autograd.grad(found, images[0], upstream, is_grads_batched=True, retain_graph=True)
     for each, wanted in zip(upstream, batched, strict=True):
@@ -122,11 +104,7 @@ def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     nn.init.normal_(other.routing.W)
     W = other.routing.W.detach().clone().requires_grad_()
     found = torch.func.functional_call(layer, {"routing.W": W}, tuple(images))
-    assert_alike(list(torch.autograd.grad(found.sum(), [images[0], W])), results_of_sum(other, images))
-
-
-def results_of_sum(layer: Any, images: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(layer(*images).sum(), [images[0], layer.routing.W]))
+    assert_same(gradients(found, [images[0], W]), gradients(other(*images), [images[0], other.routing.W]))
 
 
 def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,19 +114,9 @@ def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         for nbytes in (2**23, 2**12):
             blocks(monkeypatch, nbytes, 1.0)
             with torch.autocast("cpu", torch.bfloat16):
-                out = outputs(layer(*images))[0]
-            found.append(
-                [
-                    out,
-                    *torch.autograd.grad(
-                        out.float().square().sum(),
-                        [*images[:1], *layer.parameters()],
-                        allow_unused=True,
-                        materialize_grads=True,
-                    ),
-                ]
-            )
-        assert_alike(found[1], found[0], 0.05)
+                found.append(everything(layer, images))
+        for a, b in zip(*found, strict=True):
+            assert a.dtype == b.dtype and (a - b).norm() <= 0.05 * max(1.0, float(b.detach().norm()))
 
 
 def test_transforms_see_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +137,7 @@ def test_hooks_of_parts_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(calls) == 1
 
 
-class OfTheBatch(Routing):
+class OfTheBatch(caps.Routing):
     """A user's routing that does not say that samples are independent."""
 
     def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -177,9 +145,10 @@ class OfTheBatch(Routing):
         return poses - poses.mean(0), poses.norm(dim=2)
 
 
-def test_a_routing_that_mixes_samples_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = ConvCaps2d(2, 3, 4, 5, routing=OfTheBatch, dtype=f64)
+@pytest.mark.parametrize("routing", [OfTheBatch, "variational"])
+def test_a_routing_that_mixes_samples_sees_all(routing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = caps.ConvCaps2d(2, 3, 4, 5, routing=routing, dtype=f64)
     poses = torch.randn(2, 2, 4, 6, 6, dtype=f64)
-    wanted: Capsules = layer(poses)
+    wanted: caps.Capsules = layer(poses)
     blocks(monkeypatch, 2**12)
     torch.testing.assert_close(layer(poses).poses, wanted.poses)

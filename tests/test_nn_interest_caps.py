@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import capsfast
 from capsfast.nn import InterestCapsules, LabelAwareAttention, interest_scores
 
+from .support.plain import assert_alike
 from .support.ranks import on_two_ranks
 
 B, I, J, K, D = 5, 24, 3, 6, 4
@@ -66,16 +67,6 @@ def plain(
     raise AssertionError
 
 
-DEFAULTS: dict[str, Any] = {
-    "num_iterations": 3,
-    "update": "accumulate",
-    "softmax": "out",
-    "mask_after": False,
-    "temperature": 1.0,
-    "squash_power": 1.0,
-    "gradient": "full",
-    "c": 1.0,
-}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "weight": ("shared", "output", "position"),
     "update": ("accumulate", "overwrite"),
@@ -89,6 +80,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "masks": (True, False),
     "logits": ("fixed", "per user", None),
 }
+
+
+DEFAULTS: dict[str, Any] = {**{name: values[0] for name, values in CHOICES.items()}, "c": 1.0}
 
 
 def drawn() -> list[dict[str, Any]]:
@@ -124,18 +118,7 @@ def test_every_option_and_drawn_combinations(part: int) -> None:
         options.pop("weight")
         wanted = plain(u, layer.W, logits, VALID if masks else None, out_mask, c=c, **options)
         leaves = [u, layer.W, *([logits] if kind == "per user" else [])]
-        dv = torch.randn_like(wanted)
-        pairs = zip(
-            (found.vectors, *torch.autograd.grad(found.vectors, leaves, dv, allow_unused=True)),
-            (wanted, *torch.autograd.grad(wanted, leaves, dv, allow_unused=True)),
-            strict=True,
-        )
-        for n, (got, right) in enumerate(pairs):
-            got, right = (torch.zeros(1, dtype=torch.float64) if each is None else each for each in (got, right))
-            message = f"{combination}, {('v', 'du', 'dW', 'dlogits')[n]}"
-            scale = max(1.0, float(right.detach().abs().max()))
-            difference = float((got - right).detach().abs().max())
-            assert difference <= 1e-9 * scale, f"{message}: {difference}"
+        assert_alike(found.vectors, wanted, leaves)
 
 
 def test_mind() -> None:
@@ -183,10 +166,7 @@ def test_comirec(kind: int) -> None:
     wanted = capsule[torch.arange(B), best]
     found = layer(u, mask=VALID, generator=torch.Generator().manual_seed(3))
     readout = LabelAwareAttention(math.inf)(found.vectors, item)
-    torch.testing.assert_close(readout, wanted, rtol=1e-9, atol=1e-12)
-    leaves, dv = [u, *layer.parameters()], torch.randn_like(wanted)
-    for got, right in zip(*(torch.autograd.grad(each, leaves, dv) for each in (readout, wanted)), strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-12)
+    assert_alike(readout, wanted, [u, *layer.parameters()])
 
 
 def test_lengths_mask_and_jagged_histories_are_one() -> None:
@@ -203,65 +183,56 @@ def test_lengths_mask_and_jagged_histories_are_one() -> None:
     torch.testing.assert_close(free(u[VALID], offsets=offsets).vectors, free(u, LENGTHS).vectors)
     for dtype in (torch.uint8, torch.int8):
         assert torch.equal(layer(u[VALID], offsets=offsets.to(dtype)).vectors, found[2].vectors)
+    long, length = torch.randn(1, 300, K, dtype=torch.float64), torch.tensor([50])
+    assert torch.equal(free(long, length.to(torch.uint8)).vectors, free(long, length).vectors)
     shorter = LENGTHS.clamp(max=9)
     valid = torch.arange(9) < shorter[:, None]
     jagged = free(u[:, :9][valid], offsets=F.pad(shorter.cumsum(0), (1, 0)).int())
     torch.testing.assert_close(jagged.vectors, free(u[:, :9], shorter.to(torch.int32)).vectors)
 
 
+# 70 interests are more than an integer has bits.
+@pytest.mark.parametrize("J", [5, 70])
 @pytest.mark.parametrize(("rule", "function"), [("floor", math.floor), ("ceil", math.ceil)])
-def test_the_number_of_interests(rule: str, function: Any) -> None:
-    lengths = torch.arange(0, 70)
-    layer = InterestCapsules(5, K, D, initial_logits="zero", count=rule)
-    found = layer(torch.randn(70, 70, K), lengths)
-    wanted = [max(1, min(5, function(math.log2(n)))) if n else 0 for n in lengths.tolist()]
-    assert found.mask.sum(1).tolist() == wanted
+def test_the_number_of_interests(rule: str, function: Any, J: int) -> None:
+    found = InterestCapsules(J, K, D, initial_logits="zero", count=rule)(torch.randn(70, 70, K), torch.arange(70))
+    wanted = torch.tensor([max(1, min(J, function(math.log2(n)))) if n else 0 for n in range(70)])
+    assert torch.equal(found.mask, torch.arange(J) < wanted[:, None])
     assert not found.vectors[~found.mask].any()
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
-def test_more_interests_than_an_integer_has_bits(rule: str) -> None:
-    layer = InterestCapsules(70, 2, 2, initial_logits="zero", weight="output", count=rule)
-    found = layer(torch.randn(3, 33, 2), torch.tensor([3, 0, 33]))
-    assert found.mask.sum(1).tolist() == ([1, 0, 5] if rule == "floor" else [2, 0, 6])
-    assert bool((found.mask.int().diff(dim=1) <= 0).all())
+class Traced(torch.nn.Module):
+    """A layer whose histories are given by an argument of this name."""
+
+    def __init__(self, name: str, layer: InterestCapsules) -> None:
+        super().__init__()
+        self.name, self.layer = name, layer
+
+    def forward(self, u: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.layer(u, **{self.name: numbers})
+        return found.vectors, found.mask
 
 
-@pytest.mark.parametrize("history", ["lengths", "offsets", "offsets to the longest"])
-def test_traced_histories(history: str) -> None:
-    name, longest = history.split()[0], history.endswith("longest")
-    layer = made(max_length=None if longest else I, initial_logits="zero", weight="output", count="floor")
-
-    class Of(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, u: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-            found = self.layer(u, **{name: numbers})
-            return found.vectors, found.mask
-
+@pytest.mark.parametrize("name", ["lengths", "offsets"])
+def test_traced_histories(name: str) -> None:
     def drawn_histories(lengths: Tensor) -> tuple[Tensor, Tensor]:
         u = torch.randn(lengths.shape[0], I, K, dtype=torch.float64)
         if name == "lengths":
             return u, lengths
         return u[torch.arange(I) < lengths[:, None]], F.pad(lengths.cumsum(0), (1, 0))
 
-    def trace() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", torch.jit.TracerWarning)
-            warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
-            return torch.jit.trace(Of(), drawn_histories(torch.tensor([3, 4, 2])))
-
-    if longest:
-        with pytest.raises(ValueError, match=r"offsets need max_length under torch.jit.trace"):
-            trace()
-        return
-    traced = trace()
+    options = {"initial_logits": "zero", "weight": "output", "count": "floor"}
+    model, example = Traced(name, made(**options)), drawn_histories(torch.tensor([3, 4, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
+        traced = torch.jit.trace(model, example)
     for lengths in (torch.tensor([9, 1]), LENGTHS):
         given = drawn_histories(lengths)
-        for got, wanted in zip(traced(*given), Of()(*given), strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(traced(*given), model(*given))
+    if name == "offsets":
+        with pytest.raises(ValueError, match=r"offsets need max_length under torch.jit.trace"):
+            torch.jit.trace(Traced(name, made(max_length=None, **options)), example)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +246,7 @@ def test_traced_histories(history: str) -> None:
         {"softmax": "in"},
         {"softmax": "in", "mask_after": True},
     ],
+    ids=str,
 )
 def test_users_without_behaviours(options: dict[str, Any]) -> None:
     layer = made(**options)
@@ -326,10 +298,8 @@ def test_compiles_jagged_histories() -> None:
     ("dtype", "options"),
     [
         (torch.float16, {}),
-        (torch.bfloat16, {"weight": "output"}),
-        (torch.bfloat16, {"update": "overwrite"}),
         (torch.float16, {"squash_power": 0.5, "weight": "output"}),
-        (torch.bfloat16, {"softmax": "in", "mask_after": True}),
+        (torch.bfloat16, {"softmax": "in", "mask_after": True, "update": "overwrite"}),
         (torch.bfloat16, {"gradient": "last", "temperature": 0.5, "weight": "output"}),
         (torch.bfloat16, {"projection": "relu"}),
         (torch.bfloat16, {"initial_logits": "zero", "backend": "reference"}),
@@ -342,14 +312,11 @@ def test_autocast_is_one_dtype(dtype: torch.dtype, options: dict[str, Any]) -> N
     rounded.W.data = layer.W.detach().to(dtype).float()
     u = torch.randn(B, I, K)
     with torch.autocast("cpu", dtype=dtype):
-        for logits in (None, torch.randn(I, J, dtype=torch.float64), torch.randn(B, I, J, dtype=dtype)):
-            found = layer(u, LENGTHS, logits=logits).vectors
-            assert found.dtype == dtype
-            if logits is None:
-                v = found
-        wide = copy.deepcopy(layer).double()(u.double(), LENGTHS).vectors
-        mixed = layer(u.to(dtype), LENGTHS).vectors
-    assert wide.dtype == torch.float64 and mixed.dtype == dtype
+        for logits in (torch.randn(I, J, dtype=torch.float64), torch.randn(B, I, J, dtype=dtype)):
+            assert layer(u, LENGTHS, logits=logits).vectors.dtype == dtype
+        assert copy.deepcopy(layer).double()(u.double(), LENGTHS).vectors.dtype == torch.float64
+        v, mixed = layer(u, LENGTHS).vectors, layer(u.to(dtype), LENGTHS).vectors
+    assert v.dtype == mixed.dtype == dtype
     torch.testing.assert_close(mixed, v)
     wanted = rounded(u.to(dtype).float(), LENGTHS).vectors
     torch.testing.assert_close(v.float(), wanted, rtol=0.01, atol=0.01 if "projection" in options else 0.004)
@@ -399,66 +366,10 @@ def test_errors_name_a_function_that_was_called(weight: str) -> None:
     gradient.sum().backward()
 
 
-def test_arguments_that_do_not_fit() -> None:
-    layer, u = made(), torch.randn(B, I, K, dtype=torch.float64)
-    short = LENGTHS.clone()
-    offsets = torch.tensor([0, 4, 3, 9])
-    values = u.flatten(0, 1)[:9]
-    free = made(max_length=None, initial_logits="zero", weight="output")
-    long = torch.randn(1, 300, K, dtype=torch.float64)
-    assert torch.equal(
-        free(long, torch.tensor([50], dtype=torch.uint8)).vectors, free(long, torch.tensor([50])).vectors
+def test_text() -> None:
+    text = made(update="overwrite", count="floor", projection="relu", init_std=0.5, backend="cpp").extra_repr()
+    assert text == (
+        "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor', init_std=0.5, backend='cpp', "
+        "projection='relu'"
     )
-    for message, call in {
-        "initial_logits='fixed' needs max_length": lambda: InterestCapsules(J, K, D),
-        "weight='position' needs max_length": lambda: InterestCapsules(
-            J, K, D, weight="position", initial_logits="zero"
-        ),
-        "squash must be one of": lambda: made(squash="exp", squash_power=2.0),
-        "lengths must be from 0 to I=24, got 0 to 25": lambda: layer(u, short.index_fill(0, torch.tensor(0), 25)),
-        "lengths must be from 0 to I=24, got -1 to 24": lambda: layer(u, short.index_fill(0, torch.tensor(1), -1)),
-        r"lengths must be \[5\]": lambda: layer(u, LENGTHS[:3]),
-        "at most one of lengths, mask and offsets": lambda: layer(u, LENGTHS, mask=VALID),
-        "offsets must begin with 0, not decrease and end with N=9": lambda: layer(values, offsets=offsets),
-        "offsets must begin with 0, not decrease and": lambda: layer(values, offsets=offsets.to(torch.uint8)),
-        "offsets must begin with 0": lambda: layer(values, offsets=torch.tensor([1, 9])),
-        "end with N=9": lambda: layer(values, offsets=torch.tensor([0, 8])),
-        "at least one number, got none": lambda: layer(values, offsets=torch.zeros(0, dtype=torch.int64)),
-        "at most max_length=24 long, got one of 25": lambda: layer(
-            torch.zeros(25, K, dtype=torch.float64), offsets=torch.tensor([0, 25])
-        ),
-        "at most max_length=24, got 30": lambda: layer(torch.zeros(2, 30, K, dtype=torch.float64)),
-        "behaviours must end in in_dim=6": lambda: layer(u[..., :5]),
-        r"behaviours must have shape \[N, K\]": lambda: layer(u, offsets=offsets),
-        r"mask must be \[B, I\] = \[5, 24\]": lambda: layer(u, mask=VALID[:, :5]),
-        "interests must be from 1 to num_interests=3, got 0 to 3": lambda: layer(
-            u, interests=torch.tensor([0, 1, 2, 3, 3])
-        ),
-        r"logits must be \[I, J\]": lambda: layer(u, logits=torch.zeros(3, 3, dtype=torch.float64)),
-        "power must be 0, from 1 on": lambda: LabelAwareAttention(0.5, signed=True),
-        "power must be an integer unless signed": lambda: LabelAwareAttention(1.5),
-        r"items must be \[B, D\] or \[B, N, D\]": lambda: LabelAwareAttention()(u, u[:3, 0]),
-        "items must end in D=6": lambda: interest_scores(u, torch.zeros(3, 5, dtype=torch.float64)),
-        r"mask must be \[B, J\] = \[5, 24\]": lambda: interest_scores(u, u[0], VALID[:3]),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-    for message, call in {
-        "lengths must hold integers, got float64": lambda: layer(u, LENGTHS.double()),
-        "must have one dtype": lambda: layer(u.float()),
-        "mask must be bool": lambda: layer(u, mask=VALID.long()),
-        "behaviours must be a torch.Tensor": lambda: layer([1.0]),
-        "items must be a torch.Tensor": lambda: interest_scores(u, None),  # type: ignore[arg-type]
-    }.items():
-        with pytest.raises(TypeError, match=message):
-            call()
-
-
-def test_the_layer_says_what_it_is() -> None:
-    text = str(made(update="overwrite", count="floor"))
-    assert "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor'" in text
-    assert "init_std=0.5, projection='relu'" in made(projection="relu", init_std=0.5).extra_repr()
-    assert "projection='linear'" in made(projection="linear").extra_repr()
-    assert "projection" not in made().extra_repr() and "init_std" not in made().extra_repr()
-    assert "cpp" in str(InterestCapsules(J, K, D, initial_logits="zero", backend="cpp"))
-    assert capsfast.nn.InterestCapsules is InterestCapsules
+    assert made().extra_repr() == "3, 6, 4, num_iterations=3, max_length=24"

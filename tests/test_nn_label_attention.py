@@ -62,9 +62,6 @@ def test_users_without_interests() -> None:
         assert bool(gradient.isfinite().all()) and not gradient[1].any()
     scores = interest_scores(v, items[:, 0], mask)
     assert bool((scores[1] == -math.inf).all()) and bool(scores[mask[:, 0]].isfinite().all())
-    lacking = made(count="floor")(torch.randn(2, I, K, dtype=torch.float64), torch.tensor([0, 24]))
-    whole = made()(torch.randn(2, I, K, dtype=torch.float64), torch.tensor([0, 24]))
-    assert lacking.mask.sum(1).tolist() == whole.mask.sum(1).tolist() == [0, 3]
 
 
 def test_a_large_power_is_a_choice() -> None:

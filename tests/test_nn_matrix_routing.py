@@ -1,35 +1,62 @@
-"""Matrix routing against its definition with all votes in memory."""
+"""Vector routing and matrix routing against their definitions with all votes in memory."""
 
-import re
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from capsfast.nn import MatrixRouting
+from capsfast.nn import MatrixRouting, VectorRouting
 
-from .support import plain
+from .support.plain import assert_alike, assert_same, normalized, on_cpu
 
-B, I, J, P, Q, R = 3, 13, 4, 2, 3, 5
+B, I, J, K, D = 3, 13, 4, 5, 6
+P, Q, R = 2, 3, 5
+LINEAR = ("compute_beta_use", "compute_beta_ign")
 
 
-def definition(
-    u: Tensor, scores: Tensor, p: dict[str, Tensor], num_iterations: int, model: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def standard(v: Tensor) -> Tensor:
+    return v if v.shape[2] == 1 else normalized(v)
+
+
+def vectors(layer: VectorRouting, u: Tensor) -> tuple[Tensor]:
+    """Computes votes ``[B, I, J, D]``, the used shares and the ignored shares explicitly."""
+    p = dict(layer.named_parameters())
+    s = u / u.shape[1] ** 0.5
+    votes = torch.einsum("bik,jk,kd->bijd", s, p["W_F1"], p["W_F2"]) + p["B_F2"]
+    f = 1 / (1 + torch.exp(-(torch.einsum("bik,ik->bi", s, p["W_A"].expand(u.shape[1:])) + p["B_A"])))
+    if "beta_use" in p:
+        use, ignore = p["beta_use"], p["beta_ign"]
+    else:
+        use, ignore = (F.linear(u, p[f"{name}.weight"], p[f"{name}.bias"]) for name in LINEAR)
+    R = torch.full_like(use.expand(votes.shape[:3]), 1 / votes.shape[2])
+    for t in range(layer.num_iterations):
+        used = f[..., None] * R
+        v = torch.einsum("bij,bijd->bjd", use * used - ignore * (f[..., None] - used), votes)
+        if t == layer.num_iterations - 1:
+            break
+        predicted = torch.einsum("bjd,dk,jk->bjk", standard(v), p["W_G1"], p["W_G2"]) + p["B_G2"]
+        belief = 1 / (1 + torch.exp(-(torch.einsum("bik,bjk->bij", u, predicted) * p["W_S"] + p["B_S"])))
+        R = belief / belief.sum(2, keepdim=True)
+    return (standard(v) if layer.normalize else v,)
+
+
+def matrices(layer: MatrixRouting, u: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Votes ``[B, I, J, P, R]``, one Gaussian or center for each output matrix."""
+    p = dict(layer.named_parameters())
     votes = torch.einsum("bipq,ijqr->bijpr", u.unflatten(2, (P, Q)), p["W"].expand(u.shape[1], -1, -1, -1)) + p["B"]
     f = 1 / (1 + torch.exp(-scores))[:, :, None]
     share = torch.full_like(votes[..., 0, 0], 1 / votes.shape[2])
-    for _ in range(num_iterations):
+    for _ in range(layer.num_iterations):
         used = f * share
         ignored = f - used
         s = (p["beta_use"] * used - p.get("beta_ign", p["beta_use"]) * ignored).sum(1)
-        weights = used / (used.sum(1, keepdim=True) + eps)
+        weights = used / (used.sum(1, keepdim=True) + layer.eps)
         mean = torch.einsum("bij,bijpr->bjpr", weights, votes)
         distance = (votes - mean[:, None]) ** 2
-        variance = torch.einsum("bij,bijpr->bjpr", weights, distance) + eps
-        if model == "gaussian":
+        variance = torch.einsum("bij,bijpr->bjpr", weights, distance) + layer.eps
+        if layer.model == "gaussian":
             deviations = variance[:, None].sqrt().prod(4).prod(3)
             density = torch.exp(-(distance / (2 * variance[:, None])).sum((3, 4))) / deviations
         else:
@@ -39,62 +66,70 @@ def definition(
     return mean.flatten(2), s, variance.flatten(2)
 
 
-def made(in_caps: int | None = I, **options: Any) -> MatrixRouting:
+def made(kind: type[nn.Module], in_caps: int | None = I, **options: Any) -> Any:
     torch.manual_seed(0)
-    layer = MatrixRouting(in_caps, J, P * Q, P * R, P, dtype=torch.float64, **options)
+    sizes = (J, K, options.pop("out_dim", D)) if kind is VectorRouting else (J, P * Q, P * R, P)
+    layer = kind(in_caps, *sizes, dtype=torch.float64, **options)
     with torch.no_grad():
-        for each in layer.parameters():
-            each.normal_(std=0.5)
+        for name, each in layer.named_parameters():
+            if kind is MatrixRouting or name.startswith("B_"):  # start at 0
+                each.normal_(std=0.5)
     return layer
 
 
-def given(size: int = I) -> tuple[Tensor, Tensor]:
-    u, scores = torch.randn(B, size, P * Q, dtype=torch.float64), torch.randn(B, size, dtype=torch.float64)
-    return u.requires_grad_(), scores.requires_grad_()
+def given(kind: type[nn.Module], size: int = I) -> list[Tensor]:
+    shapes = [(B, size, K)] if kind is VectorRouting else [(B, size, P * Q), (B, size)]
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-@plain.on_cpu
+def results(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    *((VectorRouting, {"num_iterations": n, "normalize": each}) for n in (1, 3) for each in (True, False)),
+    (VectorRouting, {"num_iterations": 2, "out_dim": 1}),
+    (MatrixRouting, {"num_iterations": 1}),
+    (MatrixRouting, {"num_iterations": 3}),
+    (MatrixRouting, {"num_iterations": 2, "single_beta": True, "eps": 0.1}),
+    (MatrixRouting, {"num_iterations": 3, "model": "k-means"}),
+]
+DEFINITIONS: dict[type[nn.Module], Any] = {VectorRouting: vectors, MatrixRouting: matrices}
+each_kind = pytest.mark.parametrize("kind", DEFINITIONS, ids=lambda kind: kind.__name__)
+
+
+@pytest.mark.rows(12)
+@on_cpu
 @pytest.mark.parametrize("in_caps", [I, None])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_iterations": 1},
-        {"num_iterations": 3},
-        {"num_iterations": 2, "single_beta": True, "eps": 0.1},
-        {"num_iterations": 3, "model": "k-means"},
-    ],
-    ids=str,
-)
-def test_equals_its_definition(options: dict[str, Any], in_caps: int | None, by: Any) -> None:
-    layer = made(in_caps, backend=by.name, **options)
-    inputs = given()
-    parameters = dict(layer.named_parameters())
-    wanted = definition(*inputs, parameters, layer.num_iterations, layer.model, layer.eps)
-    plain.assert_alike(layer(*inputs), wanted, [*inputs, *parameters.values()])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_equals_its_definition(kind: type[nn.Module], options: dict[str, Any], in_caps: int | None, by: Any) -> None:
+    layer, inputs = made(kind, in_caps, backend=by.name, **options), given(kind)
+    assert_alike(
+        results(layer(*inputs)), DEFINITIONS[kind](layer, *inputs), [*inputs, *dict(layer.named_parameters()).values()]
+    )
 
 
-def test_any_number_of_inputs() -> None:
-    layer = made(None)
+@each_kind
+def test_any_number_of_inputs(kind: type[nn.Module]) -> None:
+    layer = made(kind, None)
     for size in (1, 7, 600):
-        inputs = given(size)
-        plain.assert_same(
-            tuple(layer(*inputs)), definition(*inputs, dict(layer.named_parameters()), 3, "gaussian", 1e-5), 1e-8
-        )
+        inputs = given(kind, size)
+        assert_same(results(layer(*inputs)), DEFINITIONS[kind](layer, *inputs), 1e-8)
 
 
 def test_a_score_of_minus_infinity_takes_an_input_out() -> None:
-    layer, (u, scores) = made(None), given()
+    layer, (u, scores) = made(MatrixRouting, None), given(MatrixRouting)
     with torch.no_grad():
         scores[:, 5:] = -torch.inf
     found = layer(u, scores)
-    plain.assert_same(tuple(found), tuple(layer(u[:, :5], scores[:, :5])), 1e-9)
+    assert_same(tuple(found), tuple(layer(u[:, :5], scores[:, :5])), 1e-9)
     for each in torch.autograd.grad(found.scores.sum() + found.variances.sum(), (u, scores)):
         assert each.isfinite().all() and not each[:, 5:].any()
 
 
 def test_variances_of_far_votes_do_not_cancel() -> None:
     """Votes around 300, in float32."""
-    layer, (u, scores) = made(None), given(500)
+    layer, (u, scores) = made(MatrixRouting, None), given(MatrixRouting, 500)
     with torch.no_grad():
         layer.B.add_(300)
         exact = layer(u, scores)
@@ -103,41 +138,34 @@ def test_variances_of_far_votes_do_not_cancel() -> None:
 
 
 def test_the_state_dict_is_the_authors() -> None:
+    def shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in layer.state_dict().items()}
+
     for in_caps, n in ((I, I), (None, 1)):
         for single_beta in (False, True):
-            layer = made(in_caps, single_beta=single_beta)
+            layer = made(MatrixRouting, in_caps, single_beta=single_beta)
             assert len([*layer.parameters()]) == (3 if single_beta else 4)
-            state = layer.state_dict()
-            assert {name: tuple(each.shape) for name, each in state.items()} == {
-                "CONST_one": (),
-                "W": (n, J, Q, R),
-                "B": (n, J, P, R),
-                "beta_use": (n, J),
-                "beta_ign": (n, J),
-            }
+            betas = {"beta_use": (n, J), "beta_ign": (n, J)}
+            assert shapes(layer) == {"CONST_one": (), "W": (n, J, Q, R), "B": (n, J, P, R), **betas}
+    of_outputs = {"CONST_ones_over_n_out": (J,), "W_F2": (K, D), "B_F2": (J, D), "W_G1": (D, K)}
+    of_outputs |= dict.fromkeys(("W_F1", "W_G2", "B_G2"), (J, K))
+    fixed = {"W_A": (I, K), "B_A": (I,), **dict.fromkeys(("W_S", "B_S", "beta_use", "beta_ign"), (I, J))}
+    free = {"W_A": (1, K), "B_A": (1,), "W_S": (1, J), "B_S": (1, J)}
+    for name in LINEAR:
+        free |= {f"{name}.weight": (J, K), f"{name}.bias": (J,)}
+    assert shapes(made(VectorRouting)) == of_outputs | fixed
+    assert shapes(made(VectorRouting, None)) == of_outputs | free
 
 
-def test_a_draw_has_the_authors_deviation() -> None:
+def test_a_draw_has_the_authors_deviations() -> None:
+    wanted = {"W_A": 0.2, "W_F1": 1, "W_F2": 0.2, "W_G1": 0.2, "W_G2": 1, "W_S": 0.1, "beta_use": 1, "beta_ign": 1}
+    for name, each in VectorRouting(400, 60, 100, 25).named_parameters():
+        assert each.std().item() == pytest.approx(wanted.get(name, 0), rel=0.1), name
     layer = MatrixRouting(200, 20, 2 * 8, 2 * 4, 2)
     assert layer.W.std().item() == pytest.approx(1 / 8, rel=0.02)
     assert not any(each.any() for each in (layer.B, layer.beta_use, layer.beta_ign))
 
 
-def test_what_is_refused() -> None:
-    layer, free = MatrixRouting(I, J, P * Q, P * R, P), MatrixRouting(None, J, P * Q, P * R, P)
-    u, scores = torch.randn(B, I, P * Q), torch.randn(B, I)
-    cases = {
-        "out_caps must be at least 2, got 1": lambda: MatrixRouting(I, 1, 4, 4, 2),
-        "pose_rows must divide in_dim=5, got 2": lambda: MatrixRouting(I, J, 5, 4, 2),
-        f"u must be [B, I={I}, K={P * Q}], got": lambda: layer(u[:, 1:], scores[:, 1:]),
-        f"u must be [B, I, K={P * Q}], got": lambda: free(u[..., 1:], scores),
-        f"scores must be [B={B}, I={I}], got": lambda: free(u, scores[:, 1:]),
-        "scores must have the dtype of u (float32)": lambda: layer(u, scores.double()),
-        "must have one dtype, got float64": lambda: layer(u.double(), scores.double()),
-    }
-    for message, call in cases.items():
-        with pytest.raises((ValueError, TypeError), match="^capsfast.nn.MatrixRouting: .*" + re.escape(message)):
-            call()
-    assert str(made(None, model="k-means", eps=0.1)) == (
-        f"MatrixRouting(None, {J}, {P * Q}, {P * R}, {P}, num_iterations=3, model='k-means', eps=0.1)"
-    )
+def test_text() -> None:
+    text = f"MatrixRouting(None, {J}, {P * Q}, {P * R}, {P}, num_iterations=3, model='k-means', eps=0.1)"
+    assert str(made(MatrixRouting, None, model="k-means", eps=0.1)) == text

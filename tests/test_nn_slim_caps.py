@@ -10,27 +10,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import capsfast
 from capsfast import native
-from capsfast.nn import (
-    SlimConvCaps2d,
-    SlimConvCaps3d,
-    SlimConvTransposeCaps2d,
-    SlimConvTransposeCaps3d,
-)
+from capsfast.nn import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
 from capsfast.nn.routing.base import Routing
 
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
 from .support.plain import assert_alike, assert_same, gradients, on_cpu
-from .support.refusals import Refusal, refusals
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 
 B, I, J, K, D = 2, 3, 4, 3, 5
 SIZE = {2: (5, 4), 3: (3, 4, 3)}
-each_name = pytest.mark.parametrize("name", ROWS)
-each_of_votes = pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of_votes])
+OF_VOTES = [name for name, row in ROWS.items() if row.of_votes]
+each_of_votes = pytest.mark.parametrize("name", OF_VOTES)
 
 
 def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
@@ -44,21 +37,10 @@ def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
 
 def meetings(layer: Any, before: tuple[int, ...], after: tuple[int, ...]) -> list[Any]:
     """All triples (position before, position after, place of the window)."""
-    found = []
-    for offset in itertools.product(*map(range, layer.kernel_size)):
-        # A convolution steps through its input, a transposed one through its output.
-        stepping = before if isinstance(layer, SlimConvTransposeCaps2d) else after
-        for step in itertools.product(*map(range, stepping)):
-            place = tuple(
-                at * s - p + o * d
-                for at, s, p, o, d in zip(step, layer.stride, layer.padding, offset, layer.dilation, strict=True)
-            )
-            other = after if isinstance(layer, SlimConvTransposeCaps2d) else before
-            if all(0 <= at < n for at, n in zip(place, other, strict=True)):
-                found.append(
-                    (step, place, offset) if isinstance(layer, SlimConvTransposeCaps2d) else (place, step, offset)
-                )
-    return found
+    # A convolution steps through its output, a transposed one through its input.
+    if isinstance(layer, SlimConvTransposeCaps2d):
+        return plain.meetings(layer, after, before)
+    return [(source, target, offset) for target, source, offset in plain.meetings(layer, before, after)]
 
 
 def looped_votes(layer: Any, poses: Tensor, after: tuple[int, ...]) -> Tensor:
@@ -80,11 +62,11 @@ def looped_votes(layer: Any, poses: Tensor, after: tuple[int, ...]) -> Tensor:
 
 def at_positions(votes: Tensor) -> Tensor:
     """``[B, I, J, D, *spatial]`` to ``[B S, I, J, D]``."""
-    return votes.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1)
+    return plain.at_samples(votes, votes.dim() - 4)
 
 
 def to_image(value: Tensor, after: tuple[int, ...]) -> Tensor:
-    return value.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, after)
+    return plain.to_image(value, B, after)
 
 
 def poses_of(axes: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -117,11 +99,7 @@ WINDOWS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"bias": True, "learned_logits": True, "squash": "exp"},
-    {"softmax": "in"},
-)
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"bias": True, "learned_logits": True, "squash": "exp"}, {"softmax": "in"})
 
 
 @on_cpu
@@ -144,12 +122,9 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     v, c = layer(poses, return_coupling=True, **of_call)
     after = tuple(v.shape[3:])
     assert after == (of_call.get("size") or layer.grid(poses.shape[3:]))
-    routing = layer.routing
-    votes = looped_votes(layer, poses, after)
+    votes, held = looped_votes(layer, poses, after), layer.routing
     assert_same(layer.votes(poses, **of_call), votes)
-    wanted, wanted_c = plain.route(
-        at_positions(votes), 3, routing.logits, routing.bias, routing.softmax, routing.squash
-    )
+    wanted, wanted_c = plain.route(at_positions(votes), 3, held.logits, held.bias, held.softmax, held.squash)
     assert_same(c, to_image(wanted_c, after))
     assert_alike(v, to_image(wanted, after), leaves)
     with recorded_ops() as ops:
@@ -164,52 +139,67 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     ids=str,
 )
 def test_softmax_and_squash_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
-    """Rajasegaran et al. 2019, algorithm 1."""
     given = {"out_types": J} | given
     layer = SlimConvCaps2d(I, in_dim=K, out_dim=D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
     randomize(layer)
-    poses = poses_of(2)
+    poses, routing = poses_of(2), layer.routing
     v, c = layer(poses, return_coupling=True)
-    votes = layer.votes(poses)
-    routing = layer.routing
-    logits = torch.zeros_like(votes[:, :, :, 0])
-    if routing.logits is not None:
-        logits = logits + routing.logits[..., None, None]
-    for _ in range(routing.num_iterations):
-        wanted_c = logits.flatten(2).softmax(2).view_as(logits)
-        s = torch.einsum("bijyx,bijdyx->bjdyx", wanted_c, votes)
-        s = s if routing.bias is None else s + routing.bias[..., None, None]
-        wanted = capsfast.squash(s.flatten(2), 2, kind=routing.squash).view_as(s)
-        logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, wanted)
+    options = (routing.num_iterations, routing.logits, routing.bias, routing.squash)
+    wanted, wanted_c = plain.route_everywhere(layer.votes(poses), *options)
     assert_same((v, c), (wanted, wanted_c))
-    assert_same(c.sum((2, 3, 4)), torch.ones(B, I, dtype=torch.float64))
-    assert_alike(v, wanted, [poses, *layer.parameters()])
-    assert_same(layer(poses), v)
+    assert_alike(layer(poses), wanted, [poses, *layer.parameters()])
 
 
-@each_name
-@pytest.mark.parametrize("window", ["2d own kernels", "3d to one", "up"])
-def test_every_routing_at_every_position(name: str, window: str) -> None:
-    kind, given, _ = WINDOWS[window]
+def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:
+    """``[B, I, *spatial]``, the mean over the positions that make a vote; 0 if there is none."""
+    of: dict[tuple[int, ...], list[Tensor]] = {}
+    for source, target, _ in meetings(layer, tuple(activation.shape[2:]), after):
+        of.setdefault(target, []).append(activation[(..., *source)])
+    nothing = [activation.new_zeros(activation.shape[:2])]
+    each = [torch.stack(of.get(target, nothing)).mean(0) for target in itertools.product(*map(range, after))]
+    return torch.stack(each, 2).view(*activation.shape[:2], *after)
+
+
+class Weighted(Routing):
+    """The mean vote, weighted by the activations."""
+
+    uses_activation = True
+
+    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+        moments = votes.moments(activation=activation)
+        return moments.first, moments.mass
+
+
+def weighted(votes: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return (a[..., None, None] * votes).sum(1) / J, (a.sum(1, keepdim=True) / J).expand(-1, J)
+
+
+@pytest.mark.rows(12)
+@pytest.mark.parametrize(
+    ("routing", "window"),
+    [
+        *itertools.product(OF_VOTES, ["2d own kernels", "3d to one", "up"]),
+        *itertools.product([Weighted], ["2d all", "3d", "up all", "up to a size"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_routing_at_every_position(routing: Any, window: str) -> None:
+    """The activation of a vote is the mean over its window."""
+    kind, given, of_call = WINDOWS[window]
     torch.manual_seed(0)
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            kind(I, J, K, D, **given, routing=name)
-        return
-    layer = kind(I, J, K, D, **given, routing=name, dtype=torch.float64)
+    layer = kind(I, J, K, D, **given, routing=routing, dtype=torch.float64)
     randomize(layer)
     poses = poses_of(2 if layer.conv.weight.dim() == 4 else 3)
-    after = layer.grid(poses.shape[3:])
+    after = of_call.get("size") or layer.grid(poses.shape[3:])
     votes = at_positions(looped_votes(layer, poses, after))
-    if name == "dynamic":
-        wanted = ROWS[name].definition(votes, torch.ones(1), layer.routing, poses)[0]
-        assert_same(layer(poses), to_image(wanted, after))
-        return
     activation = torch.rand(B, I, *poses.shape[3:], dtype=torch.float64).requires_grad_()
-    found = layer(poses, activation)
-    means = at_positions(mean_activation(layer, activation, after)[:, :, None, None])[:, :, 0, 0]
-    wanted = tuple(to_image(each, after) for each in ROWS[name].definition(votes, means, layer.routing, poses))
-    assert_alike(found, wanted, [poses, activation, *layer.parameters()])
+    means = plain.at_samples(mean_activation(layer, activation, after), len(after))
+    definition = weighted if routing is Weighted else ROWS[routing].definition
+    wanted = tuple(to_image(each, after) for each in definition(votes, means, layer.routing, poses))
+    if routing == "dynamic":
+        assert_same(layer(poses), wanted[0])
+    else:
+        assert_alike(layer(poses, activation, **of_call), wanted, [poses, activation, *layer.parameters()])
 
 
 @each_of_votes
@@ -225,43 +215,6 @@ def test_votes_that_are_of_no_position(name: str, window: str) -> None:
     found = (found,) if name == "dynamic" else tuple(found)
     everything = (*found, *gradients(found, [poses, activation, *layer.parameters()]))
     assert all(each.isfinite().all() for each in everything)
-
-
-def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:
-    """``[B, I, *spatial]``, the mean over the positions that make a vote; 0 if there is none."""
-    of: dict[tuple[int, ...], list[Tensor]] = {}
-    for source, target, _ in meetings(layer, tuple(activation.shape[2:]), after):
-        of.setdefault(target, []).append(activation[(..., *source)])
-    nothing = activation.new_zeros(activation.shape[:2])
-    each = [
-        torch.stack(of[target]).mean(0) if target in of else nothing for target in itertools.product(*map(range, after))
-    ]
-    return torch.stack(each, 2).view(*activation.shape[:2], *after)
-
-
-class Weighted(Routing):
-    """The mean vote, weighted by the activations."""
-
-    uses_activation = True
-
-    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
-        moments = votes.moments(activation=activation)
-        return moments.first, moments.mass
-
-
-@pytest.mark.parametrize("window", ["2d all", "3d", "up", "up all", "up to a size"])
-def test_activations_are_means_over_the_window(window: str) -> None:
-    kind, given, of_call = WINDOWS[window]
-    layer = kind(I, J, K, D, **given, routing=Weighted, dtype=torch.float64)
-    poses = poses_of(2 if layer.conv.weight.dim() == 4 else 3)
-    activation = torch.rand(B, I, *poses.shape[3:], dtype=torch.float64).requires_grad_()
-    found = layer(poses, activation, **of_call)
-    after = tuple(found.poses.shape[3:])
-    means = mean_activation(layer, activation, after)
-    wanted = (means[:, :, None, None] * layer.votes(poses, **of_call)).sum(1) / J
-    mass = (means.sum(1, keepdim=True) / J).expand(-1, J, *after)
-    assert_alike(found, (wanted, mass), [poses, activation, *layer.parameters()])
-    assert layer(poses, **of_call).activations.shape == (B, J, *after)
 
 
 class Stored(TorchDispatchMode):
@@ -349,73 +302,3 @@ def test_text_and_state() -> None:
     assert layer.routing.bias.tolist() == [[pytest.approx(0.1)] * D] * J
     assert SlimConvTransposeCaps2d(I, J, K, D).conv.weight.shape == (K, J * D, 4, 4)
     assert sum(each.numel() for each in SlimConvCaps3d(I, J, K, D).parameters()) == J * D * K * 27
-
-
-CALLS: dict[str, Refusal] = {
-    "kernel": (
-        lambda: SlimConvCaps3d(I, J, K, D, (3, 3)),
-        TypeError,
-        r"SlimConvCaps3d: kernel_size must be an int or three of them, got \(3, 3\)",
-    ),
-    "stride": (lambda: SlimConvCaps2d(I, J, K, D, 3, 0), ValueError, "stride must be at least 1, got 0"),
-    "option": (
-        lambda: SlimConvCaps2d(I, J, K, D, 3, groups=2),
-        TypeError,
-        "SlimConvCaps2d: routing dynamic has no option groups; it has num_iterations, learned_logits",
-    ),
-    "no inputs": (
-        lambda: SlimConvTransposeCaps3d(I, J, K, D, routing="self"),
-        ValueError,
-        "SlimConvTransposeCaps3d: routing must need only votes, .* got self, which needs the input capsules too",
-    ),
-    "routing": (lambda: SlimConvCaps2d(I, J, K, D, routing="no"), ValueError, "SlimConvCaps2d: routing must be one of"),
-    "softmax": (lambda: SlimConvCaps2d(I, J, K, D, softmax="no"), ValueError, "SlimConvCaps2d: softmax must be one of"),
-    "more than a stride": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D, output_padding=2),
-        ValueError,
-        "output_padding must be smaller than stride or dilation",
-    ),
-    "rank": (
-        lambda: SlimConvCaps3d(I, J, K, D)(torch.zeros(B, I, K, 4, 4)),
-        ValueError,
-        r"poses must have shape \[B, in_types, in_dim, Z, H, W\], got \[2, 3, 3, 4, 4\]",
-    ),
-    "sizes": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, K + 1, K, 4, 4)),
-        ValueError,
-        r"poses must be \[B, in_types=3, in_dim=3, H, W\], got \[2, 4, 3, 4, 4\]",
-    ),
-    "ints": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4, dtype=torch.int64)),
-        TypeError,
-        "poses must be float32",
-    ),
-    "small": (
-        lambda: SlimConvCaps3d(I, J, K, D)(torch.zeros(B, I, K, 4, 2, 4)),
-        ValueError,
-        r"a window of 3 x 3 x 3 \(dilation 1 x 1 x 1\) must fit .* got 4 x 2 x 4 with padding 0 x 0 x 0",
-    ),
-    "nothing left": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D, 2, padding=1)(torch.zeros(B, I, K, 1, 4)),
-        ValueError,
-        "the output must have at least one position, got 0 x 6 for 1 x 4; use a smaller padding",
-    ),
-    "size": (
-        lambda: SlimConvTransposeCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4), size=(8, 10)),
-        ValueError,
-        r"size must be at least \[8, 8\] and less than a stride of \(2, 2\) larger, got \(8, 10\)",
-    ),
-    "activation": (
-        lambda: SlimConvCaps2d(I, J, K, D)(torch.zeros(B, I, K, 4, 4), torch.zeros(B, I, 4, 4)),
-        ValueError,
-        "dynamic routing takes no activation",
-    ),
-    "activation of another image": (
-        lambda: SlimConvCaps2d(I, J, K, D, routing=Weighted)(torch.zeros(B, I, K, 4, 4), torch.zeros(B, I, 4, 5)),
-        ValueError,
-        r"activation must be \[B, in_types, H, W\] of poses \[2, 3, 3, 4, 4\], got \[2, 3, 4, 5\]",
-    ),
-}
-
-
-test_wrong_arguments = refusals(CALLS)

@@ -11,7 +11,6 @@ from capsfast.models import SegCaps, SegCapsOutput
 
 from .support import plain
 from .support.plain import assert_same, on_cpu
-from .support.refusals import Refusal, refusals
 
 B, J = 2, 3
 SMALL: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3, 4), "digit_dim": 4, "kernel_size": 3}
@@ -24,10 +23,9 @@ def images(height: int = 7, width: int = 6, dtype: torch.dtype = torch.float64) 
 
 def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int, **options: Any) -> Tensor:
     """Routes the output of a convolution, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
-    H, W = maps.shape[2:]
-    votes = maps.view(B, types, -1, D, H * W).permute(0, 4, 1, 2, 3).flatten(0, 1)
-    v, _ = plain.route(votes, num_iterations, **{"kind": "exp", **options})
-    return v.view(B, H, W, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+    votes = maps.view(B, types, -1, D, *maps.shape[2:])
+    v, _ = plain.route(plain.at_samples(votes, 2), num_iterations, **{"kind": "exp", **options})
+    return plain.to_image(v, B, maps.shape[2:])
 
 
 def doubled(poses: Tensor, weight: Tensor, like: Tensor) -> Tensor:
@@ -68,7 +66,7 @@ def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsO
 
 
 @on_cpu
-@pytest.mark.parametrize("size", [(7, 6), (5, 9), (8, 8), (1, 3)])
+@pytest.mark.parametrize("size", [(7, 6), (5, 9), (8, 8), (1, 3)], ids=str)
 def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model = SegCaps(2, size, J, **SMALL, backend=by.name, dtype=torch.float64)
@@ -182,31 +180,3 @@ def test_levels_and_options() -> None:
         assert len(model.down) == len(model.up) == len(dims) - 1
         assert model.classes.routing.bias is not None and model.start.routing.bias is None
         assert model(torch.rand(B, 1, 9, 9)).reconstruction.shape == (B, 1, 9, 9)
-
-
-WRONG: dict[str, Refusal] = {
-    "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
-    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
-    "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
-    "few types": (lambda: SegCaps(1, 9, J, types=(2, 4)), ValueError, r"types must be an int or one .*, got \(2, 4\)"),
-    "a type": (lambda: SegCaps(1, 9, J, types=0), ValueError, "SegCaps: types must be at least 1, got 0"),
-    "own types": (lambda: SegCaps(1, 8, J, form="r3", types=2), ValueError, "form='r3' has its own conv_channels"),
-    "r3 of 12": (lambda: SegCaps(1, 12, J, form="r3"), ValueError, r"must be divisible by 8, got \(12, 12\)"),
-    "hidden": (lambda: SegCaps(1, 9, J, hidden=8), TypeError, "SegCaps: hidden must be a sequence of ints, got 8"),
-    "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
-    "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),
-    "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "routing dynamic has no option sharpness"),
-    "given classes": (
-        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 8, dtype=torch.bool)),
-        ValueError,
-        r"classes must be \[B, J, H, W\] of capsules \[1, 3, 16, 9, 9\], got \[1, 3, 9, 8\]",
-    ),
-    "classes of numbers": (
-        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 9)),
-        TypeError,
-        "classes must be bool, got float32",
-    ),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

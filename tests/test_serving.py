@@ -288,21 +288,6 @@ def test_torch_jit_script_is_refused() -> None:
 
 
 LAYER, U = capsfast.DynamicRouting(6, 4, 6, 5).eval(), torch.randn(2, 6, 6)
-WRONG: dict[str, Callable[[Path], Any]] = {
-    r"program: model must be in evaluation mode.*model.eval\(\)": lambda _: program(nn.Linear(6, 4), U),
-    r"batch of 2 or more for dynamic_batch=True, got \[1, 6, 6\]": lambda _: program(LAYER, U[:1]),
-    "example must be a tensor or a sequence of arguments, got int": lambda _: program(LAYER, 3),  # type: ignore[arg-type]
-    r"model must be a torch.nn.Module or an exported program, got function": lambda _: program(capsfast.squash, U),  # type: ignore[arg-type]
-    r"to_package: file must end in .pt2, got 'model.so'": lambda path: to_package(LAYER, U, path / "model.so"),
-    "to_onnx: file must be in a folder that exists": lambda path: to_onnx(LAYER, U, path / "absent" / "model.onnx"),
-    "example must be None for an exported program": lambda path: to_package(program(LAYER, U), U, path / "model.pt2"),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_arguments_that_do_not_fit(message: str, tmp_path: Path) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        WRONG[message](tmp_path)
 
 
 def test_one_sample_is_exported_without_a_batch() -> None:

@@ -137,6 +137,11 @@ def test_conditions_on_the_number_of_samples_are_found_with_symbols(
     assert traced(run).conditions == ()
 
 
-def test_steps_tell_two_computations_apart() -> None:
-    one, twin, other = (traced(run) for run in (lambda u: u.exp() + 1, lambda u: u.exp() + 2, lambda u: u.exp().sum()))
-    assert one.steps == twin.steps != other.steps and "exp" in one.steps
+def test_programs_tell_two_computations_apart() -> None:
+    def run(factor: float, more: bool = False) -> Callable[[Tensor], Tensor]:
+        # A result that nothing uses is no part of the program.
+        return lambda u: (u.sin() if more else None, u.exp() * factor + torch.tensor(factor))[1]
+
+    one, twin, other = traced(run(2.0)), traced(run(2.0, True)), traced(run(3.0))
+    assert one.program == twin.program != other.program and one.operations == other.operations
+    assert "exp" in one.operations

@@ -5,7 +5,6 @@ import inspect
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast.nn import ROUTINGS
 from capsfast.nn._layer import Layer
 
-from .test_nn_modules import LAYERS as OF_MODULES
+from .support.layers import LAYERS as OF_MODULES
+from .support.layers import Row, made, results
+from .support.plain import gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -30,19 +30,15 @@ def of_training(module: str) -> Any:
     return importlib.import_module(f"capsfast.train.{module}")
 
 
-def outputs(found: Any) -> tuple[Tensor, ...]:
-    return tuple(value for value in found if value is not None) if isinstance(found, tuple) else (found,)
-
-
-def assert_same(got: Any, wanted: Any) -> None:
-    for value, want in zip(outputs(got), outputs(wanted), strict=True):
-        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)
-
-
-def gradients(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
-    leaves = [value.clone().requires_grad_() for value in inputs]
-    loss = torch.stack([value.square().sum() for value in outputs(model(*leaves)) if value.requires_grad]).sum()
-    return torch.autograd.grad(loss, [*leaves, *model.parameters()], allow_unused=True)
+def assert_same(traced: Any, model: Any, *inputs: Any) -> None:
+    """Compares results and gradients."""
+    found = []
+    for each in (traced, model):
+        given = [value.clone().requires_grad_() for value in inputs]
+        values = results(each(*given))
+        leaves = [*given, *getattr(each, "parameters", model.parameters)()]
+        found.append([*values, *gradients([value for value in values if value.requires_grad], leaves)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 class Functions(nn.Module):
@@ -79,10 +75,9 @@ def test_functions_are_nodes() -> None:
     ]
     for B in (2, 5):
         inputs = torch.randn(B, 7, 6), torch.randn(B, 4)
-        assert_same(traced(*inputs), model(*inputs))
-        assert_same(gradients(traced, *inputs), gradients(model, *inputs))
-    assert_same(torch.fx.Transformer(traced).transform()(*inputs), model(*inputs))
-    assert_same(torch.fx.Interpreter(traced).run(*inputs), model(*inputs))
+        assert_same(traced, model, *inputs)
+    assert_same(torch.fx.Transformer(traced).transform(), model, *inputs)
+    assert_same(torch.fx.Interpreter(traced).run, model, *inputs)
 
 
 FUNCTIONS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass", "squash")
@@ -103,30 +98,18 @@ def test_nodes_have_every_argument(name: str) -> None:
     assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
 
 
-# Layers that test_nn_modules.py lacks, with their inputs without the batch.
-MORE: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
-    "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3), ((6, 5),)),
-    "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), ((6, 5),)),
-    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), ((6, 5),)),
-    "flatten": (capsfast.nn.FlattenCaps, ((2, 4, 3, 3),)),
-    "length": (capsfast.nn.Length, ((4, 3),)),
-    "longest": (capsfast.nn.Mask, ((4, 3),)),
-    "entropy": (capsfast.nn.CouplingEntropy, ((6, 4),)),
-    "images": (lambda: of_training("normalize").Normalize("image", 2), ((2, 4, 4),)),
-    "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), ((1, 14, 14),)),
-    **{
-        f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), ((6, 5),))
-        for name in ROUTINGS
-    },
+# Further layers, with their inputs without the batch.
+MORE: dict[str, Row] = {
+    "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3), (6, 5)),
+    "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
+    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
+    "flatten": (capsfast.nn.FlattenCaps, (2, 4, 3, 3)),
+    "length": (capsfast.nn.Length, (4, 3)),
+    "longest": (capsfast.nn.Mask, (4, 3)),
+    "images": (lambda: of_training("normalize").Normalize("image", 2), (2, 4, 4)),
+    "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
 }
 LAYERS = {**OF_MODULES, **MORE}
-
-
-def made(name: str) -> tuple[nn.Module, Callable[[int], list[Tensor]]]:
-    """A layer, and a function that draws its inputs for a batch."""
-    torch.manual_seed(0)
-    make, shapes = LAYERS[name]
-    return make().eval(), lambda B: [torch.rand(B, *shape) for shape in shapes]
 
 
 class Two(nn.Module):
@@ -157,17 +140,16 @@ def test_every_layer_is_a_leaf() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_leaves(name: str) -> None:
-    layer, inputs = made(name)
-    given = inputs(3)
+    layer, given = made(name, table=LAYERS)
+    layer.eval()
     model = nn.Sequential(nn.Tanh(), layer) if len(given) == 1 else Two(nn.Tanh(), layer)
     runs: list[int] = []
     layer.register_forward_hook(lambda *_: runs.append(1))
     traced = torch.fx.symbolic_trace(model)
     assert targets(traced, "call_module") == ["0", "1"]
     assert traced.get_submodule("1") is layer and not runs
-    assert_same(traced(*given), model(*given))
+    assert_same(traced, model, *given)
     assert len(runs) == 2
-    assert_same(gradients(traced, *given), gradients(model, *given))
 
 
 def test_a_layer_alone_and_a_network_are_traced_through() -> None:
@@ -176,13 +158,12 @@ def test_a_layer_alone_and_a_network_are_traced_through() -> None:
     assert targets(traced, "call_function") == [capsfast.dynamic_routing]
     assert {"W", "routing.bias"} == set(dict(traced.named_parameters())) == set(targets(traced, "get_attr"))
     u, mask = torch.randn(2, 6, 5), torch.rand(2, 6) > 0.3
-    assert_same(traced(u), layer(u))
-    assert_same(traced(u=u, mask=mask, return_coupling=True), layer(u, mask=mask, return_coupling=True))
+    assert_same(traced, layer, u)
+    torch.testing.assert_close(traced(u=u, mask=mask, return_coupling=True), layer(u, mask=mask, return_coupling=True))
     network = capsfast.models.CapsNet(1, 14, 4, primary_groups=2)
     parts = torch.fx.symbolic_trace(network, concrete_args={"labels": None})
     assert targets(parts, "call_module") == ["conv", "primary", "routing", "decoder"]
-    images = torch.rand(2, 1, 14, 14)
-    assert_same(parts(images), network(images))
+    assert_same(parts, network, torch.rand(2, 1, 14, 14))
 
 
 def test_what_fx_cannot_trace_says_so() -> None:
@@ -205,26 +186,26 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
     u, weight = torch.randn(2, 6, 5), torch.randn(6, 4, 3, 5)
     found = capsfast.dynamic_routing(u.as_subclass(Logged), weight)
     assert "dynamic_routing" in Logged.seen
-    assert_same(found.as_subclass(Tensor), capsfast.dynamic_routing(u, weight))
+    wanted = capsfast.dynamic_routing(u, weight)
+    torch.testing.assert_close(found.as_subclass(Tensor), wanted)
     with torch.device("cpu"):  # a mode of functions
-        assert_same(capsfast.dynamic_routing(u, weight), capsfast.dynamic_routing(u, weight, backend="reference"))
+        torch.testing.assert_close(capsfast.dynamic_routing(u, weight), wanted)
 
 
 @pytest.mark.rows(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
     """check_trace is on: it compares two traces of the layer node by node, and their values."""
-    layer, inputs = made(name)
-    model = Parts(layer) if name == "network" else layer
-    traced = torch.jit.trace(model, tuple(inputs(3)))
+    layer, given = made(name, table=LAYERS)
+    model = Parts(layer.eval()) if name == "network" else layer.eval()
+    traced = torch.jit.trace(model, tuple(given))
     if name == "plain" and capsfast.backends()["cpp"].available:
         assert [node.kind() for node in traced.inlined_graph.nodes()].count("capsfast::dynamic_routing") == 1
     torch.jit.save(traced, tmp_path / "traced.pt")
     loaded = torch.jit.load(tmp_path / "traced.pt")
     for B in (1, 2, 12):
-        given = inputs(B)
-        assert_same(loaded(*given), model(*given))
-    assert_same(gradients(loaded, *given), gradients(model, *given))
+        _, given = made(name, B, LAYERS)
+        assert_same(loaded, model, *given)
 
 
 class Parts(nn.Module):

@@ -37,8 +37,8 @@ def identify(
         u: a real input; a few samples are enough.
         others: real further arguments of the forward. A tensor of 0 and 1 can be a mask, any other tensor logits. An
             int equal to the batch size may mean the batch size.
-        call: ``call(layer, u, *others)``, if ``layer(u, *others)`` is not how the layer is called. Other values that
-            it passes count as constant.
+        call: ``call(layer, u, *others)``, if the layer is not called as ``layer(u, *others)``. Other values in it
+            count as constants.
         output: takes the result of the layer and returns the output; default the first tensor of a tuple.
 
     Returns:
@@ -50,6 +50,12 @@ def identify(
             trace it, or its result is random, or depends on the mode, on earlier calls, or on a tensor or argument that
             the call does not read. The message gives the reason and the nearest call.
         TypeError, ValueError: layer is not a module; u is empty or not a dense float tensor with at least two axes.
+
+    Example:
+        >>> found = capsfast.identify(layer, u)  # your layer, and input capsules for it
+        >>> print(found.code())
+        weight = layer.weight.permute(1, 0, 2, 3)  # [J, I, D, K]
+        v = capsfast.dynamic_routing(u, weight, gradient='last', squash='eps_outside')
     """
     if not isinstance(layer, nn.Module):
         raise TypeError(f"{OP}: layer must be a torch.nn.Module, got {type(layer).__name__}")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .orders import follow, steps_from, steps_to
 from .structures import orders
 
 # Numbers of samples to probe with: few, and not the number in u.
@@ -87,18 +86,6 @@ class Inputs:
 
     def with_other(self, n: int, value: Tensor) -> "Inputs":
         return replace(self, others=(*self.others[:n], value, *self.others[n + 1 :]))
-
-    def with_zeros(self, order: str, wanted: str, sizes: dict[str, int]) -> "Inputs":
-        """Sets some input capsules or their votes to 0, as padding does, different ones in each sample.
-
-        order, wanted: the axes of u, and the axes with B and I in front.
-        """
-        u = follow(self.u, steps_from(order, wanted, sizes))
-        B, I = u.shape[:2]
-        places = torch.arange(B * I, device=u.device).view(B, I)
-        kept = (places % 3 != 0) if I > 1 else torch.ones_like(places, dtype=torch.bool)
-        u = u * kept.view(B, I, *[1] * (u.dim() - 2))
-        return replace(self, u=follow(u, steps_to(order, wanted)))
 
     def scaled(self, factor: float) -> "Inputs":
         return replace(self, u=factor * self.u)

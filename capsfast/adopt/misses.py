@@ -1,21 +1,16 @@
 """Reasons why capsfast can't compute a layer, as far as votes near 0 show them."""
 
-from itertools import product
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ..functional import squash
-from .candidates import MOST_ITERATIONS
 from .identification import Identification
-from .squashes import fits
+from .squashes import MOST_ITERATIONS, fits
 
 # Largest share of an output that may point elsewhere than the sum of votes.
 SAME_DIRECTION = 1e-2
 
 OVER_OUTPUTS = "its squash takes lengths over the output capsules, along J, not over the numbers of a capsule"
-# Squashes to try for OVER_OUTPUTS: copied code has these.
-TRIED = (("paper", 1e-20), ("paper", 1e-8), ("paper", 1e-9), ("paper", 1e-7), ("eps_outside", 1e-8), ("half", 1e-20))
 ELEMENT_WISE = "its squash is element-wise: each number of a capsule is squashed alone"
 OVER_BATCH = "its coupling is a softmax over the batch"
 OTHER_DIRECTION = (
@@ -25,7 +20,8 @@ OTHER_DIRECTION = (
 )
 OTHER_AGREEMENT = (
     "for votes near 0 it is a routing with a squash that capsfast has, for others not: the agreement or what it is "
-    f"added to differs, or there are more than {MOST_ITERATIONS} iterations"
+    "added to differs, the squash takes lengths over the output capsules, or there are more than "
+    f"{MOST_ITERATIONS} iterations"
 )
 OTHER_SQUASH = (
     "its output points along the sum of the votes, but has the length of no squash that capsfast has: {:.3g} where "
@@ -51,7 +47,7 @@ def off_direction(v: Tensor, total: Tensor) -> float:
 
 def other_direction(v: Tensor, total: Tensor, off: float) -> tuple[float, str]:
     """Rank and reason for outputs that do not point along the sums of votes."""
-    if bool(v.isfinite().all()) and bool(v.any()) and v.shape[2] > 1 and _each_alone(v, total):
+    if off < float("inf") and v.shape[2] > 1 and _each_alone(v, total):
         return 2, ELEMENT_WISE
     return 1 - min(off, 2) / 4, OTHER_DIRECTION
 
@@ -68,20 +64,9 @@ def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tupl
         return 4, OTHER_AGREEMENT
     if any(off_direction(v, total) > SAME_DIRECTION for v, total in zip(results, sums, strict=True)):
         return 2.5, OTHER_DIRECTION
-    B, J, _ = sums[0].shape
-    if any(not fit.leaky for fit in fits(sums, results, B, B)):
-        return 3, OVER_BATCH
+    B, J, D = sums[0].shape
+    # If J and D change places, a squash over the output capsules is a softmax over the numbers of a capsule.
+    for length, reason in ((D, OVER_OUTPUTS), (B, OVER_BATCH)):
+        if any(not fit.leaky for fit in fits(sums, results, length, length)):
+            return 3, reason
     return 3, OTHER_SQUASH.format(float(results[0][0, 0].norm()), float(sums[0][0, 0].norm()) / J)
-
-
-def squashes_over_outputs(votes: Tensor, v: Tensor) -> bool:
-    """Whether ``v [B, J, D]`` is a routing of ``votes [B, I, J, D]`` whose squash takes lengths along J."""
-    for (kind, eps), axis in product(TRIED, (1, 2)):
-        logits = votes.new_zeros(votes.shape[:3])
-        for _ in range(4):
-            s = (logits.softmax(axis)[..., None] * votes).sum(1)
-            found = squash(s, dim=1, kind=kind, eps=eps)
-            if float((found - v).norm()) < 1e-6 * float(v.norm()):
-                return True
-            logits = logits + (votes * found[:, None]).sum(-1)
-    return False

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from .identification import tensor_of
@@ -48,7 +47,7 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 class Probe:
-    """A copy of a layer in float64 that has run once.
+    """A copy of a layer in float64 that has run once in each mode.
 
     Attributes:
         part: index of the output in the layer's tuple, None if the layer returns a tensor.
@@ -56,15 +55,13 @@ class Probe:
         built: names of the parameters that the first forward makes.
         written: names of buffers and attributes that a forward writes.
         places: for each tensor that the layer holds by name, the mapping and the key that hold it.
-        names: names of the floating-point tensors. settable: names of those that no parametrization computes.
-        integers: names of the other tensors. true: the layer's own values of the tensors in names.
+        names: names of the floating-point tensors. true: the layer's own values of these tensors.
     """
 
     def __init__(self, layer: nn.Module, run: Run | None, output: Run | None, inputs: Inputs) -> None:
         self._run, self._output = run or (lambda layer, *given: layer.forward(*given)), output
         self.part: int | None = None
         self.layer = private_copy(layer)
-        _untie(self.layer)
         self.hooked = take_hooks_off(self.layer)
         self._widen()
         before = {name for name, _ in self.layer.named_parameters()}
@@ -75,6 +72,8 @@ class Probe:
             own = {name: place[key] for name, (place, key) in held(self.layer).items()}
             values = {name: value.clone() for name, value in own.items() if not nn.parameter.is_lazy(value)}
             self._part_of(self._run(self.layer, inputs.u, *inputs.others))
+            with modes_swapped(self.layer):
+                self._run(self.layer, inputs.u, *inputs.others)
         self.built = tuple(name for name, _ in self.layer.named_parameters() if name not in before)
         self._widen()
         self.places = held(self.layer)
@@ -83,11 +82,7 @@ class Probe:
             for name, (place, key) in self.places.items()
             if name not in self.built and not (name in values and same(place[key], values[name]))
         )
-        # The tensors behind a parametrized weight count as that weight.
-        own = {name: place[key] for name, (place, key) in self.places.items() if "parametrizations." not in name}
-        self.settable = tuple(name for name, each in own.items() if each.is_floating_point())
-        self.integers = tuple(name for name in own if name not in self.settable)
-        self.names = tuple(dict.fromkeys((*self.settable, *_parametrized(self.layer))))
+        self.names = tuple(name for name in self.places if self.tensor(name).is_floating_point())
         self.true = {name: self.tensor(name).detach().clone() for name in self.names}
 
     def _widen(self) -> None:
@@ -111,13 +106,7 @@ class Probe:
 
     def set(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            if name in self.settable:
-                self.tensor(name).data = value.clone()
-
-    def leaves(self, names: tuple[str, ...]) -> list[Tensor]:
-        """The parameters, and leaves in ``names`` that torch computes from parameters (torch.nn.utils.weight_norm)."""
-        computed = [each for each in map(self.tensor, names) if each.is_leaf and not each.requires_grad]
-        return [*self.layer.parameters(), *(each.requires_grad_() for each in computed if each.is_floating_point())]
+            self.tensor(name).data = value.clone()
 
     def __call__(self, inputs: Inputs, gradient: bool = True) -> Tensor:
         with torch.set_grad_enabled(gradient), InFloat64():
@@ -234,21 +223,3 @@ def take_hooks_off(layer: nn.Module) -> bool:
                     del hooks[key]
                     found = True
     return found
-
-
-def _untie(layer: nn.Module) -> None:
-    """Gives each name of a shared tensor its own copy, so that the name that the forward reads is found."""
-    seen: set[int] = set()
-    for place, key in held(layer).values():
-        value = place[key]
-        if id(value) in seen:
-            copied = value.detach().clone()
-            place[key] = nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
-        seen.add(id(place[key]))
-
-
-def _parametrized(layer: nn.Module) -> Iterator[str]:
-    for prefix, module in layer.named_modules():
-        if parametrize.is_parametrized(module):
-            for name in module.parametrizations:  # type: ignore[union-attr]
-                yield f"{prefix}.{name}" if prefix else str(name)

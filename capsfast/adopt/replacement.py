@@ -46,8 +46,8 @@ def accelerate(
     The model runs once on the example. Modules whose inputs, outputs and weights have the shapes of routing are
     compared with capsfast. :func:`capsfast.identify` finds the options from outputs, gradients and a trace of a float64
     copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree. Names of classes do
-    not count. If nested layers are reproduced, the outermost is fused. Everything else is left unchanged, and the
-    report gives the reason.
+    not count. If a layer and a layer inside it are reproduced, the outer layer is fused. All other layers are left
+    unchanged, and the report gives the reason.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
     checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP work as before. Only its class becomes a
@@ -61,11 +61,11 @@ def accelerate(
         example: the input of the model: a tensor, a tuple of positional or a mapping of keyword arguments. At least
             two samples, as real as possible: the batch size decides what is faster.
         dry_run: report only.
-        only_faster: leave layers alone whose forward plus backward would take longer. In a DistributedDataParallel
+        only_faster: leave a layer alone if its own forward plus backward is faster. In a DistributedDataParallel
             model the first rank decides for all.
         tolerance: the largest relative difference in the dtype of the model. Default: 1e-9 in float64, 1e-4 in float32,
             5e-2 in bfloat16, 1e-2 in float16.
-        seconds: duration of each timing of a layer, of which there are two or four.
+        seconds: how long each of the two or four timings of a layer takes.
 
     Returns:
         The report, layer by layer. ``undo()`` restores all layers; ``calls()`` counts calls.
@@ -74,6 +74,12 @@ def accelerate(
         TypeError: model is not a module, or is scripted; tolerance or seconds is not a number.
         ValueError: tolerance or seconds is below 0.
         Exception: any error of the model on the example.
+
+    Example:
+        >>> report = capsfast.accelerate(model, images)  # your network, and a batch for it
+        >>> report.fused  # the layers that capsfast computes from now on
+        ('digits',)
+        >>> report.undo()
     """
     _check(model, dry_run, only_faster, tolerance, seconds)
     with torch.inference_mode(False), torch.enable_grad():

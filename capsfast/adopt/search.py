@@ -9,63 +9,65 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import candidates, structures
+from . import squashes, structures
 from .identification import Identification
 from .inputs import Inputs
-from .misses import (
-    OVER_OUTPUTS,
-    SAME_DIRECTION,
-    Miss,
-    no_options,
-    off_direction,
-    other_direction,
-    squashes_over_outputs,
-)
+from .misses import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
 from .orders import follow, steps_to
 from .probe import modes_swapped, same
-from .proof import Proof
-from .squashes import Fit, fits
-from .structures import orders
 from .trace import BATCHES, BranchError, UntraceableError
-from .trial import SAME, capsules, relative
+from .trial import SAME, SAME_ON_REAL, Trial, backend_for, capsules, relative
 
 # A factor of u that makes all coupling equal. Two lengths of weighted sums: the first shows eps, the second coupling.
 NEAR_0 = 1e-5
 LENGTHS = (3e-5, 1e-2)
+# Largest number of entries in the votes with which a call is compared on u.
+QUICK = 2**20
 
 
-class Search(Proof):
+class Search(Trial):
+    """
+    Attributes:
+        notes: observations in words. doubts: observations of differences between layer and call.
+        single: whether layer and call agree for one sample.
+    """
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.notes: list[str] = []
+        self.doubts: list[str] = []
+        self.single = True
         self.miss: Miss | None = None
-        # Orders of axes in which a squash over the output capsules is possible.
-        self.over_outputs: list[Identification] = []
         # Operations that only special numbers show. They are reported last, because numbers give better reasons.
         self.thresholds: dict[str, None] = {}
 
     def result(self) -> Identification:
-        first = self._run(replace(self.inputs, u=self.inputs.u.clone().requires_grad_()))
+        first = self.run(replace(self.inputs, u=self.inputs.u.clone().requires_grad_()))
         if first.dim() < 2 or not first.is_floating_point():
-            raise self._refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
+            raise self.refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
         if not first.requires_grad:
-            raise self._refused("its output has no gradient, as under torch.no_grad")
+            raise self.refused("its output has no gradient, as under torch.no_grad")
         reads = self._traced()
-        self._steady(first.detach())
+        if not same(first, self.run(self.inputs)):
+            raise self.refused("two calls on one input differ: it keeps a state")
+        if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < SAME:
+            raise self.refused("it computes something else under torch.no_grad")
         if self.probe.hooked:
             self.notes.append("modules in it have hooks, which the call leaves out")
         if self.probe.built:
             self.notes.append(f"the first forward makes {', '.join(self.probe.built)}")
         if self.probe.written:
             self.notes.append(f"its forward changes {', '.join(self.probe.written)}, the call does not")
-        self._random()
-        mattering = [name for name in self.probe.names if name in reads or name not in self.probe.settable]
+        self.draw_again(self.probe.names)
+        self.inputs = self.inputs.random(self.draw)
+        mattering = [name for name in self.probe.names if name in reads]
         routed = None
         for weight in [*sorted(mattering, key=lambda name: -self.probe.true[name].numel()), None]:
             routed = self._routed(weight, [name for name in mattering if name != weight])
             if routed is not None:
                 break
         if routed is None:
-            raise self._refused(self._why_none(mattering))
+            raise self.refused(self._why_none(mattering))
         found = self._with_arguments(self._with_parameters(routed, mattering), reads)
         self._check_reads(found, reads)
         found, reads = self._with_coupling(self._with_gradient(found), reads)
@@ -73,12 +75,11 @@ class Search(Proof):
         return self._verified(found)
 
     def _check_reads(self, found: Identification, reads: frozenset[str]) -> None:
-        known = (*self.probe.integers, *self.probe.settable)
-        unread = [name for name in known if name in reads and name not in found.names]
+        unread = [name for name in self.probe.places if name in reads and name not in found.names]
         if unread:
-            raise self._refused(f"its output depends on `{unread[0]}`, which the call does not read")
+            raise self.refused(f"its output depends on `{unread[0]}`, which the call does not read")
         if self.thresholds:
-            raise self._refused(
+            raise self.refused(
                 f"its forward or its gradient applies {', '.join(self.thresholds)}, which only some numbers show, and "
                 f"capsfast does not"
             )
@@ -95,20 +96,19 @@ class Search(Proof):
                 other = self.probe.trace(self.inputs, *parts)
             conditions = () if self.fixed else self._conditions()
         except BranchError as error:
-            raise self._refused(
+            raise self.refused(
                 "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
             ) from error
         except UntraceableError as error:
-            self._steady(self._run(self.inputs).detach())  # a state may be the cause, and is the better reason
-            raise self._refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
+            raise self.refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
         if own.random or other.random:
-            raise self._refused("it draws random numbers (logits that start at random, or dropout)")
-        if own.steps != other.steps:
-            raise self._refused("it computes something else in training mode than in evaluation mode, as dropout does")
+            raise self.refused("it draws random numbers (logits that start at random, or dropout)")
+        if own.program != other.program:
+            raise self.refused("it computes something else in training mode than in evaluation mode, as dropout does")
         if conditions:
-            raise self._refused(f"its forward goes by the number B of samples: {' and '.join(conditions)}")
+            raise self.refused(f"its forward goes by the number B of samples: {' and '.join(conditions)}")
         if own.outside:
-            raise self._refused(
+            raise self.refused(
                 "its output depends on a tensor in a list, a mapping, an array or outside of it; make that a buffer"
             )
         self.thresholds |= dict.fromkeys(own.thresholds)
@@ -125,20 +125,7 @@ class Search(Proof):
         named = {int(number) + more for each in found for number in re.findall(r"\d+", each) for more in (0, 1)}
         sizes = {2, 17, 64, 300, *(size for size in named if 1 < size <= BATCHES[-1])}
         several = (self.inputs, self.given.double(), *map(self.inputs.batch, sorted(sizes)))
-        return found if found and len({_runs(self.probe.trace(each).steps) for each in several}) > 1 else ()
-
-    def _steady(self, first: Tensor) -> None:
-        """Refuses a layer unless equal numbers give equal results each time, in both modes and without gradients."""
-        if not same(first, self._run(self.inputs)):
-            raise self._refused("two calls on one input differ: it keeps a state")
-        before = {name: place[key].clone() for name, (place, key) in self.probe.places.items()}
-        with modes_swapped(self.probe.layer):
-            if not same(first, self._run(self.inputs)):
-                raise self._refused("it computes something else in training mode than in evaluation mode")
-        changed = [name for name, value in before.items() if not same(self.probe.tensor(name), value)]
-        self.probe.written = tuple(dict.fromkeys((*self.probe.written, *changed)))
-        if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < SAME:
-            raise self._refused("it computes something else under torch.no_grad")
+        return found if found and len({self.probe.trace(each).operations for each in several}) > 1 else ()
 
     def _routed(self, weight: str | None, rest: list[str]) -> Identification | None:
         """The call without logits and bias, if this tensor is the weight; else None."""
@@ -146,14 +133,12 @@ class Search(Proof):
         # A tensor of zeros that the layer multiplies by, such as a mask, would make the output 0: then try ones.
         for value in (0.0, 1.0):
             self.probe.set({name: torch.full_like(self.probe.true[name], value) for name in rest})
-            output = self._run(neutral.scaled(NEAR_0)).detach()
+            output = self.run(neutral.scaled(NEAR_0)).detach()
             if output.any():
                 break
         shape = () if weight is None else tuple(self.probe.true[weight].shape)
         for candidate in structures.calls(weight, shape, tuple(neutral.u.shape), tuple(output.shape)):
-            total, v = self._sums(candidate, neutral.u), capsules(candidate, output)
-            if v.shape[1] > 1 and off_direction(v.transpose(1, 2), total.transpose(1, 2)) < SAME_DIRECTION:
-                self.over_outputs.append(candidate)
+            total, v = self.votes(candidate, neutral.u).sum(1), capsules(candidate, output)
             off = off_direction(v, total)
             if off < SAME_DIRECTION:
                 found = self._with_options(candidate, neutral, total)
@@ -161,36 +146,25 @@ class Search(Proof):
                     return found
             else:
                 self._missed(other_direction(v, total, off), candidate)
-        self._random_again(rest)
+        self.draw_again(rest)
         return None
 
     def _missed(self, why: tuple[float, str], candidate: Identification) -> None:
         if self.miss is None or why[0] > self.miss.rank:
             self.miss = Miss(*why, candidate)
 
-    def _sums(self, candidate: Identification, u: Tensor) -> Tensor:
-        """The sum of the votes of all input capsules, ``[B, J, D]``."""
-        u, weight = self._product(candidate, u)
-        if weight is None:
-            return u.sum(1)
-        if weight.shape[0] == 1:
-            s = torch.einsum("jdk,bk->bjd", weight[0], u.sum(1))
-        else:
-            s = torch.einsum("ijdk,bik->bjd", weight, u)
-        return s.expand(-1, candidate.sizes.J, -1)
-
     def _with_options(self, candidate: Identification, inputs: Inputs, total: Tensor) -> Identification | None:
         sizes = candidate.sizes
         length = float(total.square().sum(-1).mean().sqrt()) / sizes.J
         levels = [inputs.scaled(scale / length).spread() for scale in LENGTHS]
-        sums = [self._sums(candidate, each.u) for each in levels]
-        results = [capsules(candidate, self._run(each)).detach() for each in levels]
-        inputs = self._moderate(candidate).neutral()
-        output = self._run(inputs)
-        fitting = fits(sums, results, sizes.I, sizes.J)
-        for options in candidates.options(fitting):
+        sums = [self.votes(candidate, each.u).sum(1) for each in levels]
+        results = [capsules(candidate, self.run(each)).detach() for each in levels]
+        inputs = self.moderate(candidate).neutral()
+        output = self.run(inputs)
+        fitting = squashes.fits(sums, results, sizes.I, sizes.J)
+        for options in squashes.options(fitting):
             tried = replace(candidate, **options)
-            if self._difference(tried, inputs, output) < SAME:
+            if self.difference(tried, inputs, output) < SAME:
                 return tried
         self._missed(no_options(sums, results, bool(fitting)), candidate)
         return None
@@ -199,44 +173,33 @@ class Search(Proof):
         depends = ", ".join(f"`{name}` {checks.shape_of(self.probe.true[name])}" for name in mattering)
         if self.miss is None:
             return (
-                f"input {checks.shape_of(self.inputs.u)}, output {checks.shape_of(self._run(self.inputs))} and the "
+                f"input {checks.shape_of(self.inputs.u)}, output {checks.shape_of(self.run(self.inputs))} and the "
                 f"parameters that its output depends on ({depends or 'none'}) do not have the axes of one routing: "
                 "[B, I, K] and a weight of I, J, D, K, or votes [B, I, J, D], to [B, J, D]"
             )
-        candidate = self.miss.candidate
-        inputs = self._moderate(candidate)
-        output = self._run(inputs)
         if self.nearest is None:
-            for options in candidates.options(
-                [Fit(softmax, False, "paper", 1e-8) for softmax in ("out", "in")], most=4
-            ):
-                self._difference(replace(candidate, **options), inputs, output)
-        if any(self._squashes_over_outputs(each, inputs, output) for each in self.over_outputs):
-            return OVER_OUTPUTS
-        more = f" (its output depends on {depends})" if len(mattering) > 1 else ""
-        return self.miss.reason + more
-
-    def _squashes_over_outputs(self, candidate: Identification, inputs: Inputs, output: Tensor) -> bool:
-        u, weight = self._product(candidate, inputs.u)
-        votes = u if weight is None else torch.einsum("ijdk,bik->bijd", weight.expand(u.shape[1], -1, -1, -1), u)
-        votes = votes.expand(-1, -1, candidate.sizes.J, -1)
-        return squashes_over_outputs(votes, capsules(candidate, output.detach()))
+            inputs = self.moderate(self.miss.candidate)
+            output = self.run(inputs)
+            for softmax, num_iterations in itertools.product(("out", "in"), (3, 2, 1)):
+                tried = replace(self.miss.candidate, softmax=softmax, num_iterations=num_iterations)
+                self.difference(tried, inputs, output)
+        return self.miss.reason + (f" (its output depends on {depends})" if len(mattering) > 1 else "")
 
     def _with_parameters(self, found: Identification, mattering: list[str]) -> Identification:
         """Adds the roles of the tensors besides the weight, one after the other."""
-        inputs = self._moderate(found).neutral()
+        inputs = self.moderate(found).neutral()
         for name in mattering:
             if name == found.weight:
                 continue
-            self._random_again([name])
-            output = self._run(inputs)
+            self.draw_again([name])
+            output = self.run(inputs)
             self._start_anew(found, inputs, output)
-            for each in candidates.roles(name, tuple(self.probe.true[name].shape), found):
-                if self._difference(each, inputs, output) < SAME:
+            for each in structures.roles(name, tuple(self.probe.true[name].shape), found):
+                if self.difference(each, inputs, output) < SAME:
                     found = each
                     break
             else:
-                raise self._refused(
+                raise self.refused(
                     f"its output depends on `{name}` {checks.shape_of(self.probe.true[name])}, which is neither "
                     "logits, nor a bias of the weighted sum"
                 )
@@ -244,54 +207,149 @@ class Search(Proof):
 
     def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
         """Adds the roles of the further arguments of the forward."""
-        for n in range(len(self.inputs.others)):
-            inputs = self._moderate(found).neutral(but=(*range(n + 1),))
-            output = self._run(inputs)
-            self._start_anew(found, inputs, output)
+        for n, value in enumerate(self.inputs.others):
+            inputs = self.moderate(found).neutral(but=(*range(n + 1),))
+            self._start_anew(found, inputs, self.run(inputs))
             for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
                 if found.averaged and (role == "mask_after" or (role == "mask" and found.softmax == "in")):
                     continue  # with averaged logits all samples must have the same softmax
                 tried = replace(
                     found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
                 )
-                if self._difference(tried, inputs, output) < SAME and self._is_factor(tried, n, inputs):
+                factor = role == "mask_after" and value.is_floating_point()
+                given = inputs.with_other(n, 0.7 * inputs.others[n]) if factor else inputs
+                if self.difference(tried, given, self.run(given)) < SAME:
                     found = tried
                     break
             else:
-                raise self._refused(
+                raise self.refused(
                     f"its output depends on argument {n + 2} of the forward, which is no mask as capsfast has it"
                 )
         return found
 
-    def _is_factor(self, tried: Identification, n: int, inputs: Inputs) -> bool:
-        """False if the role "mask_after" was tried for a mask of floats but its values don't act as factors."""
-        mask = inputs.others[n]
-        if tried.arguments[n] != "mask_after" or not mask.is_floating_point():
-            return True
-        changed = inputs.with_other(n, 0.7 * mask)
-        return self._difference(tried, changed, self._run(changed)) < SAME
-
     def _start_anew(self, candidate: Identification, inputs: Inputs, output: Tensor) -> None:
         """Forgets the nearest call, because differences on new numbers can't be compared with earlier ones."""
         self.nearest = None
-        self._difference(candidate, inputs, output)
+        self.difference(candidate, inputs, output)
 
     def _with_coupling(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
         """Adds the index of the last coupling in the layer's tuple, if it is there, and the tensors it depends on."""
-        outputs = self.probe.outputs(inputs := self._moderate(found))
+        outputs = self.probe.outputs(inputs := self.moderate(found))
         if not isinstance(outputs, tuple) or self.probe.part is None:
             return found, reads
-        _, c = found.with_coupling(self.probe.tensors(), inputs.u, *inputs.others, backend=self._backend(inputs))
+        _, c = found.with_coupling(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
         known = {**found.sizes._asdict(), "B": self.B}
         for part, value in enumerate(outputs):
             if part == self.probe.part or not isinstance(value, Tensor):
                 continue
-            for order, _ in orders(tuple(value.shape), "BIJ", known):
-                if relative(follow(c, steps_to(order, "BIJ")), value.detach()) < SAME:
+            for order, _ in structures.orders(tuple(value.shape), "BIJ", known):
+                if relative(follow(c, steps_to(order, "BIJ")), value) < SAME:
                     return replace(found, coupling=part, coupling_order=order), reads | self._traced(part)
         return found, reads
 
+    def _with_gradient(self, found: Identification) -> Identification:
+        inputs = self.moderate(found)
+        differences = {}
+        for gradient in ("full", "last"):
+            tried = replace(found, gradient=gradient)
+            difference = self.gradient_difference(tried, inputs)
+            if difference < SAME:
+                for n, role in enumerate(found.arguments):
+                    if "mask" in role:
+                        self._doubt_mask(tried, n, inputs)
+                return replace(tried, gradient_difference=difference)
+            differences[difference] = tried
+        nearest = min(differences)
+        self.nearest = nearest, differences[nearest]
+        raise self.refused(
+            "its values are as in the call, but its gradient goes neither through all iterations nor through the "
+            "last one alone"
+        )
 
-def _runs(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The steps without repetitions, so that a loop over samples counts once."""
-    return tuple(step for step, _ in itertools.groupby(steps))
+    def _doubt_mask(self, found: Identification, n: int, inputs: Inputs) -> None:
+        """Records a doubt if layer and call differ for masks of other numbers, or of zeros only."""
+
+        def differs(mask: Tensor) -> bool:
+            changed = inputs.with_other(n, mask)
+            output = self.run(changed)
+            return bool(output.isfinite().all()) and not relative(self.evaluate(found, changed), output) < SAME
+
+        mask = inputs.others[n]
+        numbers = (2, -1, 0.3) if mask.is_floating_point() else () if mask.dtype == torch.bool else (2, -1)
+        if any(differs(number * mask) for number in numbers):
+            self.doubts.append(
+                f"argument {n + 2} is a mask of 0 and 1 alone: the layer computes something else for other numbers, "
+                "the call takes them for 1"
+            )
+        if differs(torch.zeros_like(mask)):
+            self.doubts.append(
+                f"for a sample whose mask, argument {n + 2}, is 0 everywhere, the layer computes something else than "
+                "the call"
+            )
+
+    def _verified(self, found: Identification) -> Identification:
+        """Compares with the layer's own parameters on u, on a single sample, and on special numbers."""
+        moderate = self.moderate(found)
+        forward, gradient = [self.difference(found, moderate, self.run(moderate))], [found.gradient_difference]
+        self.probe.set(self.probe.true)
+        # As many samples of u as run quickly, but at least self.B.
+        quick = QUICK // (found.sizes.I * found.sizes.J * found.sizes.D)
+        real = self.given.batch(max(self.B, min(self.given.u.shape[0], quick))).double()
+        output = self.run(real)
+        if bool(output.isfinite().all()):
+            forward.append(self._real_difference(found, real, output))
+            gradient.append(self.gradient_difference(found, real))
+        else:
+            self.notes.append("on u the layer gives numbers that are not finite, so only random ones were compared")
+        self._check_one_sample(found, real.batch(1))
+        self.draw_again(self.probe.names)
+        self._check_special(found)
+        if not gradient[-1] < SAME_ON_REAL:
+            self.nearest = gradient[-1], found
+            raise self.refused("with its parameters and on u it has a different gradient than on random numbers")
+        return replace(
+            found,
+            part=self.probe.part,
+            forward_difference=max(forward),
+            gradient_difference=max(gradient),
+            notes=(*self.notes, *self.doubts),
+        )
+
+    def _check_special(self, found: Identification) -> None:
+        """Checks that layer and call agree if a sample is 0, infinite or NaN."""
+        inputs = self.moderate(found)
+        first = torch.zeros_like(inputs.u, dtype=torch.bool)
+        first[0] = True
+        for words, number in (("0", 0.0), ("NaN", float("nan")), ("infinite", float("inf"))):
+            changed = replace(inputs, u=inputs.u.masked_fill(first, number))
+            output, ours = self.run(changed).detach(), self.evaluate(found, changed).detach()
+            finite = output.isfinite()
+            if not relative(ours[finite], output[finite]) < SAME_ON_REAL:
+                raise self.refused(f"with a sample that is {words} it computes something else")
+            if number != 0 and bool((ours.isfinite() & ~finite).any()):
+                raise self.refused(
+                    f"with a sample that is {words} it gives numbers that are not finite, and the call does not"
+                )
+
+    def _real_difference(self, found: Identification, real: Inputs, output: Tensor) -> float:
+        difference = relative(self.evaluate(found, real), output)
+        if not difference < SAME_ON_REAL:
+            self.nearest = difference, found
+            raise self.refused("with its parameters and on u it computes a different result than on random numbers")
+        return difference
+
+    def _check_one_sample(self, found: Identification, one: Inputs) -> None:
+        try:
+            output = self.probe(one)
+        except Exception as error:
+            self.single = False
+            self.notes.append(f"the layer fails on a single sample, with {type(error).__name__}")
+            return
+        ours = self.evaluate(found, one)
+        if ours.shape != output.shape:
+            self.single = False
+            self.notes.append(
+                f"for a single sample the layer gives {checks.shape_of(output)}, the call {checks.shape_of(ours)}"
+            )
+        elif bool(output.isfinite().all()):
+            self._real_difference(found, one, output)

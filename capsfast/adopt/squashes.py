@@ -1,7 +1,9 @@
-"""Finds the squash of a layer from weighted sums and the layer's results."""
+"""Finds the squash of a layer from weighted sums and the layer's results, and options to try with it."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from .identification import DEFAULTS
 # For votes near 0 the factors differ from the factors under equal coupling by about the length of the votes.
 CLOSE = 0.02
 LARGEST_EPS = 0.1
+MOST_ITERATIONS = 10
 # Values of eps to try if the result does not show it.
 USUAL_EPS = (SMALLEST_EPS, 1e-8, 1e-7, 1e-9, 1e-6, 1e-5, 1e-12)
 
@@ -44,6 +47,20 @@ def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]
                 found.append((off, Fit(softmax, leaky, kind, eps)))
     # Equally good fits keep their order: the paper first.
     return [fit for _, fit in sorted(found, key=lambda each: round(each[0], 6))]
+
+
+def options(found: list[Fit], most: int = MOST_ITERATIONS) -> Iterator[dict[str, Any]]:
+    """Options to try, common ones first."""
+    kinds: list[dict[str, Any]] = []
+    for each in found:
+        kinds.append(each._asdict())
+        if each.squash == "identity":
+            kinds += [
+                {**each._asdict(), "squash": kind, "eps": eps, "squash_last": False}
+                for kind, eps in product((kind for kind in RADIAL if kind != "identity"), USUAL_EPS)
+            ]
+    for num_iterations, averaged, kind in product((3, 2, 4, 1, *range(5, most + 1)), (False, True), kinds):
+        yield {**kind, "num_iterations": num_iterations, "averaged": averaged}
 
 
 def _eps(kind: str, n: Tensor, factor: Tensor) -> float:

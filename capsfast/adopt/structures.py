@@ -1,8 +1,10 @@
 """Enumerates the meanings of the axes of a layer's tensors that their shapes allow."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import permutations
 from math import prod
+from typing import Any
 
 from .identification import Identification, Sizes
 from .orders import axes
@@ -70,6 +72,15 @@ def calls(
         for weight_order, sizes in orders(weight, "" if name is None else "IJDK", of_input, optional="IJ")
     ]
     return sorted(dict.fromkeys(found), key=_simplicity)
+
+
+def roles(name: str, shape: tuple[int, ...], found: Identification) -> Iterator[Identification]:
+    """The call with this tensor as logits or as bias, in every order that its shape allows."""
+    for role, wanted in (("logits", "IJ"), ("bias", "JD")):
+        if getattr(found, role) is None:
+            for order, _ in orders(shape, wanted, found.sizes._asdict(), optional=wanted):
+                named: dict[str, Any] = {role: name, f"{role}_order": order}
+                yield replace(found, **named)
 
 
 def _simplicity(found: Identification) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ also raises an error if Python branches on numbers in a tensor, records every co
 says which tensors of the layer reach the output.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Trace:
         outside: whether the outputs depend on a tensor that is neither an input nor held under a name.
         thresholds: operations on the layer's numbers whose effect only special values show, such as ``clamp``.
         conditions: conditions on the number of samples, in words; empty if all numbers are treated alike.
-        steps: all operations in order; two traces of the same computation have the same steps.
+        program: all operations in order with their arguments; two traces of one computation have the same program.
+        operations: names of the operations without repetitions, so that a loop over samples counts once.
     """
 
     reads: frozenset[str]
@@ -78,7 +80,8 @@ class Trace:
     outside: bool
     thresholds: tuple[str, ...]
     conditions: tuple[str, ...]
-    steps: tuple[str, ...]
+    program: tuple[str, ...]
+    operations: tuple[str, ...]
 
 
 def trace(
@@ -152,7 +155,8 @@ def trace(
         any(node in needed and not _is_literal(made, node) for node in graph.find_nodes(op="get_attr")),
         tuple(dict.fromkeys(thresholds)),
         tuple(_conditions(symbol.meta["val"])) if symbolic else (),
-        tuple(_name(node) for node in ours),
+        tuple(_program(made, [node for node in graph.nodes if node in needed])),
+        tuple(name for name, _ in itertools.groupby(map(_name, ours))),
     )
 
 
@@ -178,6 +182,17 @@ def _name(node: fx.Node) -> str:
     assert isinstance(node.target, OpOverload)
     library, _, name = node.target._schema.name.partition("::")
     return name.removesuffix("_") if library == "aten" else f"{library}::{name}"
+
+
+def _program(made: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[str]:
+    """The nodes as text, with numbers instead of names, which depend on operations that nothing needs."""
+    numbers = {node: f"%{n}" for n, node in enumerate(nodes)}
+    for node in nodes:
+        if node.op == "placeholder":
+            yield node.name
+        else:
+            given = fx.map_arg((node.args, node.kwargs), lambda each: numbers[each])
+            yield f"{node.target}{given}"
 
 
 def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:

@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 
-from ..nn.routing import Routing
+from ..nn import ROUTINGS, Routing
 from . import routings
 
 OPS = ("dynamic_routing", "route_votes")
 # A complete routing of capsfast.nn, including its own parameters.
 ROUTING = "routing"
+# Names for several ops or routings.
+GROUPS = {"both": OPS, "routings": tuple(ROUTINGS)}
+MEASURED = (*OPS, *ROUTINGS, *GROUPS)
 DIRECTIONS = ("forward", "forward+backward")
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,6 @@ class Case:
 
     K is 0 for route_votes, whose votes ``[B, I, J, D]`` have no input dimension. ``routing``, a name of
     :data:`capsfast.nn.ROUTINGS`, belongs to the op "routing"; r is 0 for a routing that takes no number of iterations.
-
-    Raises:
-        ValueError: an unknown op, direction or dtype, or a K or routing that the op does not have.
     """
 
     B: int = 128
@@ -45,19 +39,6 @@ class Case:
     op: str = "dynamic_routing"
     routing: str = ""
 
-    def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("op", self.op, (*OPS, ROUTING)),
-            ("direction", self.direction, DIRECTIONS),
-            ("dtype", self.dtype, tuple(DTYPES)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"Case: {name} must be one of {', '.join(allowed)}, got {value!r}")
-        if (self.K == 0) != (self.op == "route_votes"):
-            raise ValueError(f"Case: K must be 0 for route_votes and positive otherwise, got K={self.K} for {self.op}")
-        if bool(self.routing) != (self.op == ROUTING):
-            raise ValueError(f"Case: routing must be a name for the op {ROUTING} alone, got {self.routing!r}")
-
     @property
     def name(self) -> str:
         sizes = [f"{size}={getattr(self, size)}" for size in "BIJDKr" if getattr(self, size)]
@@ -65,7 +46,8 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     def backward(self) -> bool:
@@ -172,26 +154,29 @@ OTHERS: dict[str, Changes] = {
 SWEEPS = (*AXES, *OTHERS)
 
 
-def sweep(
-    name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = DIRECTIONS, routing: str = ""
-) -> list[Case]:
-    """The cases of a named sweep, each once. "all" is every axis and "roofline". routing: name for the op "routing".
+def sweep(name: str, op: str = "dynamic_routing") -> list[Case]:
+    """The cases of a named sweep, each once. op: one of MEASURED.
 
     Raises:
         ValueError: no sweep, op or routing with this name.
     """
-    if name not in SWEEPS:
-        raise ValueError(f"sweep must be one of {', '.join(SWEEPS)}, got {name!r}")
-    own: dict[str, Any] = {"op": op}
-    if op == ROUTING:
-        own |= {"routing": routing} | ({} if routings.takes_iterations(routing) else {"r": 0})
-    elif op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    elif op == "route_votes":
-        own["K"] = 0
+    for what, value, allowed in (("sweep", name, SWEEPS), ("op", op, MEASURED)):
+        if value not in allowed:
+            raise ValueError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
     variations = {**AXES, **OTHERS}[name]
-    pairs = [(changes, direction) for changes in variations for direction in directions]
+    pairs = [(changes, direction) for changes in variations for direction in DIRECTIONS]
     if name == "quick":
         pairs = [*((changes, "forward") for changes in variations), ({}, "forward+backward")]
-    cases = [dataclasses.replace(CANONICAL, direction=direction, **{**changes, **own}) for changes, direction in pairs]
+    cases = [
+        dataclasses.replace(CANONICAL, direction=direction, **{**changes, **_own(each)})
+        for each in GROUPS.get(op, (op,))
+        for changes, direction in pairs
+    ]
     return list(dict.fromkeys(cases))
+
+
+def _own(op: str) -> dict[str, Any]:
+    """The fields of a case that an op or a routing decides."""
+    if op in OPS:
+        return {"op": op} | ({"K": 0} if op == "route_votes" else {})
+    return {"op": ROUTING, "routing": op} | ({} if routings.takes_iterations(op) else {"r": 0})

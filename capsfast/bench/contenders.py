@@ -121,12 +121,5 @@ def contenders() -> list[Contender]:
 
 
 def contender(name: str) -> Contender:
-    """The contender with this name.
-
-    Raises:
-        ValueError: no contender here has this name.
-    """
-    found = {each.name: each for each in contenders()}
-    if name not in found:
-        raise ValueError(f"contender must be one of {', '.join(found)}, got {name!r}")
-    return found[name]
+    """The contender with this name."""
+    return next(each for each in contenders() if each.name == name)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,19 +99,16 @@ def measure(
     least_rounds: int = 5,
     with_memory: bool = True,
     with_graph: bool = True,
-    on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """A row for every contender, in order; ``on_step`` is called with the current activity."""
+    """A row for every contender, in order."""
     free = free_bytes(device)
     rows = {each.name: Row(case, each.name, "skipped", each.why_not(case, device, free)) for each in contenders}
     able = [each for each in contenders if not rows[each.name].reason]
     steps: dict[str, Step] = {}
     if able:
-        on_step("reference in float64")
         sets = input_sets(case, device)
         gate = Gate(case, sets[0])
     for each in able:
-        on_step(f"checking {each.name}")
         forward = each.make(case)
         try:
             # The first call, which compiles.
@@ -125,14 +122,12 @@ def measure(
         else:
             status = "wrong" if verdict.reason else "ok"
             rows[each.name] = Row(case, each.name, status, verdict.reason, {}, verdict.errors)
-    on_step("timing")
     for name, timing in interleave(steps, device, seconds, least_rounds).items() if steps else ():
         rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
         if device.type == "cuda":
             rows[name] = beside(steps[name], rows[name], device, with_graph)
     for each in able if with_memory else ():
         if each.name in steps:
-            on_step(f"memory of {each.name}")
             growth, reason = memory.peak_growth(case, each, device)
             reason = reason or rows[each.name].reason
             rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)

@@ -97,12 +97,13 @@ def _silence() -> None:
 
 def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[int | None, str]:
     """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason."""
-    if device.type == "cuda":
-        return _cuda_growth(case, chosen, device), ""
-    reason = why_not()
+    on_cuda = device.type == "cuda"
+    reason = "" if on_cuda else why_not()
     if reason:
         return None, reason
     try:
+        if on_cuda:
+            return _cuda_growth(case, chosen, device), ""
         return in_a_process(_measure_here, case, chosen.name, torch.get_num_threads()), ""
-    except Exception as error:  # an error of the contender, or a killed process
-        return None, f"the measuring process failed: {type(error).__name__}"
+    except Exception as error:  # an error of the contender, such as too little memory, or a killed process
+        return None, f"peak memory was not measured: {type(error).__name__}"

@@ -15,6 +15,7 @@ import torch
 from .. import native
 from .._version import __version__
 from ..files import write_text
+from ..nn import ROUTINGS
 from .measure import Row, without_paths
 
 FORMAT = 1
@@ -63,20 +64,13 @@ def microarchitecture(cpuinfo: str) -> str | None:
     return None
 
 
-def cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """CPU model and generation, cores, torch's threads, memory, and the GPU if a GPU is measured."""
     kib = _read("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
     found: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
         "microarchitecture": microarchitecture(_read("/proc/cpuinfo", r"(?s)(.*)")),
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -97,16 +91,11 @@ def machine_name(found: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def name(found: dict[str, Any], op: str, sweep: str = "", routing: str = "") -> str:
+def name(found: dict[str, Any], op: str, sweep: str) -> str:
     """The file stem of a record: the machine, then the routing, op or sweep if they are not the default ones."""
-    words = [machine_name(found)]
-    if routing:
-        words.append("routings" if routing == "all" else f"routing-{routing}")
-    if op == "route_votes":
-        words.append("route-votes")
-    if sweep == "long":
-        words.append("long")
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
+    what = f"routing-{op}" if op in ROUTINGS else op
+    words = [machine_name(found), *([] if op in ("dynamic_routing", "both") else [what]), *["long"] * (sweep == "long")]
+    return "-".join(words).replace("_", "-")
 
 
 def _triton() -> str | None:
@@ -130,17 +119,23 @@ def versions() -> dict[str, Any]:
     }
 
 
+def checkout() -> Path | None:
+    """The root of the checkout that the package was imported from, None for an installed copy."""
+    root = Path(__file__).resolve().parents[2]
+    return root if (root / "setup.py").is_file() and (root / "benchmarks" / "README.md").is_file() else None
+
+
 def commit() -> dict[str, Any] | None:
     """The commit of the package's checkout and whether files were changed since; None if there is no checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = checkout()
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        # An environment inside another project's checkout is not a checkout of capsfast.
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+        # A checkout without .git may lie in another project's checkout.
+        if root is None or Path(git("rev-parse", "--show-toplevel")).resolve() != root:
             return None
         changed = git("status", "--porcelain", "--", "capsfast", "csrc")
         return {"hash": git("rev-parse", "HEAD"), "changed": bool(changed)}

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text
-from . import plots
-from .cases import CANONICAL, DIRECTIONS, Case
+from .cases import CANONICAL, DIRECTIONS, ROUTING, Case
 from .contenders import COMPILED, EAGER
+from .measure import Row
 from .record import load
 from .results import Results, differing, markdown_table, mebibytes, milliseconds, percent, times
 
@@ -17,6 +17,7 @@ RATES = {
     "bf16": "bfloat16 matmul",
     "multiply_add": "multiply-adds on registers",
 }
+TITLES = {ROUTING: "Routings"}  # of tables; an op without a title has its name
 
 
 def describe(surroundings: dict[str, Any]) -> str:
@@ -63,7 +64,10 @@ def _table(results: Results, cases: Sequence[Case], limits: dict[str, float]) ->
     lines = [_cells(results, case, limits) for case in cases]
     always = {f"{name}, ms" for name in results.contenders}
     titles = [title for title in lines[0] if title in always or any(line[title] != "-" for line in lines)]
-    rows = [[differing(case), *(line[title] for title in titles)] for case, line in zip(cases, lines, strict=True)]
+    rows = [
+        [f"{case.routing} {differing(case)}".lstrip(), *(line[title] for title in titles)]
+        for case, line in zip(cases, lines, strict=True)
+    ]
     return markdown_table(["", *titles], rows)
 
 
@@ -71,22 +75,26 @@ def _section(path: Path, images: Path | None) -> str:
     surroundings, rows = load(path)
     results, limits = Results(rows), surroundings.get("limits") or {}
     parts = [f"## {path.stem}", describe(surroundings)]
-    for op, routing in dict.fromkeys((case.op, case.routing) for case in results.cases):
-        name = f"Routing {routing}" if routing else op
-        if images is not None and not routing:
+    for op in dict.fromkeys(case.op for case in results.cases):
+        own = [case for case in results.cases if case.op == op]
+        if images is not None and not any(case.routing for case in own):
+            from . import plots  # needs matplotlib
+
             drawn = plots.sweep_plots(results, op, images, path.stem)
             parts += [f"![{what} of {op}]({image.parent.name}/{image.name})" for image, what in drawn]
         for direction in DIRECTIONS:
-            own = (op, routing, direction)
-            cases = [case for case in results.cases if (case.op, case.routing, case.direction) == own]
+            cases = [case for case in own if case.direction == direction]
             if cases:
-                parts += [f"### {name}, {direction}", _table(results, cases, limits)]
-    reasons: dict[str, list[str]] = {}
+                parts += [f"### {TITLES.get(op, op)}, {direction}", _table(results, cases, limits)]
+    missing: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status != "ok":
-            reasons.setdefault(f"{row.contender}, {row.status}: {row.reason}", []).append(row.case.name)
-    if reasons:
-        lines = [f"* {reason} ({'; '.join(names)})" for reason, names in reasons.items()]
+            missing.setdefault((row.contender, row.status), []).append(row)
+    if missing:
+        lines = [
+            f"* {name}, {status} ({len(found)}), such as {found[0].case.name}: {found[0].reason}"
+            for (name, status), found in missing.items()
+        ]
         parts += ["### Not measured", "\n".join(lines)]
     return "\n\n".join(parts)
 
@@ -94,16 +102,18 @@ def _section(path: Path, images: Path | None) -> str:
 INTRODUCTION = f"""# Measurements
 
 `python -m capsfast report --out docs` writes this page from the records in `benchmarks/results/`; do not edit it.
+`capsfast report FILE` shows other records, such as the records of an older capsfast in `benchmarks/results/older/`.
 
-Unless a row says otherwise, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
-K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one call. The contenders of a case took turns
-in one process, each after its result was compared with float64. Memory is the growth of the peak beyond inputs and
-gradients. Speed-ups are for the fastest capsfast backend. Ratios differ by machine: every record has a section.
-"Of the multiply-adds" is the rate of FLOPs of the backend `cpp`, if every pass makes the votes again, divided by the
-rate of multiply-adds on registers. The broadcast matmul of older records expands the weight to the batch. On a GPU the
-FLOPs are counted likewise, and "least MB" counts inputs and results, each read or written once. For a routing of
-`capsfast.nn.ROUTINGS` the einsum form is the same routing over votes that einsum makes once; gradients are with respect
-to capsules, weight, activations and the routing's own parameters."""
+* Except where a row names other sizes, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
+  K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}.
+* A time is the median of one call. All contenders of a case ran in one process, in turns, after their results were
+  compared with float64. Memory is the growth of the peak beyond inputs and gradients.
+* A speed-up compares with the fastest capsfast backend. Ratios differ by machine, so every record has a section.
+* "of the multiply-adds": the FLOPs of a call that makes the votes again in every pass, divided by the time of `cpp` and
+  by the measured rate of multiply-adds on registers. "least MB", on a GPU: each input and each result once.
+* The broadcast matmul of older records expands the weight to the batch.
+* The einsum form of another routing makes the votes once with einsum. Gradients then include activations and the
+  parameters of the routing."""
 
 
 def page(records: Sequence[Path], images: Path | None = None) -> str:

@@ -6,19 +6,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..nn.routing import ROUTINGS, Capsules, Routing, Votes
+from ..nn import ROUTINGS, Capsules, Routing, Votes
 from ..nn.routing.names import make_routing, options_of
-from ..nn.routing.votes import GivenVotes
+from ..nn.routing.votes import votes_of
 
 
 def takes_iterations(name: str) -> bool:
-    """Whether the routing has a number of iterations.
-
-    Raises:
-        ValueError: no routing with this name.
-    """
-    if name not in ROUTINGS:
-        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}")
     return "num_iterations" in options_of(ROUTINGS[name])
 
 
@@ -32,7 +25,7 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
 
 def stored(u: Tensor, weight: Tensor) -> Votes:
     """Votes that einsum makes once; a pass over them is the definition."""
-    votes = GivenVotes("capsfast bench", torch.einsum("ijdk,bik->bijd", weight, u), backend="reference")
+    votes = votes_of("capsfast bench", torch.einsum("ijdk,bik->bijd", weight, u), backend="reference")
     votes.u = u  # for routings that use the input capsules
     return votes
 

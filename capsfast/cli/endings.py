@@ -1,4 +1,4 @@
-"""Ends commands that fail: one line on the error stream with the reason."""
+"""What commands say: a progress bar, and one line on the error stream if they fail."""
 
 import importlib.util
 import os
@@ -7,11 +7,14 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from .._install import in_the_checkout
 
 INTERRUPTED = 130  # the exit status that a shell reports after Ctrl-C
 NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
+TASK = TaskID(0)  # the only task of a bar
 
 
 def say(text: str, error: bool = False) -> None:
@@ -24,18 +27,31 @@ def stop(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
+def bar(total: int, error: bool = False) -> Progress:
+    """A bar of TASK that vanishes at the end; nothing where there is no terminal. error: on the error stream."""
+    console = Console(stderr=error)
+    # Without a limit, a long text would displace the bar.
+    rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
+    what = TextColumn("{task.description}", markup=False, table_column=rest)
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)
+    off = not console.is_terminal or console.is_dumb_terminal
+    found = Progress(*columns, console=console, transient=True, disable=off)
+    found.add_task("", total=total)
+    return found
+
+
 @contextmanager
-def one_line(command: str, kept: str | Callable[[], str] = "") -> Iterator[None]:
+def one_line(command: str, kept: Callable[[], str] = str) -> Iterator[None]:
     """Ctrl-C and a full, read-only or forbidden folder end the command in one line instead of a traceback.
 
     Args:
         command: name of the command, such as ``"bench"``.
-        kept: end of the line after an interruption: the files that are left, and how to go on; or a function for it.
+        kept: gives the end of the line after an interruption: the files that are left, and how to go on.
     """
     try:
         yield
     except KeyboardInterrupt:
-        left = kept() if callable(kept) else kept
+        left = kept()
         raise stop(f"capsfast {command}: interrupted{f'; {left}' if left else ''}", INTERRUPTED) from None
     except OSError as error:
         if error.errno is None:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from ..files import check_replaceable, check_writable, write_text
-from .endings import plain_errors, say, stop
-from .progress import progress
+from .endings import TASK, bar, plain_errors, say, stop
 
 if TYPE_CHECKING:
     from ..data import Sets
@@ -89,7 +87,7 @@ def evaluate(
     out: Out = Path("out/evaluate"),
     fgsm: Annotated[list[float], typer.Option(help="Attack by FGSM with this eps; repeatable.")] = [],  # noqa: B006
     pgd: Annotated[list[float], typer.Option(help="Attack by PGD with this eps; repeatable.")] = [],  # noqa: B006
-    pgd_steps: Annotated[int | None, typer.Option(min=1, help="Number of steps of PGD; default 10.")] = None,
+    pgd_steps: Annotated[int, typer.Option(min=1, help="Number of steps of PGD.")] = 10,
     attacked: Annotated[int | None, typer.Option(min=1, help="Attack only so many images; default all.")] = None,
     json: Json = None,
 ) -> None:
@@ -97,26 +95,20 @@ def evaluate(
     from .. import plot, train
     from ..data.seeds import generator
 
-    for option, value, used, needed in (
-        ("pgd-steps", pgd_steps, pgd, "--pgd"),
-        ("attacked", attacked, fgsm or pgd, "--fgsm or --pgd"),
-    ):
-        if value is not None and not used:
-            raise stop(f"capsfast evaluate: --{option} needs {needed}")
-    steps = pgd_steps or 10
     # Attacks by name, each with its own generator for the start.
     attacks: dict[str, train.Attack] = {f"FGSM, eps {eps:g}": partial(train.fgsm, eps=eps) for eps in fgsm}
-    attacks |= {
-        f"PGD, eps {eps:g}, {steps} steps": partial(train.pgd, eps=eps, steps=steps, generator=generator(0, "attack"))
-        for eps in pgd
-    }
+    for eps in pgd:
+        start = generator(0, "attack")
+        name = f"PGD, eps {eps:g}, {pgd_steps} steps"
+        attacks[name] = partial(train.pgd, eps=eps, steps=pgd_steps, generator=start)
     limit = min(attacked or len(sets.test), len(sets.test))
     found: dict[str, train.Evaluation] = {}
-    with progress(len(sets.test) + limit * len(attacks), Console(stderr=True)) as shown:
+    with bar(len(sets.test) + limit * len(attacks), error=True) as shown:
         for name, attack in {"test images": None, **attacks}.items():
-            shown.step(name)
+            shown.update(TASK, description=name)
             count = None if attack is None else limit
-            found[name] = train.evaluate(learner, sets.test, attack=attack, limit=count, on_step=shown.advance)
+            more = partial(shown.advance, TASK)
+            found[name] = train.evaluate(learner, sets.test, attack=attack, limit=count, on_step=more)
     for name, each in found.items():
         say(f"{name}: {each.accuracy:.2%} of {each.images} right")
     plain = found["test images"]

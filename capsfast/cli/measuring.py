@@ -3,60 +3,41 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from .._install import in_the_checkout
 from ..bench import record
-from ..bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
-from ..bench.checkout import checkout
+from ..bench.cases import SWEEPS, sweep
 from ..bench.contenders import OURS, contenders, missing
 from ..bench.measure import Row, measure, multiply_adds
 from ..bench.report import describe, page, write
 from ..bench.results import Results, mebibytes, milliseconds, percent, times
 from ..files import check_replaceable
 from ..nn import ROUTINGS
-from .endings import one_line, stop
-from .progress import plain, progress
-
-# Sweeps with a measurement of peak memory, which takes a process for every contender.
-REMEMBERED = ("smoke", "I", "J", "batch", "long", "routings")
-# A sweep with more cases prints a line for each case instead of a table.
-MOST_TABLES = 8
+from .endings import TASK, bar, one_line, say, stop
 
 
 def bench(
-    chosen: Annotated[
-        str | None,
-        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, with --routing: routings."),
-    ] = None,
     op: Annotated[
-        str | None, typer.Option(help=f"Op: {', '.join(OPS)} or both; default dynamic_routing.", show_default=False)
-    ] = None,
-    routing: Annotated[
+        str,
+        typer.Option(
+            help="dynamic_routing, route_votes, or both of them; or a routing of capsfast.nn: "
+            f"{', '.join(ROUTINGS)}; or all of these routings: routings."
+        ),
+    ] = "dynamic_routing",
+    name: Annotated[
         str | None,
-        typer.Option(help=f"Measure a routing of capsfast.nn instead of an op: {', '.join(ROUTINGS)}, or all."),
+        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, for routings: routings."),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0, help="Least seconds of timing per case; default 1, with --record 2."),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Least rounds of timing per case; default 3, with --record 5.")
-    ] = None,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            help="Measure peak memory in the sweeps I, J, batch, long, routings and smoke; in quick: the last case."
-        ),
-    ] = True,
+    seconds: Annotated[float, typer.Option(min=0, help="Least seconds of timing per case.")] = 1.0,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory; in quick of the last case.")] = True,
     baselines: Annotated[bool, typer.Option(help="Measure einsum, compiled and eager, too.")] = True,
     keep: Annotated[
         bool,
@@ -66,29 +47,32 @@ def bench(
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a plot to this file.")] = None,
 ) -> None:
     """Compare the speed of the backends with einsum, compiled and eager.
 
     --record and --json write all results so far after every case, and replace an existing record.
     """
-    name = chosen if chosen is not None else "quick" if routing is None else "routings"
-    cases = _cases(name, op, routing)
-    where = _device(device)
+    name = name or ("routings" if op in ("routings", *ROUTINGS) else "quick")
+    try:
+        cases = sweep(name, op)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device: torch sees no CUDA device")
     if keep and json is not None:
         raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
-    if png is not None:
-        _need_matplotlib("--png")
     if threads is not None:
         torch.set_num_threads(threads)
+    where = torch.device(device)
     surroundings = record.environment(where)
-    path = _results() / f"{record.name(surroundings['machine'], op or '', name, routing or '')}.json" if keep else json
+    path = _results() / f"{record.name(surroundings['machine'], op, name)}.json" if keep else json
     absent = missing(where)
     able = [each for each in contenders() if each.serves(where) and (baselines or each.ours)]
-    if not baselines and not able:
-        raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
-    if keep and not any(each.ours for each in able):
-        raise stop(f"capsfast bench: --record needs a fused backend for {where.type}: {'; '.join(absent.values())}", 2)
+    if (keep or not baselines) and not any(each.ours for each in able):
+        what = "--record" if keep else "--no-baselines"
+        raise stop(f"capsfast bench: {what} needs a fused backend for {device}: {'; '.join(absent.values())}", 2)
 
     rows: list[Row] = []
 
@@ -99,43 +83,28 @@ def bench(
         return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is unchanged"
 
     with one_line("bench", kept):
-        for target in filter(None, (path, png)):
-            _check_target(target)
-        if where.type == "cpu":
+        if path is not None:
+            check_replaceable(path)
+        if device == "cpu":
             surroundings["limits"] = multiply_adds()
-        limits = surroundings.get("limits") or {}
-        remembered = _remembered(name, cases, op, routing) if memory else set()
-        console = Console()
         for backend, reason in absent.items():
-            console.print(plain(f"{OURS}{backend} is not measured: {reason}"), soft_wrap=True)
-        console.print(plain(describe(surroundings)), soft_wrap=True)
-        console.file.flush()
-        with progress(len(cases), console) as shown:
+            say(f"{OURS}{backend} is not measured: {reason}")
+        say(describe(surroundings))
+        with bar(len(cases)) as shown:
             for case in cases:
-                fresh = measure(
-                    case,
-                    able,
-                    where,
-                    seconds=seconds if seconds is not None else 2.0 if keep else 1.0,
-                    least_rounds=rounds if rounds is not None else 5 if keep else 3,
-                    with_memory=case in remembered,
-                    on_step=lambda text, case=case: shown.step(f"{text}: {case.name}"),  # type: ignore[misc]
-                )
+                shown.update(TASK, description=case.name)
+                with_memory = memory and (name != "quick" or case == cases[-1])
+                fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
                 if path is not None:
-                    _save(path, surroundings, [*rows, *fresh])
+                    record.save(path, surroundings, [*rows, *fresh])
                 rows += fresh
-                shown.advance()
-                shown.print(case_table(fresh, limits) if len(cases) <= MOST_TABLES else case_line(fresh, limits))
+                shown.advance(TASK)
+                shown.console.print(case_table(fresh, surroundings.get("limits") or {}))
         for row in rows:
             if row.reason:
-                reason = f"{row.contender}, {row.case.name}, {row.status}: {row.reason}"
-                console.print(plain(reason), soft_wrap=True)
-        if png is not None:
-            from ..bench.plots import bars
-
-            bars(Results(rows), png)
+                say(f"{row.contender}, {row.case.name}, {row.status}: {row.reason}")
         if path is not None:
-            console.print(plain(f"wrote {path}; python -m capsfast report makes a page of records"), soft_wrap=True)
+            say(f"wrote {path}; python -m capsfast report makes a page of records")
     if any(row.status in ("wrong", "failed") for row in rows):
         raise typer.Exit(1)
 
@@ -149,8 +118,8 @@ def report(
     ] = None,
 ) -> None:
     """Make Markdown tables from records, and plots with --out."""
-    if out is not None:
-        _need_matplotlib("--out")
+    if out is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(f"--out needs matplotlib; {in_the_checkout('cli')}")
     with one_line("report"):
         chosen = records or sorted(_results().glob("*.json"))
         if not chosen:
@@ -160,68 +129,19 @@ def report(
                 typer.echo(page(chosen), nl=False)
             else:
                 typer.echo(f"wrote {write(chosen, out)}")
-        except (ValueError, FileNotFoundError) as error:
+        except ValueError as error:
             raise stop(f"capsfast report: {error}") from None
-
-
-def _cases(name: str, op: str | None, routing: str | None) -> list[Case]:
-    if op is not None and routing is not None:
-        raise typer.BadParameter("--op and --routing each say what is measured; give one of them")
-    try:
-        if routing is not None:
-            chosen = ROUTINGS if routing == "all" else (routing,)
-            return [case for each in chosen for case in sweep(name, ROUTING, routing=each)]
-        return [case for each in (OPS if op == "both" else (op or OPS[0],)) for case in sweep(name, each)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _device(name: str) -> torch.device:
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--device must be cpu or cuda, got {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device")
-    return torch.device(name)
-
-
-def _need_matplotlib(what: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"{what} needs matplotlib; {in_the_checkout('cli')}")
 
 
 def _results() -> Path:
     """The folder of the records."""
-    root = checkout()
+    root = record.checkout()
     if root is None:
         raise typer.BadParameter(
             "records lie in a checkout, and this capsfast is an installed copy: "
             "bench --json PATH writes a record anywhere, report PATH reads it"
         )
     return root / "benchmarks" / "results"
-
-
-def _check_target(path: Path) -> None:
-    try:
-        check_replaceable(path)
-    except OSError as error:
-        raise stop(f"capsfast bench: {path} can't be written: {error.strerror}; nothing was measured") from None
-
-
-def _save(path: Path, surroundings: dict[str, Any], rows: list[Row]) -> None:
-    try:
-        record.save(path, surroundings, rows)
-    except OSError as error:
-        raise stop(
-            f"capsfast bench: {path} can't be written: {error.strerror}; it keeps its content from before this case"
-        ) from None
-
-
-def _remembered(name: str, cases: list[Case], op: str | None, routing: str | None) -> set[Case]:
-    """The cases whose peak memory is measured."""
-    if name == "quick":
-        # The last case of an op or routing needs most memory.
-        return set({(case.op, case.routing): case for case in cases}.values())
-    return {case for each in REMEMBERED for case in _cases(each, op, routing)} & set(cases)
 
 
 def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
@@ -248,13 +168,3 @@ def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
         cells = [column[n] for column in found.values()]
         table.add_row(row.contender, *(cells if row.status == "ok" else [row.status]))
     return table
-
-
-def case_line(rows: Sequence[Row], limits: dict[str, float]) -> str:
-    """One case in one line, for long sweeps and log files."""
-    shown = []
-    for row in rows:
-        result = f"{milliseconds(row.seconds['median'])} ms" if row.status == "ok" else row.status
-        share = Results([row]).share(row.case, limits)
-        shown.append(f"{row.contender} {result}" + (f" ({percent(share)} of the multiply-adds)" if share else ""))
-    return f"{rows[0].case.name}: {', '.join(shown)}"

@@ -1,8 +1,6 @@
 """The commands ``train``, ``fit``, ``validate`` and ``test``: LightningCLI around a Learner and an ImageData."""
 
-import inspect
 import json
-import os
 import shlex
 import signal
 import sys
@@ -23,11 +21,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from .. import plot
+from .._imported import search_here
 from ..bench import record
 from ..data import Sets
 from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
-from ..train.checkpoint import read_checkpoint
+from ..train.checkpoint import check_fits, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
@@ -38,11 +37,6 @@ COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limi
 # A folder with one of these files holds a run.
 OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
 NAMES = ("fit", "validate", "test")
-# Options that need another option: its name, and the values with which they have an effect.
-NEEDS = {
-    "model.decay_rate": ("model.schedule", ("exponential",)),
-    "model.spread_steps": ("model.loss", ("spread",)),
-}
 
 
 class Begin(Callback):
@@ -71,8 +65,10 @@ class Command(LightningCLI):
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self.class_names: list[str] | None = None  # class names in the checkpoint
+        self.held: dict[str, Any] | None = None  # options of the model in the checkpoint
         self.claimed: Path | None = None
+        given = [word.partition("=")[2] for word in words if word.startswith("--ckpt_path=")]
+        self.checkpoint = Path(given[-1]) if given else None
         self.kept = self._of_checkpoint()
         try:
             super().__init__(
@@ -94,17 +90,17 @@ class Command(LightningCLI):
 
     def _of_checkpoint(self) -> dict[str, Any]:
         """Options by name that the checkpoint on the command line fixes."""
-        (command, *words), found = self.words, [w for w in self.words if w.startswith("--ckpt_path=")]
-        if not found:
+        command, *words = self.words
+        if self.checkpoint is None:
             if command != "fit":
-                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --ckpt_path=FILE")
+                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
             return {}
         if any(word.startswith("--config") for word in words):
             raise ValueError(
                 f"capsfast {command}: a checkpoint holds its model and data; leave out --config, and give only options "
                 f"of the trainer"
             )
-        content = read_checkpoint(found[-1].partition("=")[2])
+        content = read_checkpoint(self.checkpoint)
         held = ("--model.", "--data.", "--seed") if command == "fit" else ("--model.",)
         fixed = [word.partition("=")[0] for word in words if word.startswith(held)]
         if fixed:
@@ -114,18 +110,20 @@ class Command(LightningCLI):
             )
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
-        self.class_names = model.get("class_names")
+        self.held = model
         kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed")}
-        taken = inspect.signature(ImageData).parameters
-        kept |= {f"data.{name}": value for name, value in data.items() if name in taken and name != "seed"}
+        kept |= {f"data.{name}": value for name, value in data.items() if name != "seed"}
         return kept | {"seed": model["seed"]}
 
     def _of_the_run(self) -> list[str]:
         """Options of a resumed run that its checkpoint does not hold, from config.yaml beside the checkpoint."""
-        path = next((Path(word.partition("=")[2]) for word in self.words if word.startswith("--ckpt_path=")), None)
-        if self.words[0] != "fit" or path is None or not path.with_name("config.yaml").is_file():
+        path = None if self.checkpoint is None else self.checkpoint.with_name("config.yaml")
+        if self.words[0] != "fit" or path is None or not path.is_file():
             return []
-        told = yaml.safe_load(path.with_name("config.yaml").read_text())
+        try:
+            told = dict(yaml.safe_load(path.read_text()))
+        except (yaml.YAMLError, TypeError, ValueError):
+            raise ValueError(f"capsfast fit: {path} can't be read; mend it, or remove it") from None
         names = ("trainer", "checkpoint_every", "patience")
         return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
@@ -155,33 +153,17 @@ class Command(LightningCLI):
         """Does nothing, because __init__ has read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """
-        Raises:
-            ValueError: an option would have no effect.
-        """
-        if self._get(self.config, "ckpt_path") is not None and not self.kept:
+        if self._get(self.config, "ckpt_path") is not None and self.checkpoint is None:
             raise ValueError(f"capsfast {self.subcommand}: ckpt_path must be given as an option, not in a file")
-        named = {word.partition("=")[0].removeprefix("--") for word in self.words}
-        for name, (other, values) in NEEDS.items():
-            if name in named and self._get(self.config, other) not in values:
-                raise ValueError(f"capsfast fit: --{name} needs --{other}={' or '.join(values)}")
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         """
         Raises:
-            ValueError: options that don't fit each other, the checkpoint, or this machine.
+            ValueError: options that don't fit the checkpoint, or this machine.
         """
         given = {**self._get(self.config_init, "trainer"), **more}
-        names, held = self.model.hparams["class_names"], self.class_names
-        if names and held and names != held:
-            raise ValueError(
-                f"capsfast {self.subcommand}: the network was trained on the classes {', '.join(held)}, the images are "
-                f"of {', '.join(names)}"
-            )
-        if "--model.reconstruction_weight" in str(self.words) and not self.model.weighs_reconstruction:
-            raise ValueError(
-                "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
-            )
+        if self.held is not None:
+            check_fits(f"capsfast {self.subcommand}: {self.checkpoint}", self.held, self.datamodule)
         best = None if given["limit_val_batches"] == 0 else self.model.monitor
         patience = self._get(self.config, "patience")
         self.out = self._folder()
@@ -213,10 +195,9 @@ class Command(LightningCLI):
     def _folder(self) -> Path:
         """The folder of the run: a new one if the folder holds a run, unless it is resumed or overwritten."""
         asked = Path(self._get(self.config, "out"))
-        resumed = self._get(self.config, "ckpt_path")
-        if resumed is not None and not any(word.startswith("--out=") for word in self.words):
-            asked = Path(resumed).parent
-        self.goes_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
+        if self.checkpoint is not None and not any(word.startswith("--out=") for word in self.words):
+            asked = self.checkpoint.parent
+        self.goes_on = self.checkpoint is not None and self.checkpoint.resolve().parent == asked.resolve()
         # Only the first process writes files.
         if self.subcommand != "fit" or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return asked
@@ -249,12 +230,6 @@ class Command(LightningCLI):
             # Errors in writing the logs come without a filename.
             error.filename = error.filename or str(self.out)
             raise
-        except ValueError as error:
-            name, mark, rule = " ".join(str(error).split()).partition("`val_check_interval`")
-            if name or not mark:
-                raise
-            # Lightning counts the steps of an epoch.
-            raise ValueError(f"capsfast fit: --trainer.val_check_interval{rule}") from None
         if self.trainer.is_global_zero:
             _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on)
 
@@ -293,7 +268,7 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
     if metrics:
         plot.save(plot.curve_figure(metrics), out / "curve.png")
     content = {
-        "command": " ".join(["python -m capsfast", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "capsfast", *sys.argv[1:]]),
         "environment": record.environment(learner.device),
         "parameters": sum(each.numel() for each in learner.parameters()),
         "model": dict(learner.hparams),
@@ -317,31 +292,28 @@ def run(command: str, words: Sequence[str]) -> None:
     """Runs one of the four commands.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.common.plain_errors` prints them.
+        ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.endings.plain_errors` prints them.
     """
     asks = bool({"--help", "-h"} & {*words})
     if command == "train" and asks:
         say(HELP)
         return
-    spelled = [] if asks else spelled_out(command, words)
-    words = words if asks else [str(word) for word in spelled]
-    typed, command = (spelled, "fit") if command == "train" else ([], command)
-    # So that jsonargparse finds class paths in the working directory; python -m has it in sys.path already.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    typed = [] if asks else spelled_out(command, words)
+    words = words if asks else [str(word) for word in typed]
+    search_here()
     try:
         with quiet():
-            Command([command, *words])
+            Command(["fit" if command == "train" else command, *words])
     except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
             raise error.__cause__ from None
-        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error)
+        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error).strip()
         if not text.startswith("capsfast"):
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError) and not text.startswith("`val_check_interval`"):
                 raise
             text = f"capsfast {command}: {' '.join(text.split())}"
+            text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
         for word in typed:
             text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
-        if typed:
-            text = text.replace("capsfast fit: ", "capsfast train: ")
+        text = text.replace("capsfast fit: ", f"capsfast {command}: ")
         raise ValueError(text) from None

@@ -1,4 +1,4 @@
-"""Translates the options of ``capsfast train`` and ``fit`` to Lightning's command line."""
+"""Translates the options of ``capsfast train``, ``fit`` and so on to Lightning's command line."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from ..data import Sets
 from ..train import ImageData, Learner
 
-# Options that ``train`` renames; its other options are the last parts of LightningCLI's names.
+# Options with names of our own; other short names are the last parts of LightningCLI's names.
 SHORT = {
     "data": "data.data",
     "model": "model.model",
@@ -20,7 +20,7 @@ SHORT = {
     "progress": "trainer.enable_progress_bar",
     "resume": "ckpt_path",
 }
-OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "ckpt_path", "help")
+OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "print_config", "ckpt_path", "help")
 # Options of a model whose values come from the data set.
 LINKED: dict[str, Callable[[Sets], Any]] = {
     "in_channels": lambda sets: sets.channels,
@@ -60,7 +60,7 @@ TAKEN = {
 
 
 def full_name(word: str) -> str:
-    """The name of an option of ``train`` on LightningCLI's command line, without dashes."""
+    """The name of an option on LightningCLI's command line, without dashes."""
     name = word.replace("-", "_")
     if "." in name or name in OWN or name in SHORT:
         return SHORT.get(name, name)
@@ -86,7 +86,7 @@ class Word(NamedTuple):
 
 
 def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
-    """Every option with its value; options of ``train`` are translated to options of ``fit``.
+    """Every option by its full name, with its value.
 
     Raises:
         ValueError: a word is not an option.
@@ -105,14 +105,14 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
                 value = ""
             else:
                 name, value = (name.removeprefix("no-"), "false") if name.startswith("no-") else (name, "true")
-                if not _may_stand_alone(full_name(name) if command == "train" else name):
+                if not _may_stand_alone(full_name(name)):
                     raise ValueError(f"capsfast {command}: {typed} needs a value")
-        if name == "option" and command == "train":
+        if name == "option":
             name, mark, value = value.partition("=")
             if not (name and mark):
-                raise ValueError(f"capsfast train: --option must be NAME=VALUE, got {name!r}")
+                raise ValueError(f"capsfast {command}: --option must be NAME=VALUE, got {name!r}")
             name = f"model.options.{name}"
-        found.append(Word(full_name(name) if command == "train" else name, value, typed))
+        found.append(Word(full_name(name), value, typed))
     return found
 
 

@@ -35,7 +35,7 @@ def averaged_routing(
     squash_last: bool = True,
     return_coupling: bool = False,
     **unknown: Unpack[_keywords.NoMore],
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` that averages the logits over the batch before every softmax.
 
     Several older implementations do so. The result of a sample then depends on the other samples, and accuracy falls
@@ -85,7 +85,7 @@ def masked_after_routing(
     squash_last: bool = True,
     return_coupling: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` that multiplies the coupling by a mask, or any factor, after the softmax.
 
     With ``softmax="in"`` masked input capsules take part in the softmax, so that the coupling of an output capsule adds
@@ -124,7 +124,7 @@ def masked_after_routing(
     v, last = agree(moments, agreement, options, logits=logits, bias=bias, return_weights=return_coupling, **more)
     cast = checks.autocast_dtype(u.device)  # the result gets the dtype of the fused op's result
     v = v.to(u.dtype if cast is None or u.dtype.itemsize == 8 else cast)
-    return (v, last.weights) if return_coupling else v
+    return v if last.weights is None else (v, last.weights)
 
 
 def _checked(

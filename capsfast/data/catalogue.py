@@ -15,7 +15,7 @@ from .. import checks
 from .._imported import by_path
 from .._install import in_the_checkout
 from .files import read_npz, read_pictures
-from .images import OP, Images, Split, channel_statistics, split
+from .images import OP, Images, Split, parted
 from .sets import DrawnSet, ImageSet, OverlappingSet, placed
 from .stored import NORB_STEMS, read_idx, read_smallnorb
 from .transforms import augmentation, in_proportion, random_warp
@@ -51,8 +51,6 @@ CHOICES = (
     "set in Python such as my_module.MyImages"
 )
 PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)")
-# The mean colour for a cutout comes from at most so many images: a folder may have too many to read them all.
-FOR_COLOUR = 2000
 
 
 def cache(name: str) -> Path:
@@ -98,13 +96,14 @@ def find(name: str, folders: list[Path]) -> list[Path]:
 
 def _files(name: str, data_dir: Path | str | None, download: bool) -> list[Path]:
     """The files of a data set. With ``download`` torchvision fetches missing files, for one process after the other."""
-    folders = places(name, data_dir)
-    if not (download and NAMED[name].torchvision):
+    folders, known = places(name, data_dir), NAMED[name]
+    try:
         return find(name, folders)
-    with suppress(FileNotFoundError):
-        return find(name, folders)
+    except FileNotFoundError:
+        if not (download and known.torchvision):
+            raise
     root = cache(name) if data_dir is None else folders[-1]
-    make = getattr(torchvision("datasets"), NAMED[name].torchvision)
+    make = getattr(torchvision("datasets"), known.torchvision)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / ".lock"):
@@ -114,7 +113,7 @@ def _files(name: str, data_dir: Path | str | None, download: bool) -> list[Path]
                 make(str(root), **({"split": part} if name == "svhn" else {"train": part == "train"}), download=True)
     except (RuntimeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first}); {NAMED[name].remedy}") from None
+        raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first}); {known.remedy}") from None
     return find(name, folders)
 
 
@@ -167,8 +166,7 @@ def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, d
         inspect.signature(make).bind(**given, **calls[0])
     except TypeError as error:
         raise ValueError(f"{OP}: {path} can't be called: {error}; root is the option data_dir") from None
-    found = [Images(make(**given, **call), name=path, image_size=image_size) for call in calls]
-    return Split(*found) if len(found) == 2 else split(found[0])
+    return parted([Images(make(**given, **call), name=path, image_size=image_size) for call in calls])
 
 
 def load(
@@ -253,8 +251,8 @@ def open_sets(
     Args:
         data, data_dir, image_size, download: see :func:`load`.
         seed: seed of the training set's augmentation.
-        options: augmentation by ``shift, rotation, scale, crop, crop_padding, flip, brightness, contrast, cutout,
-            transform``; see :class:`capsfast.train.ImageData`.
+        options: augmentation by ``shift, crop, crop_padding, flip, brightness, contrast, transform``; see
+            :class:`capsfast.train.ImageData`.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: as :func:`load`; images that are not square; labels that
@@ -274,7 +272,7 @@ def open_sets(
     if kind and any(options.values()):
         given = ", ".join(name for name, value in options.items() if value)
         raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")
-    drawn, still = augmentation(size, lambda: channel_statistics(train, FOR_COLOUR)[0], **options)
+    drawn, still = augmentation(size, **options)
     if not kind:
         size = options.get("crop") or size
         return Sets(ImageSet(train, drawn, seed=seed, fresh=True), ImageSet(test, still), channels, size, num_classes)

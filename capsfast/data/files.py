@@ -2,8 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,18 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .images import OP, Images, Split, split
+from .images import OP, Images, Split, parted
 from .vision import torchvision
 
 # Modes of PIL in which a picture has no colour.
 GREY = {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
 # Opening a folder reads the headers of at most so many pictures.
 LOOKED_AT = 1000
+# The error for a damaged .npz file depends on its bytes. A single array: a TypeError, in Python 3.10 an AttributeError.
+DAMAGED = (
+    zipfile.BadZipFile,
+    *(zlib.error, AttributeError, EOFError, MemoryError, RuntimeError, TypeError, ValueError),
+)
 NAMES = (
     ("x_train", "y_train", "x_test", "y_test"),
     ("train_images", "train_labels", "test_images", "test_labels"),
@@ -26,44 +30,40 @@ NAMES = (
 )
 
 
-@contextmanager
-def picture(path: str, size: tuple[int, int] | None = None) -> Iterator[Any]:
-    """Opens a picture with PIL; errors while reading it in the block become a ValueError that names the file.
+def picture(path: str, channels: int = 0) -> tuple[str, tuple[int, int], Any]:
+    """PIL's mode of a picture, its width and height, and with ``channels`` its numbers ``[H, W]`` or ``[H, W, 3]``.
 
-    size: the required width and height.
+    Raises:
+        ValueError: not a picture, or a damaged one.
     """
     from PIL import Image
 
+    values = None
     try:
         with Image.open(path) as found:
-            yield found
-            got = found.size
+            if channels:
+                # PIL's own conversion would cut 16 bits at 255.
+                kept = found.mode[0] in "IF"
+                values = np.array(found if kept else found.convert("L" if channels == 1 else "RGB"))
+            return found.mode, found.size, values
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if str(error).startswith(OP):
-            raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{OP}: {path} can't be read as a picture ({first}); replace or remove it") from None
-    if size not in (None, got):
-        (w, h), (width, height) = got, size or got
-        raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
 
 
-class Reader:
-    """Reads a picture as ``[C, H, W]``: uint8, or float32 in [0, 1] from 16 bits. size: the required (W, H)."""
+def read_picture(path: str, channels: int) -> Tensor:
+    """A picture as ``[C, H, W]``: uint8, or float32 in [0, 1] from 16 bits.
 
-    def __init__(self, channels: int, size: tuple[int, int] | None) -> None:
-        self.channels, self.size = channels, size
-
-    def __call__(self, path: str) -> Tensor:
-        with picture(path, self.size) as found:
-            if found.mode == "F" or (found.mode == "I" and found.getextrema()[1] < 256):
-                rule = "must have 8 or 16 bits, or colours"
-                raise ValueError(f"{OP}: {path} {rule}, got PIL's mode {found.mode}; convert it, or give an .npz file")
-            # PIL's own conversion would cut 16 bits at 255.
-            deep = found.mode.startswith("I")
-            values = np.array(found if deep else found.convert("L" if self.channels == 1 else "RGB"))
-        image = torch.from_numpy(values.astype(np.float32) / 65535 if deep else values)
-        return image.expand(self.channels, -1, -1) if image.dim() == 2 else image.movedim(2, 0)
+    Raises:
+        ValueError: as :func:`picture`, or a picture of floats or of 32 bits.
+    """
+    mode, _, values = picture(path, channels)
+    deep = mode.startswith("I")
+    if mode == "F" or (mode == "I" and values.max() < 256):
+        rule = "must have 8 or 16 bits, or colours"
+        raise ValueError(f"{OP}: {path} {rule}, got PIL's mode {mode}; convert it, or give an .npz file")
+    image = torch.from_numpy(values.astype(np.float32) / 65535 if deep else values)
+    return image.expand(channels, -1, -1) if image.dim() == 2 else image.movedim(2, 0)
 
 
 def read_pictures(folder: Path, image_size: int | None) -> Split:
@@ -81,13 +81,15 @@ def read_pictures(folder: Path, image_size: int | None) -> Split:
     paths = [path for each in sets for path, _ in each.samples]
     size, modes = None, set()
     for path in paths[:: -(-len(paths) // LOOKED_AT)]:
-        with picture(path, size) as found:
-            modes.add(found.mode)
-            size = found.size if image_size is None and size is None else size
+        mode, got, _ = picture(path)
+        modes.add(mode)
+        size = size or got
+        if image_size is None and got != size:
+            (w, h), (width, height) = got, size
+            raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
     for each in sets:
-        each.loader = Reader(1 if modes <= GREY else 3, size)
-    images = [Images(each, name=each.root, image_size=image_size) for each in sets]
-    return split(images[0]) if len(images) == 1 else Split(*images)
+        each.loader = partial(read_picture, channels=1 if modes <= GREY else 3)
+    return parted([Images(each, name=each.root, image_size=image_size) for each in sets])
 
 
 def _image_folder(folder: Path) -> Any:
@@ -112,36 +114,26 @@ def read_npz(path: Path, image_size: int | None) -> Split:
         with np.load(path) as archive:
             there = list(archive.files)
             names = next((each for each in NAMES if set(each) <= set(there)), ())
-            arrays = {name: archive[name] for name in names}
-    # The error for a damaged file depends on its bytes. A single array: a TypeError, in Python 3.10 an AttributeError.
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        AttributeError,
-        EOFError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+            arrays = [archive[name] for name in names]
+    except DAMAGED as error:
         raise ValueError(f"{op} can't be read as an .npz file ({error}); write it again with numpy.savez") from None
     if not names:
         wanted = ", or ".join(" ".join(each) for each in NAMES)
         raise ValueError(f"{op}: it must hold arrays named {wanted}, got {' '.join(there) or 'none'}")
-    tensors = {}
-    for name, found in arrays.items():
+    tensors = []
+    for name, found in zip(names, arrays, strict=True):
         # numpy gives bytes for what is not an array.
         kind = getattr(found, "dtype", type(found).__name__)
         if getattr(kind, "kind", "") not in ("i", "u", "f") or found.itemsize > 8:
             raise ValueError(f"{op}: {name} must hold integers or floats, got {kind}; save it as such")
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))
+        tensors.append(torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("="))))
     images = []
-    for name, labels in zip(names[::2], names[1::2], strict=True):
-        values = tensors[name][:, None] if tensors[name].dim() == 3 else tensors[name]
-        if values.dim() == 4 and values.shape[3] <= 4 and tensors[name].dim() == 4:
-            values = values.movedim(3, 1)
-        if values.dim() != 4 or values.shape[1] > 4:
-            got = checks.shape_of(tensors[name])
+    for name, values, labels in zip(names[::2], tensors[::2], tensors[1::2], strict=True):
+        fitting = values[:, None] if values.dim() == 3 else values
+        if values.dim() == 4 and values.shape[3] <= 4:
+            fitting = values.movedim(3, 1)
+        if fitting.dim() != 4 or fitting.shape[1] > 4:
+            got = checks.shape_of(values)
             raise ValueError(f"{op}: {name} must be [N, H, W], [N, H, W, C] or [N, C, H, W], got {got}")
-        images.append(Images(values, tensors[labels], name=str(path), image_size=image_size))
-    return split(images[0]) if len(images) == 1 else Split(*images)
+        images.append(Images(fitting, labels, name=str(path), image_size=image_size))
+    return parted(images)

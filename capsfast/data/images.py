@@ -68,12 +68,7 @@ class Images(Dataset[Tensor]):
                 f"{OP}: images of {self.name} must be [C, H, W] of uint8 or of floats in [0, 1], got {got}; "
                 "the option normalize normalizes"
             )
-        image = image.float() / 255 if image.dtype == torch.uint8 else image.float()
-        size = self.image_size
-        if size is None or image.shape[1:] == (size, size):
-            return image  # type: ignore[no-any-return]
-        resize = torchvision("transforms.v2.functional").resize
-        return resize(image, [size, size], antialias=True).clamp(0, 1)  # type: ignore[no-any-return]
+        return resized(image, self.image_size)
 
     def part(self, rows: Tensor) -> "Images":
         """The images in ``rows [n]``."""
@@ -81,6 +76,15 @@ class Images(Dataset[Tensor]):
         found = Images(images, self.labels[rows], name=self.name, image_size=self.image_size)
         found.classes = self.classes
         return found
+
+
+def resized(image: Tensor, size: int | None) -> Tensor:
+    """``[C, H, W]``, uint8 or floats in [0, 1], as float32 in [0, 1], with ``size`` resized to a square."""
+    image = image.float() / 255 if image.dtype == torch.uint8 else image.float()
+    if size is None or image.shape[1:] == (size, size):
+        return image
+    resize = torchvision("transforms.v2.functional").resize
+    return resize(image, [size, size], antialias=True).clamp(0, 1)  # type: ignore[no-any-return]
 
 
 class Split(NamedTuple):
@@ -119,12 +123,15 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
     return found.reshape(count)
 
 
-def split(images: Images) -> Split:
-    """Splits every class 80:20 into training and test images, always in the same way.
+def parted(found: list[Images]) -> Split:
+    """Images for training and for tests; if there is one set, every class is split 80:20, always in the same way.
 
     Raises:
         ValueError: fewer than two classes have three images.
     """
+    if len(found) == 2:
+        return Split(*found)
+    (images,) = found
     tested = torch.zeros(len(images), dtype=torch.bool)
     for label in images.labels.unique():
         rows = (images.labels == label).nonzero()[:, 0]
@@ -135,18 +142,15 @@ def split(images: Images) -> Split:
     return Split(*(images.part(each.nonzero()[:, 0]) for each in (~tested, tested)))
 
 
-def channel_statistics(images: Any, most: int | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def channel_statistics(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel over all pixels, without augmentation.
 
-    Args:
-        images: :class:`Images`, or a set of :func:`capsfast.data.open_sets`.
-        most: use at most so many images, evenly spread; default all.
+    images: :class:`Images`, or a set of :func:`capsfast.data.open_sets`.
     """
     source: Images = getattr(images, "source", images)
-    rows = torch.linspace(0, len(source) - 1, min(len(source), most or len(source))).round().long().tolist()
     sums = torch.zeros(2, source.shape[0], dtype=torch.float64)
-    for row in rows:
+    for row in range(len(source)):
         image = source[row].double()
         sums += torch.stack([image.sum((1, 2)), image.square().sum((1, 2))])
-    mean, squares = sums / (len(rows) * source.shape[1] * source.shape[2])
+    mean, squares = sums / (len(source) * source.shape[1] * source.shape[2])
     return tuple(mean.tolist()), tuple((squares - mean.square()).clamp(min=0).sqrt().tolist())

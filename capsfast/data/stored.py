@@ -14,8 +14,8 @@ GZIP, GZIP_MOST = b"\x1f\x8b", 1032  # how gzip data begins, and the most bytes 
 NORB = {0x1E3D4C55: torch.uint8, 0x1E3D4C54: torch.int32}
 NORB_STEMS = ("smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing")
 MOST_AXES = 8
-# Takes a function that reads a number of integers of four bytes; returns dtype and sizes. Raises ValueError.
-Header = Callable[[Callable[[int, str], list[int]]], tuple[torch.dtype, list[int]]]
+# Reads a number of integers of four bytes, "big" or "little".
+Read = Callable[[int, str], list[int]]
 
 
 def read_idx(path: Path | str, axes: int) -> Tensor:
@@ -26,7 +26,7 @@ def read_idx(path: Path | str, axes: int) -> Tensor:
         ValueError: not an IDX file of unsigned bytes with this number of axes, too short or long, or broken gzip.
     """
 
-    def header(read: Callable[[int, str], list[int]]) -> tuple[torch.dtype, list[int]]:
+    def header(read: Read) -> tuple[torch.dtype, list[int]]:
         (magic,) = read(1, "big")
         if magic != 0x800 + axes:
             raise ValueError(f"must start with the magic number {0x800 + axes:08x} of {axes} sizes, got {magic:08x}")
@@ -43,7 +43,7 @@ def read_norb(path: Path | str) -> Tensor:
         ValueError: not such a file, too short or long, or broken gzip.
     """
 
-    def header(read: Callable[[int, str], list[int]]) -> tuple[torch.dtype, list[int]]:
+    def header(read: Read) -> tuple[torch.dtype, list[int]]:
         magic, axes = read(2, "little")
         if magic not in NORB:
             names = " or ".join(f"{number:08x} ({dtype})" for number, dtype in NORB.items())
@@ -56,7 +56,7 @@ def read_norb(path: Path | str) -> Tensor:
     return _read("read_norb", path, header)
 
 
-def _read(name: str, path: Path | str, header: Header) -> Tensor:
+def _read(name: str, path: Path | str, header: Callable[[Read], tuple[torch.dtype, list[int]]]) -> Tensor:
     """The values of a file whose header says their dtype and sizes. name: the function, for errors."""
     path = Path(path)
     with path.open("rb") as plain:

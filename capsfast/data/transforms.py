@@ -25,24 +25,19 @@ def in_proportion(pixels: int, size: int) -> int:
 
 def augmentation(
     size: int,
-    mean: Callable[[], tuple[float, ...]],
     *,
     shift: int | None = None,
-    rotation: float = 0.0,
-    scale: float = 0.0,
     crop: int | None = None,
     crop_padding: int = 0,
     flip: bool = False,
     brightness: float = 0.0,
     contrast: float = 0.0,
-    cutout: int | None = None,
     transform: str | dict[str, Any] | None = None,
 ) -> tuple[Transform | None, Transform | None]:
-    """The transforms for training and for tests: in the order of the arguments, but shift follows rotation and scale.
+    """The transforms for training, in the order of the arguments, and for tests.
 
     Args:
         size: size of the images in pixels.
-        mean: returns the colour of a cutout.
         others: see :class:`capsfast.train.ImageData`.
 
     Raises:
@@ -51,23 +46,18 @@ def augmentation(
     padded = size + 2 * crop_padding
     for name, value, fits, rule in (
         ("shift", shift, shift is None or shift >= 0, "must not be negative"),
-        ("rotation", rotation, rotation >= 0, "must not be negative"),
-        ("scale", scale, 0 <= scale < 1, "must be at least 0 and below 1"),
         ("crop_padding", crop_padding, crop_padding >= 0, "must not be negative"),
         ("crop_padding", crop_padding, crop is not None or not crop_padding, "needs a crop"),
         ("crop", crop, crop is None or 1 <= crop <= padded, f"must be from 1 to {padded}, the padded size"),
         ("brightness", brightness, 0 <= brightness <= 1, "must be from 0 to 1"),
         ("contrast", contrast, 0 <= contrast <= 1, "must be from 0 to 1"),
-        ("cutout", cutout, cutout is None or cutout >= 1, "must be at least 1"),
     ):
         if not fits:
             raise ValueError(f"{OP}: {name} {rule}, got {checks.shown(value)}")
-    v2, bilinear = torchvision("transforms.v2"), torchvision("transforms").InterpolationMode.BILINEAR
+    v2 = torchvision("transforms.v2")
     if shift is None:
         shift = in_proportion(2, size) if crop is None else 0
     steps: list[Transform] = []
-    if rotation or scale:
-        steps.append(v2.RandomAffine(rotation, scale=(1 - scale, 1 + scale), interpolation=bilinear))
     if shift:
         steps.append(v2.RandomCrop(size, padding=shift))
     if crop is not None:
@@ -76,8 +66,6 @@ def augmentation(
         steps.append(v2.RandomHorizontalFlip())
     if brightness or contrast:
         steps.append(partial(light, brightness=brightness, contrast=contrast))
-    if cutout is not None:
-        steps.append(partial(cut_out, size=cutout, colour=torch.tensor(mean())[:, None, None]))
     if transform is not None:
         steps.append(_own(transform))
     return v2.Compose(steps) if steps else None, None if crop is None else v2.CenterCrop(crop)
@@ -91,16 +79,6 @@ def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
     mean = brighter.mean((1, 2), keepdim=True)
     lit: Tensor = (mean + (1 + contrast * factor) * (brighter - mean)).clamp(0, 1)
     return lit
-
-
-def cut_out(image: Tensor, size: int, colour: Tensor) -> Tensor:
-    """Fills a square with the colour ``[C, 1, 1]`` (DeVries, Taylor 2017). The centre is any pixel; torchvision's
-    RandomErasing would keep the whole square inside the image."""
-    first = [int(torch.randint(length, ())) - size // 2 for length in image.shape[1:]]
-    rows, columns = (slice(max(0, n), n + size) for n in first)
-    image = image.clone()
-    image[:, rows, columns] = colour
-    return image
 
 
 def _own(given: str | dict[str, Any]) -> Transform:

@@ -9,10 +9,8 @@ from torch.nn import functional as F
 
 from ..nn import Length, PrimaryCaps, _arguments
 from ..nn.dynamic_routing import fully_connected
-from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
-from ._images import check_images, image_shape
-from ._network import Network
+from ._images import DecodedCapsules
 
 
 def fitting_kernel(height: int, width: int) -> int:
@@ -20,7 +18,7 @@ def fitting_kernel(height: int, width: int) -> int:
     return max(1, min(9, (min(height, width) - 1) // 2 - 1 | 1))
 
 
-class CapsuleEncoder(Network):
+class CapsuleEncoder(DecodedCapsules):
     """Images to capsules (Sabour, Frosst, Hinton 2017, figure 1): ``conv``, ``primary`` and ``routing``."""
 
     def __init__(
@@ -41,8 +39,7 @@ class CapsuleEncoder(Network):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
-        size = self.image_shape[1:]
+        size = self._sees(in_channels, image_size)
         kernel = fitting_kernel(*size) if kernel_size is None else kernel_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conv = nn.Conv2d(in_channels, conv_channels, kernel, **made)
@@ -57,9 +54,5 @@ class CapsuleEncoder(Network):
 
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         return self.primary(F.relu(self.conv(images)))  # type: ignore[no-any-return]
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The output capsules of ``images [B, C, H, W]``, without a decoder."""
-        return self.routing.capsules(self.encode(images))

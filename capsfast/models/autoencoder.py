@@ -57,10 +57,10 @@ class CapsAutoEncoder(CapsuleEncoder):
         )
         self.decoder = Decoder(num_caps, caps_dim, self.image_shape, masked=False, device=device, dtype=dtype)
 
-    def reconstruct(self, capsules: Tensor) -> Tensor:
+    def reconstruct(self, capsules: Tensor) -> Tensor:  # type: ignore[override]
         """``capsules [B, J, D]`` to images ``[B, C, H, W]``."""
-        return self.decoder(capsules)  # type: ignore[no-any-return]
+        return self._decoder()(capsules)  # type: ignore[no-any-return]
 
-    def forward(self, images: Tensor) -> CapsNetOutput:
+    def forward(self, images: Tensor) -> CapsNetOutput:  # type: ignore[override]
         capsules, activations = self.classify(images)
         return CapsNetOutput(activations, capsules, self.reconstruct(capsules))

@@ -7,11 +7,10 @@ import torch
 
 from ..nn import Decoder, _arguments
 from ..nn.routing.names import RoutingChoice
-from ._decoded import DecodedCapsules
 from ._encoder import CapsuleEncoder
 
 
-class CapsNet(CapsuleEncoder, DecodedCapsules):
+class CapsNet(CapsuleEncoder):
     """Convolution, primary capsules, class capsules, and a decoder (Sabour, Frosst, Hinton 2017, figures 1 and 2).
 
     For 28 x 28 images the defaults are the paper's: 8 215 568 parameters, 6 804 224 without the decoder.
@@ -37,6 +36,12 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
 
     Raises:
         ValueError, TypeError: a size, an option or an input that does not fit.
+
+    Example:
+        >>> model = capsfast.models.CapsNet(1, 28, num_classes=10, conv_channels=16, primary_groups=2)
+        >>> lengths, capsules, reconstruction = model(torch.rand(4, 1, 28, 28))
+        >>> lengths.shape, reconstruction.shape
+        (torch.Size([4, 10]), torch.Size([4, 1, 28, 28]))
     """
 
     def __init__(

@@ -10,12 +10,10 @@ from ..nn import _arguments
 from ..nn._arguments import Made
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
-from ._images import check_images, image_shape
-from ._network import Network
-from .output import CapsNetOutput
+from ._images import DecodedCapsules
 
 
-class CNN(Network):
+class CNN(DecodedCapsules):
     """Convolutions, fully connected layers and a softmax: the baseline of Sabour, Frosst, Hinton (2017), section 5.
 
     With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: its activations
@@ -54,7 +52,7 @@ class CNN(Network):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
+        height, width = self._sees(in_channels, image_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that images keep their size, got {kernel_size}")
         channels = _arguments.sizes(op, "channels", channels)
@@ -63,7 +61,7 @@ class CNN(Network):
             raise ValueError(f"{op}: dropout must be below 1, got {dropout}")
         conv = partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2, **made)
         self.convs = perceptron((in_channels, *channels), conv, nn.ReLU())
-        features = channels[-1] * self.image_shape[1] * self.image_shape[2]
+        features = channels[-1] * height * width
         self.hidden = perceptron((features, *hidden), partial(nn.Linear, **made), nn.ReLU())
         self.dropout = nn.Dropout(dropout)
         self.classes = nn.Linear(hidden[-1], num_classes, **made)
@@ -71,12 +69,7 @@ class CNN(Network):
 
     def classify(self, images: Tensor) -> Capsules:
         """The classes of ``images [B, C, H, W]``: log probabilities as poses ``[B, J, 1]``, probabilities."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         features = self.hidden(self.convs(images).flatten(1))
         logits = self.classes(self.dropout(features))
         return Capsules(logits.log_softmax(1)[:, :, None], logits.softmax(1))
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """``labels`` have no effect; networks with a decoder use them."""
-        poses, activations = self.classify(images)
-        return CapsNetOutput(activations, poses, None)

@@ -13,9 +13,7 @@ from ..nn._blocks import WindowLayer
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.names import RoutingChoice
-from ._capsules import through
-from ._decoded import DecodedCapsules
-from ._images import check_images, image_shape
+from ._images import DecodedCapsules, through
 
 
 class CapsCell(Layer):
@@ -103,8 +101,7 @@ class DeepCaps(DecodedCapsules):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
-        size = self.image_shape[1:]
+        size = self._sees(in_channels, image_size)
         if dims is None:
             dims = (4, 8, 8, 8)[-min(4, max(2, (min(size) - 1).bit_length() - 1)) :]
         dims = _arguments.sizes(op, "dims", dims, 2)
@@ -152,7 +149,7 @@ class DeepCaps(DecodedCapsules):
 
     def encode(self, images: Tensor) -> Tensor:
         """The capsules ``u [B, I, K]`` of the last two cells, from ``images [B, C, H, W]``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         maps = self.norm(F.relu(self.conv(images)))
         seen = []
         for cell in self.cells:

@@ -11,8 +11,7 @@ from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
 from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.names import RoutingChoice
-from ._decoded import DecodedCapsules
-from ._images import check_images, image_shape
+from ._images import DecodedCapsules
 
 # Largest kernel of the depthwise convolution, as in the paper; least size of its input for small images.
 LARGEST, LEAST = 9, 3
@@ -112,8 +111,7 @@ class EfficientCapsNet(DecodedCapsules):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
-        convs, maps = four_convs(op, self.image_shape[1:], kernel_sizes, strides)
+        convs, maps = four_convs(op, self._sees(in_channels, image_size), kernel_sizes, strides)
         if kernel_size is None:
             kernel_size = (min(LARGEST, maps[0]), min(LARGEST, maps[1]))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -146,5 +144,5 @@ class EfficientCapsNet(DecodedCapsules):
 
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         return self.primary(self.convs(images))  # type: ignore[no-any-return]

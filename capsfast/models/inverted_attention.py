@@ -7,41 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, Routing, Votes, _arguments
+from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps, _arguments
 from ..nn._arguments import Made
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
-from ..nn.routing.votes import VotesAround
-from ..passes import Moments
-from ._decoded import DecodedCapsules
-from ._images import check_images, image_shape
+from ._images import DecodedCapsules
 from .output import CapsNetOutput
 
 ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
-
-
-class QueriedVotes(VotesAround):
-    """Votes with a default query, so that a routing starts with given poses.
-
-    Args:
-        votes: votes of B samples.
-        query: query of passes without a query, ``[B, J, D]``.
-    """
-
-    def __init__(self, votes: Votes, query: Tensor) -> None:
-        super().__init__(votes)
-        self.query = query
-
-    def moments(self, *, query: Tensor | None = None, **arguments: Any) -> Moments:
-        return self.votes.moments(query=self.query if query is None else query, **arguments)
-
-
-def updated(routing: Routing, votes: Votes, last: Tensor | None) -> Tensor:
-    """Poses ``[B, J, D]`` after one iteration of a routing that starts with the poses ``last``, None for 0."""
-    assert isinstance(routing, InvertedAttentionRouting)
-    if last is not None:
-        votes = QueriedVotes(votes, routing.query(last))
-    return routing(votes).poses  # type: ignore[no-any-return]
 
 
 class ConvAttention(Layer):
@@ -62,8 +35,7 @@ class ConvAttention(Layer):
         places = (poses.shape[0], *layer.grid(poses.shape[3:]))
         if last is not None:
             last = last.permute(0, 3, 4, 1, 2).flatten(0, 2)
-        assert isinstance(layer.routing, RoutedCaps)
-        found: Tensor = updated(layer.routing.routing, layer.votes(poses), last).unflatten(0, places)
+        found: Tensor = layer.routing.routing(layer.votes(poses), pose=last).poses.unflatten(0, places)
         return found.permute(0, 3, 4, 1, 2)
 
 
@@ -83,7 +55,7 @@ class FullAttention(Layer):
 
     def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
         u = self.flatten(poses) if poses.dim() == 5 else poses
-        return updated(self.routing.routing, self.routing.votes(u), last)
+        return self.routing.routing(self.routing.votes(u), pose=last).poses  # type: ignore[no-any-return]
 
 
 def route_in_turn(layers: Sequence[nn.Module], primary: Tensor, num_iterations: int) -> list[Tensor]:
@@ -159,7 +131,6 @@ class InvertedAttentionCapsNet(DecodedCapsules):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
         # A LayerNorm of one number is a constant.
         _arguments.integer(op, "primary_dim", primary_dim, 2)
         _arguments.integer(op, "digit_dim", digit_dim, 2)
@@ -168,7 +139,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)
         self.norm = nn.LayerNorm(primary_dim, **made)
         self.primary_groups = primary_groups
-        size = tuple((n + 1) // 2 for n in self.image_shape[1:])
+        size = tuple((n + 1) // 2 for n in self._sees(in_channels, image_size))
         options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **made}
         window = tuple(min(3, n) for n in size)
         image = ConvCaps2d(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
@@ -181,7 +152,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
 
     def primary_capsules(self, images: Tensor) -> Tensor:
         """``images [B, C, H, W]`` to poses ``[B, types, dim, H', W']``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         poses = self.primary(F.relu(self.conv(images))).unflatten(1, (self.primary_groups, -1))
         return self.norm(poses.movedim(2, -1)).movedim(-1, 2)  # type: ignore[no-any-return]
 

@@ -13,9 +13,7 @@ from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
 from ..nn.routing.base import Capsules
 from ..nn.routing.em import EMRouting
 from ..nn.routing.names import RoutingChoice, routing_class
-from ._images import check_images, image_shape
-from ._network import Network
-from .output import CapsNetOutput
+from ._images import DecodedCapsules
 
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes
 
@@ -50,7 +48,7 @@ def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[s
     return found
 
 
-class MatrixCapsNet(Network):
+class MatrixCapsNet(DecodedCapsules):
     """Convolution, primary capsules with poses and activations, two layers of convolutional capsules and class capsules
     with coordinate addition (Hinton, Sabour, Frosst 2018, figure 1).
 
@@ -121,8 +119,7 @@ class MatrixCapsNet(Network):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
-        size = self.image_shape[1:]
+        size = self._sees(in_channels, image_size)
         normalized = form == "variational"
         if normalized and activation_std is not None:
             raise ValueError(f"{op}: activation_std needs form='em': a norm would undo it; leave it out")
@@ -168,7 +165,7 @@ class MatrixCapsNet(Network):
 
     def encode(self, images: Tensor) -> Capsules:
         """The input of the class capsules for ``images [B, C, H, W]``: poses ``[B, I, K]``, activations ``[B, I]``."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         features = self.conv(images)
         poses, activations = self.primary(F.relu(features if self.norm is None else self.norm(features)))
         for layer in self.conv_caps:
@@ -179,11 +176,5 @@ class MatrixCapsNet(Network):
         """The class capsules of ``images [B, C, H, W]``."""
         return self.routing(*self.encode(images))  # type: ignore[no-any-return]
 
-    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """There is no decoder; raises RuntimeError."""
+    def _decoder(self) -> nn.Module:
         raise RuntimeError(f"{self._op}: there is no decoder")
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """``labels`` are ignored, because there is no decoder."""
-        capsules, activations = self.classify(images)
-        return CapsNetOutput(activations, capsules, None)

@@ -14,9 +14,7 @@ from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
-from ._capsules import through
-from ._images import check_images, image_shape
-from ._network import Network
+from ._images import ImageNetwork, through
 
 # A pixel has the classes whose capsules are longer than this.
 PRESENT = 0.5
@@ -53,7 +51,7 @@ R3 = _Layout(
 )
 
 
-class SegCaps(Network):
+class SegCaps(ImageNetwork):
     """A U-Net of slim convolutional capsules, with a capsule for each class at every pixel (LaLonde, Bagci 2018).
 
     On the way down each level halves the image. On the way up a transposed convolution doubles it, and the capsules of
@@ -118,7 +116,7 @@ class SegCaps(Network):
     ) -> None:
         super().__init__()
         op = self._op
-        self.image_shape = image_shape(op, in_channels, image_size)
+        size = self._sees(in_channels, image_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that a window has a middle, got {kernel_size}")
         dims = _arguments.sizes(op, "dims", dims)
@@ -133,10 +131,8 @@ class SegCaps(Network):
                 f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size, got {conv_channels}, "
                 f"{types}, {dims} and {kernel_size}; leave them out"
             )
-        if authors and any(size % 8 for size in self.image_shape[1:]):
-            raise ValueError(
-                f"{op}: with form='r3' image_size must be divisible by 8, got {self.image_shape[1:]}; pad the images"
-            )
+        if authors and any(side % 8 for side in size):
+            raise ValueError(f"{op}: with form='r3' image_size must be divisible by 8, got {size}; pad the images")
         levels = list(zip(types, dims, strict=True))
         layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -190,7 +186,7 @@ class SegCaps(Network):
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         poses = F.relu(self.conv(images)).unsqueeze(1)
         poses = poses if self.start is None else through(self.start, poses)
         passed = []
@@ -214,8 +210,7 @@ class SegCaps(Network):
             ValueError, TypeError: capsules or classes of another shape, classes that are not bool.
         """
         op = self._op
-        if self.decoder is None:
-            raise RuntimeError(f"{op}: there is no decoder; build the model with reconstruction=True")
+        decoder = self._decoder()
         _arguments.floats(op, "capsules", capsules, "[B, J, D, H, W]")
         checks.tensor(op, "classes", classes, "[B, J, H, W]")
         if classes.dtype != torch.bool:
@@ -227,7 +222,7 @@ class SegCaps(Network):
             )
         # By a choice and not by a product: what the other capsules hold does not matter.
         kept = torch.where(classes.unsqueeze(2), capsules, 0)
-        return self.decoder(kept.flatten(1, 2))  # type: ignore[no-any-return]
+        return decoder(kept.flatten(1, 2))  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, classes: Tensor | None = None) -> SegCapsOutput:
         """``classes``: of each pixel, which the decoder gets; without them those whose capsules are longer than 0.5."""

@@ -12,8 +12,7 @@ from ..nn._arguments import Made
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
 from ..nn.stacked.set_transformer import SetTransformer
-from ._images import check_images, image_shape
-from ._network import Network
+from ._images import ImageNetwork
 
 
 class StackedOutput(NamedTuple):
@@ -47,7 +46,7 @@ class Sparsity:
     deformation: float = 10.0
 
 
-class StackedCapsuleAutoencoder(Network):
+class StackedCapsuleAutoencoder(ImageNetwork):
     """Images to parts to objects, and back, without labels (Kosiorek, Sabour, Teh, Hinton 2019).
 
     Part capsules find templates and their poses in the image, and learn to draw the image. Object capsules learn to
@@ -94,7 +93,7 @@ class StackedCapsuleAutoencoder(Network):
         **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        self.image_shape = image_shape(self._op, in_channels, image_size)
+        self._sees(in_channels, image_size)
         self.num_classes = num_classes
         self.num_objects = num_objects
         self.sparsity = Sparsity() if sparsity is None else sparsity
@@ -112,7 +111,7 @@ class StackedCapsuleAutoencoder(Network):
         self.object_caps = ObjectCaps(256, num_objects, num_parts, dim=dim, hidden=hidden, noise=noise, **made)
 
     def find_parts(self, images: Tensor) -> Parts:
-        check_images(self._op, images, self.image_shape)
+        self._check(images)
         return self.part_caps(self.conv(images))  # type: ignore[no-any-return]
 
     def find_objects(self, parts: Parts) -> Objects:

@@ -13,7 +13,7 @@ from .. import checks
 from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
 from ._layer import Layer
-from .routing.base import Capsules, image_lengths
+from .routing.base import Capsules, lengths
 
 # The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
 BLOCK_BYTES = 8 * 2**20
@@ -44,8 +44,8 @@ class WindowLayer(Layer):
         """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""
         if self.uses_poses_alone:
             found = self(poses, **given)
-            return Capsules(found, image_lengths(found))
-        return self(poses, image_lengths(poses) if activation is None else activation, **given)  # type: ignore[no-any-return]
+            return Capsules(found, lengths(found, 2))
+        return self(poses, lengths(poses, 2) if activation is None else activation, **given)  # type: ignore[no-any-return]
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         """The positions that these windows cover, which may lie outside the image."""

@@ -18,7 +18,7 @@ from .routing.agreement import starting_std
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
 from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
-from .routing.votes import ProductVotes, RecordedVotes, Votes
+from .routing.votes import PassVotes, RecordedVotes, Votes
 from .routing.windows import Windows, WindowVotes
 from .weights import Weight
 
@@ -198,7 +198,7 @@ class ConvCaps2d(WindowLayer):
         by_pass = self.routing.held.keeps_u and folds_by_pass(padded)
         u = self._windows(padded.detach()) if by_pass else self._unfolded(padded)
         votes = self.routing.votes(u, self.inside(poses))
-        if by_pass and isinstance(votes, ProductVotes):
+        if by_pass and isinstance(votes, PassVotes):
             votes = UnfoldedVotes(votes, padded, partial(self._fold, padded.shape))
         return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
 
@@ -246,6 +246,17 @@ class ConvCaps2d(WindowLayer):
         layer = copy.copy(self.routing)
         layer.competing = self._competing(size)
         return layer
+
+    def as_connected(
+        self, poses: Tensor, activation: Tensor | None = None, **given: Tensor
+    ) -> tuple[RoutedCaps, Tensor, dict[str, Tensor]]:
+        """A fully connected layer that computes the same, and its arguments: the windows as samples."""
+        windows, inside = self.unfold(poses), self.inside(poses)
+        if activation is not None:
+            given["activation"] = self.unfold_activation(poses, activation)
+        if inside is not None:
+            given.setdefault("mask", inside)
+        return self.at_windows((poses.shape[3], poses.shape[4])), windows, given
 
     def forward(
         self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False

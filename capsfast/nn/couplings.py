@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .. import checks
 from .routed_caps import RoutedCaps
 from .routing.votes import RecordedVotes
-from .routing_by_agreement import RoutingByAgreement
 
 
 @torch.no_grad()
@@ -33,13 +32,13 @@ def couplings(
         TypeError: any other layer.
     """
     checks.boolean("capsfast.nn.couplings", "shares", shares)
-    if not isinstance(layer, (RoutedCaps, RoutingByAgreement)):
+    if not hasattr(layer, "recorded"):
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
-    weights = layer.recorded(u, activation, **given).weights
-    return [_shares(c) for c in weights] if shares else weights
+    weights: list[Tensor] = layer.recorded(u, activation, **given).weights  # type: ignore[operator]
+    return [shares_of(c) for c in weights] if shares else weights
 
 
-def _shares(c: Tensor) -> Tensor:
+def shares_of(c: Tensor) -> Tensor:
     return c / c.sum(2, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny)
 
 
@@ -72,7 +71,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
         if not weights:
             name = type(module).__name__
             raise RuntimeError(f"capsfast.nn.recorded: {name} decides nothing: all its coupling is given")
-        found.append(_shares(weights[-1]) if shares else weights[-1])
+        found.append(shares_of(weights[-1]) if shares else weights[-1])
 
     handles = [layer.routing.register_forward_pre_hook(record), layer.routing.register_forward_hook(keep)]
     try:

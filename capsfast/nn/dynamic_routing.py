@@ -47,7 +47,7 @@ class DynamicRouting(RoutedCaps):
         weight, shared_weight, positions: see :class:`capsfast.nn.RoutedCaps`.
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
         bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
-        softmax, gradient, leaky, squash, eps, squash_last, backend: see :func:`capsfast.dynamic_routing`.
+        options: softmax, squash and so on, and backend: the keywords of :func:`capsfast.dynamic_routing`.
         init_std: the weight starts as a normal distribution with this deviation, truncated at two deviations. The
             default 0.1 is the authors'. Useful values are 0.01 to 0.1: ``torch.randn`` saturates the squash, so that
             the margin loss does not fall.
@@ -57,6 +57,11 @@ class DynamicRouting(RoutedCaps):
 
     Raises:
         ValueError, TypeError: sizes below 1, or options that :func:`capsfast.dynamic_routing` rejects.
+
+    Example:
+        >>> layer = capsfast.DynamicRouting(in_caps=1152, out_caps=10, in_dim=8, out_dim=16)
+        >>> layer(torch.randn(4, 1152, 8)).shape
+        torch.Size([4, 10, 16])
     """
 
     _op = "capsfast.DynamicRouting"

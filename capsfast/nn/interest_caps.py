@@ -1,17 +1,32 @@
 """Interest capsules: several vectors for the interests of a user, from the items that the user has clicked."""
 
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import arguments, checks
+from ..arguments import RoutingParameters, unchecked
+from ..functional import squash as _squash
+from ..ops import factored_routing
+from ..options import Options
+from ..precision import as_under_autocast, wide_dtype
 from . import _arguments
 from ._arguments import Made
 from ._histories import Count, interests_of, of_lengths, padded, sized, within
-from ._interest_routing import RATIO, route
 from ._layer import Layer
+from .routing.votes import PassVotes, Votes
+
+# c of the squash kinds whose length is n / (c + n), n = |s|^2.
+RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
+
+
+def powered_squash(s: Tensor, power: float, kind: str, eps: float) -> Tensor:
+    # eps inside the power, because a power below 1 has an infinite gradient at 0.
+    n = s.square().sum(-1, keepdim=True) + eps
+    return (n / (RATIO[kind] + n)) ** power * n.rsqrt() * s
 
 
 class Interests(NamedTuple):
@@ -195,12 +210,51 @@ class InterestCapsules(Layer):
         W = self.W[:I] if self.weight == "position" else self.W
         # If every user has all interests, the kernels need no mask.
         whole = self.count is None and interests is None
-        v = route(behaviours, W, J, start, mask, None if whole else there, self)
+        v = self._routed(behaviours, W, start, mask, None if whole else there)
         if self.projection is not None:
             v = self.projection(v)
             v = v.relu() if self.relu else v
             v = v.masked_fill(~there[..., None], 0.0)
         return Interests(v, there)
+
+    def _routed(
+        self, u: Tensor, weight: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None
+    ) -> Tensor:
+        """``u [B, I, K]`` and ``weight [1 or I, 1 or J, D, K]`` to interests ``[B, J, D]`` in the dtype of u.
+
+        Under autocast the result has autocast's dtype, as with the ops; computations between passes are not cast.
+        """
+        if logits is not None and checks.autocast_dtype(u.device) is not None:
+            logits = logits.to(wide_dtype(u.dtype))
+        (u, weight), no_autocast = as_under_autocast(u, weight)
+        accumulate, temperature = self.update == "accumulate", self.temperature
+        # In a softmax over the interests each behaviour has its own softmax: masking before and after is the same.
+        masks_after = self.mask_after and self.softmax == "in"
+        plain = self.squash_power == 1 and not masks_after
+        fused = Options(self.num_iterations, self.softmax, self.gradient, False, self.squash, self.eps)
+        masks: dict[str, Any] = {"mask": None if masks_after else mask, "out_mask": out_mask}
+        with no_autocast:
+            if self.weight == "shared" and plain:
+                scaled = logits if logits is None or temperature == 1 else logits / temperature
+                parameters = RoutingParameters(scaled, None, mask, out_mask)
+                call = unchecked(u, weight, parameters, fused, self.num_interests, self._op)
+                if factored_routing.serves(call, self.backend):
+                    return factored_routing.run(call, False, accumulate, 1 / temperature)[0]
+            votes = PassVotes(self._op, u, weight, J=self.num_interests, backend=self.backend, **masks)
+            if plain and accumulate and temperature == 1:
+                return votes.agree(**fused._asdict(), logits=logits)  # type: ignore[no-any-return]
+            squash = partial(_squash, kind=self.squash, eps=self.eps)
+            if self.squash_power != 1:
+                squash = partial(powered_squash, power=self.squash_power, kind=self.squash, eps=self.eps)
+            v: Tensor = Votes.agree(
+                votes,
+                **{**fused._asdict(), "squash": squash},
+                logits=logits,
+                temperature=temperature,
+                accumulate=accumulate,
+                activation=mask.to(u.dtype) if masks_after and mask is not None else None,
+            )
+            return v.to(u.dtype)
 
     def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:
         J = self.num_interests

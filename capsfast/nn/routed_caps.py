@@ -46,6 +46,12 @@ class RoutedCaps(Layer):
 
     Raises:
         ValueError, TypeError: sizes, options or inputs that do not fit.
+
+    Example:
+        >>> layer = capsfast.nn.RoutedCaps(144, 10, 8, 16, routing="em", num_iterations=2)
+        >>> poses, activations = layer(torch.randn(4, 144, 8), torch.rand(4, 144))
+        >>> poses.shape, activations.shape
+        (torch.Size([4, 10, 16]), torch.Size([4, 10]))
     """
 
     W: nn.Parameter | None

@@ -22,7 +22,7 @@ class RoutingByAgreement(Agreement, Layer):
 
     Args:
         num_iterations: number of weighted sums, at least 1.
-        softmax, gradient, leaky, squash, eps, squash_last, backend: see :func:`capsfast.dynamic_routing`.
+        options: softmax, squash and so on, and backend: the keywords of :func:`capsfast.dynamic_routing`.
 
     Shapes: ``votes [B, I, J, D]`` to ``v [B, J, D]``.
 

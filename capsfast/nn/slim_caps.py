@@ -249,8 +249,8 @@ class SlimConvCaps2d(WindowLayer):
         if self.uses_poses_alone and not self.everywhere:
             # Positions stay the last axes; turning them into samples would copy the votes.
             given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
-            out = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
-            return out if return_coupling else (out, None)
+            found: Any = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
+            return found if return_coupling else (found, None)
         made = votes_of(self._op, votes, J=self.out_types, backend=own.backend)
         if self.everywhere:
             made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))

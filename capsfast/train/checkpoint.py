@@ -3,7 +3,7 @@
 import inspect
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,11 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
-    taken = inspect.signature(Learner.__init__).parameters
-    if unknown := content[Learner.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
-        raise ValueError(f"{op} has options that this version of capsfast does not have: {', '.join(sorted(unknown))}")
+    for kind in (Learner, ImageData):
+        taken = inspect.signature(kind.__init__).parameters
+        if unknown := content[kind.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"{op} has options that this version of capsfast does not have: {names}")
     return content
 
 
@@ -120,15 +122,26 @@ def open_checkpoint(
     if data_dir is not None:
         options["data_dir"] = data_dir
     images = ImageData(**options)
-    images.setup()
-    sets, wanted = images.sets, learner.sizes
-    got = {"in_channels": sets.channels, "image_size": sets.image_size, "num_classes": sets.num_classes}
-    if got != wanted:
-        raise ValueError(f"{op} needs {wanted}, {options['data']} has {got}")
-    names, held = sets.train.source.classes, learner.hparams["class_names"]
-    if names and held and list(names) != held:
-        raise ValueError(f"{op} knows the classes {', '.join(held)}, {options['data']} has {', '.join(names)}")
+    check_fits(op, learner.hparams, images)
     return learner, images
+
+
+def check_fits(op: str, model: Mapping[str, Any], images: ImageData) -> None:
+    """Opens images and compares them with the options ``model`` of a trained network.
+
+    Raises:
+        ValueError: images of other sizes, or of other classes; and the errors of :func:`capsfast.data.open_sets`.
+    """
+    images.setup()
+    names = ("in_channels", "image_size", "num_classes")
+    wanted, got = {name: model[name] for name in names}, dict(zip(names, images.sets[2:], strict=True))
+    classes, known = images.sets.train.source.classes, model["class_names"]
+    if got != wanted:
+        raise ValueError(f"{op} needs {wanted}, {images.options['data']} has {got}")
+    if classes and known and classes != known:
+        raise ValueError(
+            f"{op} knows the classes {', '.join(known)}, {images.options['data']} has {', '.join(classes)}"
+        )
 
 
 def open_pretrained(model: str, name: str) -> Learner:

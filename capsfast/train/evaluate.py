@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from ..data import Batch
-from ..data.files import Reader
+from ..data import Batch, files
+from ..data.images import resized
 from ..data.sets import DrawnSet
-from ..data.vision import torchvision
 from ..nn import Capsules, couplings
 from .learner import Learner, right_predictions
 from .objective import multi_hot
@@ -93,10 +92,7 @@ def read_picture(path: Path | str, learner: Learner) -> Tensor:
     channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]
     if channels not in (1, 3):
         raise ValueError(f"capsfast.train.read_picture: pictures have 1 or 3 channels, the network takes {channels}")
-    image = Reader(channels, None)(str(path))
-    image = image.float() / 255 if image.dtype == torch.uint8 else image
-    resized: Tensor = torchvision("transforms.v2.functional").resize(image, [size, size], antialias=True)
-    return resized.clamp(0, 1)[None]
+    return resized(files.read_picture(str(path), channels), size)[None]
 
 
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from ..data import BatchOrder, ResumableLoader, Sets, open_sets
 from ..data.catalogue import CHOICES, absolute
 from ..data.sets import DrawnSet
+from ..nn import _arguments
 
 # Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
@@ -31,15 +32,12 @@ class ImageData(pl.LightningDataModule):
         image_size: Resize all images to a square with this many pixels per side first.
         shift: Move training images by up to this many pixels. Default: 2 for 28 pixels and in proportion for other
             sizes; none with crop, multi: or affine:.
-        rotation: Rotate training images by up to this many degrees.
-        scale: Scale training images by up to this fraction, larger or smaller.
         crop: Crop a square of this many pixels: anywhere for training, in the centre for tests.
         crop_padding: Add this many black pixels on every side before the crop.
         flip: Mirror half of the training images, left to right.
         brightness: Add a number from -brightness to brightness to all pixels of a training image.
         contrast: Multiply the distance of pixels from their channel's mean by a factor from 1 - contrast to
             1 + contrast.
-        cutout: Fill a square of this many pixels per side in training images with the mean colour.
         transform: Path of your own class or function, applied last to training images, float tensors [C, H, W]; or a
             dict with class_path and init_args. It must draw random numbers from torch's generator.
         seed: Seed of order and augmentation.
@@ -48,8 +46,8 @@ class ImageData(pl.LightningDataModule):
         test: From Python, with train: a data set for tests.
 
     Raises:
-        ValueError: no data, or data together with train and test. ``setup`` raises the errors of
-            :func:`capsfast.data.open_sets`.
+        ValueError: no data, data together with train and test, or a negative number of workers. ``setup`` raises the
+            errors of :func:`capsfast.data.open_sets`.
     """
 
     sets: Sets
@@ -63,14 +61,11 @@ class ImageData(pl.LightningDataModule):
         batch_size: int = 128,
         image_size: int | None = None,
         shift: int | None = None,
-        rotation: float = 0.0,
-        scale: float = 0.0,
         crop: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
         brightness: float = 0.0,
         contrast: float = 0.0,
-        cutout: int | None = None,
         transform: str | dict[str, Any] | None = None,
         seed: int = 0,
         workers: int = 0,
@@ -86,6 +81,7 @@ class ImageData(pl.LightningDataModule):
                 f"{op}: data must be {CHOICES}; from Python train and test go too. A checkpoint of such data sets is "
                 "opened with data= (--data)"
             )
+        _arguments.integer(op, "workers", workers, least=0)
         self.save_hyperparameters(logger=False, ignore=["train", "test"])
         self.options: dict[str, Any] = dict(self.hparams)
         self._given = train, test

@@ -94,9 +94,9 @@ class Learner(_OfItsModel):
             classes has its own loss.
         spread_steps: number of steps in which the margin of the spread loss grows.
         reconstruction_weight: factor of the squared error of an image, summed over its pixels.
-        normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image), set (the
-            same for each channel of the training images), or from Python two lists, means and deviations. Default:
-            not at all. Losses, attacks and reconstructions use the images in [0, 1].
+        normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image) or set (the
+            same for each channel of the training images). Default: not at all. Losses, attacks and reconstructions use
+            the images in [0, 1].
         seed: seed of the initial weights and of random numbers in training.
 
     Raises:
@@ -126,7 +126,7 @@ class Learner(_OfItsModel):
         loss: str | Callable[..., Tensor] | None = None,
         spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
-        normalize: str | list[list[float]] | None = None,
+        normalize: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -170,11 +170,6 @@ class Learner(_OfItsModel):
     @property
     def has_decoder(self) -> bool:
         return getattr(self.model, "decoder", None) is not None
-
-    @property
-    def weighs_reconstruction(self) -> bool:
-        """Whether the loss is a weighted sum with a reconstruction error, so that reconstruction_weight matters."""
-        return self.has_decoder and self.has_classes | (self.hparams["model"] == "segcaps")
 
     def check(self, name: str, *, decoder: bool = False) -> None:
         """Raises ValueError, naming a function, unless the network has classes, and with ``decoder`` a decoder too."""

@@ -16,34 +16,26 @@ class Normalize(Layer):
     """Normalises images to mean 0 and deviation 1.
 
     Args:
-        given: ``"image"`` uses mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
-            section 4). Two lists are the mean and the deviation of each channel. ``"set"`` waits for ``set()``, with
-            numbers from :func:`capsfast.data.channel_statistics`. A channel with deviation 0 is not divided.
+        kind: ``"image"`` uses mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
+            section 4). ``"set"`` uses the mean and the deviation of each channel: ``set()`` takes them from
+            :func:`capsfast.data.channel_statistics`. A channel with deviation 0 is not divided.
         in_channels: C.
 
     Shapes: ``[B, C, H, W]``.
 
     Raises:
-        ValueError: any other word, or lists that do not fit.
+        ValueError: any other word.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, given: str | Sequence[Sequence[float]], in_channels: int) -> None:
+    def __init__(self, kind: str, in_channels: int) -> None:
         super().__init__()
-        self.each = given == "image"
-        if self.each:
-            return
-        lists = [[torch.nan] * in_channels, [1.0] * in_channels] if given == "set" else given
-        if isinstance(lists, str) or [len(part) for part in lists] != [in_channels, in_channels]:
-            raise ValueError(
-                f'capsfast.train.Learner: normalize must be "image", "set", or mean and deviation of each of '
-                f"{in_channels} channels, got {checks.shown(given)}"
-            )
-        for name in ("mean", "deviation"):
-            self.register_buffer(name, torch.empty(in_channels, 1, 1))
-        self.set(*lists)
+        checks.choice("capsfast.train.Learner", "normalize", kind, ("image", "set"))
+        self.each = kind == "image"
+        for name in () if self.each else ("mean", "deviation"):
+            self.register_buffer(name, torch.full((in_channels, 1, 1), torch.nan))
 
     @property
     def known(self) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ INTERPRETED = 3
 # The interpreter multiplies the 16 bits of a bfloat16 as an integer. So kernels convert 16-bit operands to float32 in
 # the interpreter; tests repair the interpreter instead, because they interpret what GPUs do.
 WIDENED = triton.knobs.runtime.interpret
+# The K of one product of 16-bit operands, and of two of float32.
+LONGEST = 16
 # The most parts of a sum: for a small batch few programs add up the parts, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.
@@ -80,6 +82,8 @@ class Call:
 
     outputs: J, if x does not show it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
     every position is a sample, and masks and scores have a row for every sample. Logits [B, I, J, S] stay as they are.
+
+    together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
     """
 
     x: Slot
@@ -92,6 +96,7 @@ class Call:
     tf32: bool = False
     outputs: int | None = None
     scores: Scores | None = None
+    together: int = 1
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B or B S, I, J, D, K
     poses: int = field(init=False, default=1)  # P
 
@@ -104,7 +109,7 @@ class Call:
             B, I, numbers = self.x.shape
             _, J, R, K = self.weight.shape
             self.poses = 1 if K == 0 else numbers // K
-            self.sizes = (B, I, J, self.poses * R, K)
+            self.sizes = (B, I // self.together, J, self.poses * R, K * self.together)
         self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
         self.logits, self.bias = (None if each is None else each.contiguous() for each in (self.logits, self.bias))
 
@@ -181,9 +186,21 @@ class Call:
         """
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         if self.positions is None:
-            return (self.sample_stride, self.x.stride(1), w_i, *(None,) * 5, *self.sizes[:2])
+            n = self.together
+            return (self.sample_stride, n * self.x.stride(1), n * w_i, *(None,) * 5, *self.sizes[:2])
         jump = self.x.stride(0) - self.positions * self.sample_stride
         return (self.sample_stride, 0, w_i, self.positions, *self.x.stride()[1:4], jump, *self.sizes[:2])
+
+    def merged(self) -> "Call":
+        """The call for a uniform pass, which adds up votes: several input capsules of few components make one product.
+
+        Masks tell input capsules apart, and u has to have all components of these input capsules side by side.
+        """
+        B, I, J, D, K = self.sizes
+        apart = self.weight is None or self.poses > 1 or self.mask is not None or self.scores is not None
+        if apart or not 0 < K <= LONGEST // 2 or self.x.stride(1) != K * self.x.stride(2):
+            return self
+        return replace(self, together=max(1, math.gcd(I, LONGEST // K)))
 
     @functools.cached_property
     def precision(self) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def accumulate(
     In a routing pass V is the query, and the sums make all moments. Fills coupling [B, I, J], except for softmax "in",
     and lse [B, I], if the mode is "out".
     """
-    B, I, J, *_ = call.sizes
+    call = call.merged() if uniform else call
+    B, _, J, *_ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
     of_pass = call.options if isinstance(call.options, PassOptions) else None
 
@@ -102,8 +103,13 @@ def accumulate(
         *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None,
     )  # fmt: skip
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind, KEPT=call.choice("accumulate").kept)
+    _accumulate(call, arguments, kind)
     return sums, online
+
+
+def _accumulate(call: Call, arguments: tuple[Any, ...], kind: str) -> None:
+    constants = {"MODE": kind, "KEPT": call.choice("accumulate").kept, "TOGETHER": call.together}
+    _launch(call, "accumulate", accumulate_kernel, arguments, **constants)
 
 
 def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = False) -> Sums:
@@ -145,7 +151,9 @@ def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
     arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
-    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept)
+    _launch(
+        call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept, TOGETHER=1
+    )
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:

@@ -25,7 +25,6 @@
 #include "routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -188,6 +187,32 @@ struct Arguments {
     STD_TORCH_CHECK(Engine::holds(tensor), "capsfast: ", name, " must be a ", Engine::device, " tensor");
   }
 
+  // A tensor of these sizes, with or without positions, as a view; without data if it was not given.
+  static View view(const char* name, const OptionalTensor& tensor, const Problem& p,
+                   std::initializer_list<int64_t> sizes) {
+    if (!tensor.has_value()) return {};
+    expect(name, *tensor, sizes, p.positions);
+    return view_of(*tensor, p.positions >= 0);
+  }
+
+  // A saved tensor in the type that sums are formed in, made contiguous.
+  static const void* saved(const char* name, Tensor& tensor, const Tensor& u, std::initializer_list<int64_t> sizes) {
+    expect(name, tensor, sizes);
+    STD_TORCH_CHECK(
+        tensor.scalar_type() == wide_type(u), "capsfast: ", name, " must have the dtype sums are formed in");
+    tensor = torch::stable::contiguous(tensor);
+    return tensor.data_ptr();
+  }
+
+  // The gradient of the result, 0 if there is none.
+  static View upstream(OptionalTensor& dv, const Tensor& u, const Problem& p) {
+    if (!dv.has_value()) {
+      dv = empty(u, {p.B, p.J, p.D}, u.scalar_type(), p.positions);
+      torch::stable::zero_(*dv);
+    }
+    return view("dv", dv, p, {p.B, p.J, p.D});
+  }
+
   static MaskView mask_of(const char* name, const OptionalTensor& mask, const Problem& p, int64_t columns) {
     if (!mask.has_value()) return {};
     expect(name, *mask, {p.B, columns}, p.positions);
@@ -200,14 +225,11 @@ struct Arguments {
   static void add_logits_and_masks(Problem& p, const OptionalTensor& logits, const OptionalTensor& mask,
                                    const OptionalTensor& out_mask) {
     if (logits.has_value()) {
-      const bool per_sample = logits->dim() > 2;
-      if (per_sample) {
-        expect("logits", *logits, {p.B, p.I, p.J}, p.positions);
+      if (logits->dim() > 2) {
+        p.logits = view("logits", logits, p, {p.B, p.I, p.J});
       } else {
         expect("logits", *logits, {p.I, p.J});
-      }
-      p.logits = view_of(*logits, per_sample && p.positions >= 0);
-      if (!per_sample) {
+        p.logits = view_of(*logits);
         p.logits.stride[2] = p.logits.stride[1];
         p.logits.stride[1] = p.logits.stride[0];
         p.logits.stride[0] = 0;
@@ -276,5 +298,4 @@ struct Arguments {
   }
 };
 
-}  // namespace bindings
 }  // namespace capsfast

@@ -9,7 +9,6 @@
 #include "routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 struct RoutingArguments {
   Tensor u;                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
@@ -33,6 +32,7 @@ struct RoutingArguments {
 template <class Engine>
 class DynamicRouting : Arguments<Engine> {
   using Arguments<Engine>::add_logits_and_masks, Arguments<Engine>::expect, Arguments<Engine>::problem_of;
+  using Arguments<Engine>::saved, Arguments<Engine>::upstream, Arguments<Engine>::view;
 
  public:
   static void forward(Stack& stack) {
@@ -70,32 +70,14 @@ class DynamicRouting : Arguments<Engine> {
     const std::vector<bool> needed = stack.needed(4);
     const Problem p = votes_of_all(a);
     const bool positions = p.positions >= 0;
-    const ScalarType wide = wide_type(a.u);
 
     BackwardInputs in;
     in.batch = p.B;
-    if (dv.has_value()) {
-      expect("dv", *dv, {p.B, p.J, p.D}, p.positions);
-    } else {
-      dv = empty(a.u, {p.B, p.J, p.D}, a.u.scalar_type(), p.positions);
-      torch::stable::zero_(*dv);
-    }
-    in.dv = view_of(*dv, positions);
-    STD_TORCH_CHECK(s.scalar_type() == wide, "capsfast: s must have the dtype sums are formed in");
-    s = torch::stable::contiguous(s), norm = torch::stable::contiguous(norm);
-    if (!positions) expect("s", s, {p.iterations, p.B, p.J, p.D});
-    in.s = s.data_ptr();
-    if (p.softmax_in() && !positions) {
-      expect("norm", norm, {2, p.iterations, p.B, p.J});
-      STD_TORCH_CHECK(norm.scalar_type() == wide, "capsfast: norm must have the dtype sums are formed in");
-      in.norm = norm.data_ptr();
-    }
-    if (dcoupling.has_value()) {
-      expect("dcoupling", *dcoupling, {p.B, p.I, p.J}, p.positions);
-      expect("coupling", coupling, {p.B, p.I, p.J}, p.positions);
-      in.dcoupling = view_of(*dcoupling, positions);
-      in.coupling = view_of(coupling, positions);
-    }
+    in.dv = upstream(dv, a.u, p);
+    if (!positions) in.s = saved("s", s, a.u, {p.iterations, p.B, p.J, p.D});
+    if (!positions && p.softmax_in()) in.norm = saved("norm", norm, a.u, {2, p.iterations, p.B, p.J});
+    in.dcoupling = view("dcoupling", dcoupling, p, {p.B, p.I, p.J});
+    if (dcoupling.has_value()) in.coupling = view("coupling", coupling, p, {p.B, p.I, p.J});
 
     BackwardOutputs out;
     out.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
@@ -105,7 +87,7 @@ class DynamicRouting : Arguments<Engine> {
     };
     Tensor dlogits = gradient(a.logits, needed[2], &out.dlogits, positions && out.per_sample_logits);
     Tensor dbias = gradient(a.bias, needed[3], &out.dbias, false);
-    with_type(wide, [&](auto zero) { Engine::template backward<decltype(zero)>(p, in, out, a.u); });
+    with_type(wide_type(a.u), [&](auto zero) { Engine::template backward<decltype(zero)>(p, in, out, a.u); });
     stack.give({gradients.u, gradients.weight, dlogits, dbias});
   }
 
@@ -136,13 +118,11 @@ class DynamicRouting : Arguments<Engine> {
   }
 };
 
-}  // namespace bindings
-
 template <class Engine, class Library>
 void register_dynamic_routing(Library& library, const std::string& prefix = "") {
-  using Op = bindings::DynamicRouting<Engine>;
-  library.impl((prefix + "dynamic_routing").c_str(), &bindings::boxed<Op::forward>);
-  library.impl((prefix + "dynamic_routing_backward").c_str(), &bindings::boxed<Op::backward>);
+  using Op = DynamicRouting<Engine>;
+  library.impl((prefix + "dynamic_routing").c_str(), &boxed<Op::forward>);
+  library.impl((prefix + "dynamic_routing_backward").c_str(), &boxed<Op::backward>);
 }
 
 }  // namespace capsfast

@@ -10,7 +10,6 @@
 #include "dynamic_routing.h"
 
 namespace capsfast {
-namespace bindings {
 
 class FactoredRouting : Arguments<CpuEngine> {
  public:
@@ -50,20 +49,10 @@ class FactoredRouting : Arguments<CpuEngine> {
     call.take_options(stack);
     const std::vector<bool> needed = stack.needed(4);
     const FactoredProblem p = call.problem();
-    if (!dv.has_value()) {
-      dv = empty(call.u, {p.B, p.J, p.D}, call.u.scalar_type());
-      torch::stable::zero_(*dv);
-    }
-    expect("dv", *dv, {p.B, p.J, p.D});
-    expect("z", z, {p.B, p.iterations, p.J, p.K});
-    STD_TORCH_CHECK(z.scalar_type() == wide_type(call.u), "capsfast: z must have the dtype sums are formed in");
-    z = torch::stable::contiguous(z);
     FactoredInputs in;
-    in.dv = view_of(*dv), in.z = z.data_ptr();
-    if (dcoupling.has_value()) {
-      expect("dcoupling", *dcoupling, {p.B, p.I, p.J});
-      in.dcoupling = view_of(*dcoupling);
-    }
+    in.dv = upstream(dv, call.u, p);
+    in.z = saved("z", z, call.u, {p.B, p.iterations, p.J, p.K});
+    in.dcoupling = view("dcoupling", dcoupling, p, {p.B, p.I, p.J});
     BackwardOutputs out;
     out.per_sample_logits = call.logits.has_value() && call.logits->dim() > 2;
     const auto gradients = gradients_of(call, p, needed, out);
@@ -101,12 +90,10 @@ class FactoredRouting : Arguments<CpuEngine> {
   }
 };
 
-}  // namespace bindings
-
 template <class Library>
 void register_factored_routing(Library& library) {
-  library.impl("factored_routing", &bindings::boxed<bindings::FactoredRouting::forward>);
-  library.impl("factored_routing_backward", &bindings::boxed<bindings::FactoredRouting::backward>);
+  library.impl("factored_routing", &boxed<FactoredRouting::forward>);
+  library.impl("factored_routing_backward", &boxed<FactoredRouting::backward>);
 }
 
 }  // namespace capsfast

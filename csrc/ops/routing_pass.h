@@ -9,7 +9,6 @@
 #include "pass.h"
 
 namespace capsfast {
-namespace bindings {
 
 struct PassArguments {
   Tensor u;                                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
@@ -31,7 +30,7 @@ struct PassArguments {
 
 template <class Engine>
 class RoutingPass : Arguments<Engine> {
-  using Arguments<Engine>::add_logits_and_masks, Arguments<Engine>::expect, Arguments<Engine>::problem_of;
+  using Arguments<Engine>::add_logits_and_masks, Arguments<Engine>::problem_of, Arguments<Engine>::view;
 
  public:
   static void forward(Stack& stack) {
@@ -77,21 +76,16 @@ class RoutingPass : Arguments<Engine> {
 
     PassSaved saved;
     saved.batch = p.samples();
-    saved.dmass = matrix("dmass", dmass, p, {p.B, p.J});
-    saved.dfirst = matrix("dfirst", dfirst, p, {p.B, p.J, p.D});
-    saved.dsecond = matrix("dsecond", dsecond, p, {p.B, p.J, p.D});
-    saved.dweights = matrix("dweights", dweights, p, {p.B, p.I, p.J});
-    saved.dlse = matrix("dlse_out", dlse_out, p, {p.B, p.softmax_in() ? p.J : p.I});
-    saved.mass = matrix("mass", mass, p, {p.B, p.J});
-    saved.first = matrix("first", first, p, {p.B, p.J, p.D});
-    if (dsecond.has_value()) saved.second = matrix("second", second, p, {p.B, p.J, p.D});
-    if (dweights.has_value()) saved.weights = matrix("weights", weights, p, {p.B, p.I, p.J});
-    norm = torch::stable::contiguous(norm);
-    if (p.softmax_in()) {
-      expect("norm", norm, {2, p.samples(), p.J});
-      STD_TORCH_CHECK(norm.scalar_type() == wide_type(a.u), "capsfast: norm must have the dtype sums are formed in");
-      saved.norm = norm.data_ptr();
-    }
+    saved.dmass = view("dmass", dmass, p, {p.B, p.J});
+    saved.dfirst = view("dfirst", dfirst, p, {p.B, p.J, p.D});
+    saved.dsecond = view("dsecond", dsecond, p, {p.B, p.J, p.D});
+    saved.dweights = view("dweights", dweights, p, {p.B, p.I, p.J});
+    saved.dlse = view("dlse_out", dlse_out, p, {p.B, p.softmax_in() ? p.J : p.I});
+    saved.mass = view("mass", mass, p, {p.B, p.J});
+    saved.first = view("first", first, p, {p.B, p.J, p.D});
+    if (dsecond.has_value()) saved.second = view("second", second, p, {p.B, p.J, p.D});
+    if (dweights.has_value()) saved.weights = view("weights", weights, p, {p.B, p.I, p.J});
+    if (p.softmax_in()) saved.norm = Arguments<Engine>::saved("norm", norm, a.u, {2, p.samples(), p.J});
 
     PassGradients out;
     out.common.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
@@ -113,13 +107,6 @@ class RoutingPass : Arguments<Engine> {
   }
 
  private:
-  static View matrix(const char* name, const OptionalTensor& tensor, const Problem& p,
-                     std::initializer_list<int64_t> sizes) {
-    if (!tensor.has_value()) return {};
-    expect(name, *tensor, sizes, p.positions);
-    return view_of(*tensor, p.positions >= 0);
-  }
-
   static Problem problem(const PassArguments& a) {
     Problem p = problem_of(a.u, a.weight, a.J);
     p.moments = true;
@@ -128,25 +115,23 @@ class RoutingPass : Arguments<Engine> {
     p.tf32 = a.tf32;
     p.quadratic = a.second || a.precision.has_value() || a.center.has_value();
     add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
-    p.activation = matrix("activation", a.activation, p, {p.B, p.I});
-    p.lse = matrix("lse", a.lse, p, {p.B, p.I});
+    p.activation = view("activation", a.activation, p, {p.B, p.I});
+    p.lse = view("lse", a.lse, p, {p.B, p.I});
     STD_TORCH_CHECK(a.lse.has_value() == (p.normalize == Normalize::lse), "capsfast: lse goes with normalize 'lse'");
     return p;
   }
 
   static PassInputs inputs(const Problem& p, const PassArguments& a) {
-    return {matrix("query", a.query, p, {p.B, p.J, p.D}), matrix("precision", a.precision, p, {p.B, p.J, p.D}),
-            matrix("center", a.center, p, {p.B, p.J, p.D}), matrix("prior", a.prior, p, {p.B, p.J})};
+    return {view("query", a.query, p, {p.B, p.J, p.D}), view("precision", a.precision, p, {p.B, p.J, p.D}),
+            view("center", a.center, p, {p.B, p.J, p.D}), view("prior", a.prior, p, {p.B, p.J})};
   }
 };
 
-}  // namespace bindings
-
 template <class Engine, class Library>
 void register_routing_pass(Library& library, const std::string& prefix = "") {
-  using Op = bindings::RoutingPass<Engine>;
-  library.impl((prefix + "routing_pass").c_str(), &bindings::boxed<Op::forward>);
-  library.impl((prefix + "routing_pass_backward").c_str(), &bindings::boxed<Op::backward>);
+  using Op = RoutingPass<Engine>;
+  library.impl((prefix + "routing_pass").c_str(), &boxed<Op::forward>);
+  library.impl((prefix + "routing_pass_backward").c_str(), &boxed<Op::backward>);
 }
 
 }  // namespace capsfast

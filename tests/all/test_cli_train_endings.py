@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("lightning")
@@ -173,6 +174,42 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
         assert run(*words, *more).exit_code == 0
         assert read_checkpoint(out / "last.ckpt")["global_step"] == steps
     assert "val_check_interval: 4" in (out / "config.yaml").read_text()
+    for damage in ("trainer: [", "", "words"):
+        (out / "config.yaml").write_text(damage)
+        assert f"{out / 'config.yaml'} can't be read; mend it" in line_of(run(*words), 1)
+
+
+# The machine takes the process away while it writes step.ckpt for the third time.
+KILLED = """
+import os, signal
+from pathlib import Path
+from capsfast.cli import main
+
+replace, written = Path.replace, []
+
+def replaced(draft, target):
+    written.append(target.name)
+    if written.count("step.ckpt") == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(draft, target)
+
+Path.replace = replaced
+main()
+"""
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(new_run: list[str], tmp_path: Path) -> None:
+    """SIGKILL leaves the checkpoint of step 10 and a draft. The resumed run ends with the same weights, bit for bit."""
+    words = [*new_run, "--epochs", "3", "--checkpoint-every", "5", "--out"]
+    out = tmp_path / "killed"
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words, str(out)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (out / ".step.part.ckpt").exists() and read_checkpoint(out / "step.ckpt")["global_step"] == 10
+    assert run("train", "--resume", out / "step.ckpt").exit_code == 0
+    assert run(*words, tmp_path / "whole").exit_code == 0
+    one, other = (read_checkpoint(folder / "last.ckpt") for folder in (out, tmp_path / "whole"))
+    assert one["global_step"] == other["global_step"] == 24 and not (out / ".step.part.ckpt").exists()
+    assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in other["state_dict"])
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:

@@ -74,7 +74,7 @@ def trained(out: Path, launcher: list[str], *arguments: str) -> dict[str, Any]:
     pytest.importorskip("lightning")
     pytest.importorskip("sklearn")
     options = "--conv-channels 8 --primary-groups 4 --digit-dim 4 --epochs 1 --limit-train-batches 6 --no-progress"
-    command = [*launcher, "-m", "capsfast", "train", *options.split(), "--rotation", "5", "--clip", "1"]
+    command = [*launcher, "-m", "capsfast", "train", *options.split(), "--flip", "--clip", "1"]
     command += ["--accelerator", "cpu", "--out", str(out), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)

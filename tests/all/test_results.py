@@ -87,9 +87,12 @@ def test_speed_of_routings_is_that_of_the_record() -> None:
 
 def test_speed_of_matrix_routing_is_that_of_the_record() -> None:
     measured = record_of("matrix-routing.json")["rows"]
-    rows = table_rows(ROOT / "docs" / "layers.md", "| B | I | J | matrices |")
-    for (batch, *_, matrices, forward, both), found in zip(rows, measured, strict=True):
-        assert (int(batch), matrices) == (found["B"], found["matrices"])
-        for cell, direction in ((forward, "forward"), (both, "forward+backward")):
-            times = found[direction]
-            assert cell == f"{times['author'] / times['capsfast']:.1f}x"
+    gains = {
+        way: [found[way]["author"] / found[way]["capsfast"] for found in measured]
+        for way in ("forward", "forward+backward")
+    }
+    text = " ".join((ROOT / "docs" / "layers.md").read_text(encoding="utf-8").split())
+    least, most = (f"{pick(gains['forward']):.1f}" for pick in (min, max))
+    assert f"the layer is {least} to {most} times as fast as the author's module" in text
+    least, most = (f"{pick(gains['forward+backward']):.1f}" for pick in (min, max))
+    assert f"forward and backward {least} to {most} times" in text

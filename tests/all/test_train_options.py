@@ -14,6 +14,7 @@ from capsfast.data import Batch, channel_statistics
 from capsfast.nn import CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
 from capsfast.train import ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
+from capsfast.train.normalize import Normalize
 from capsfast.train.objective import ClassLoss
 
 from ..support import plain
@@ -37,14 +38,14 @@ def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
 
 
 def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
-    images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, cutout=3)
+    images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, contrast=0.5)
     learner = learner_for(images, **(EVERYTHING if learning is None else learning))
     options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
     train.fit(train.make_trainer(out, **options), learner, images, resume)
     return learner
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "mse", "normalize": [[0.4], [0.3]]}])
+@pytest.mark.parametrize("options", [{}, {"loss": "mse", "normalize": "set"}])
 def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     learning = EVERYTHING | options
     fitted(folder, tmp_path / "whole", learning=learning)
@@ -166,7 +167,9 @@ def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     images = ImageData(str(folder))
     images.setup()
     mean, deviation = channel_statistics(images.sets.train)
-    learner = learner_for(images, normalize=[list(mean), list(deviation)])
+    learner = learner_for(images, normalize="set")
+    assert learner.normalize is not None
+    learner.normalize.set(mean, deviation)
     batch = batch_of(folder)
     seen: list[Tensor] = []
     learner.model.conv.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -204,8 +207,9 @@ def test_normalized_images_one_by_one() -> None:
         torch.testing.assert_close(found[each], want, rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(found.square().sum(), x)
     assert torch.equal(found[3], torch.zeros(2, 8, 8)) and gradient.isfinite().all()
-    dark = Learner("capsnet", 2, 8, 3, options=TINY, normalize=[[0.5, 0.0], [0.5, 0.0]])
-    assert torch.equal(dark.normalized(x)[:, 1], x[:, 1])
+    dark = Normalize("set", 2)
+    dark.set([0.5, 0.0], [0.5, 0.0])
+    assert torch.equal(dark(x)[:, 1], x[:, 1])
 
 
 @pytest.mark.parametrize("kind", ["", "multi:"])

@@ -1,6 +1,5 @@
 """Building: how setup.py finds a toolkit and architectures, and its messages when something is wrong."""
 
-import fcntl
 import os
 import re
 import runpy
@@ -94,9 +93,10 @@ SAID: list[tuple[str, dict[str, str], str]] = [
     ("8.0", {"CUDA_HOME": "/nowhere"}, "building without CUDA kernels: no CUDA toolkit with bin/nvcc and include/"),
 ]
 WRONG: list[tuple[dict[str, str], str]] = [
-    ({ARCHITECTURES: "Hopper"}, "must list compute capabilities such as '8.0 9.0+PTX', or be 'all', got 'Hopper'"),
-    ({ARCHITECTURES: "10.0"}, "asks for 10.0, which the CUDA toolkit 12.4 in"),
-    ({ARCHITECTURES: "5.0"}, "need compute capability 7.5 or newer, got 5.0"),
+    *(
+        ({ARCHITECTURES: f"8.0 {wrong}"}, f"serve (7.5, 8.0, 8.6, 8.9, 9.0), each perhaps with +PTX, got '{wrong}'")
+        for wrong in ("Hopper", "10.0", "5.0")
+    ),
     ({"CAPSFAST_CUDA": "yes"}, "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'"),
     (
         {"CUDA_HOME": "/nowhere", "CAPSFAST_CUDA": "1"},
@@ -180,52 +180,29 @@ def start(small: Path, **environment: str) -> "subprocess.Popen[str]":
         stderr=subprocess.STDOUT,
         text=True,
         cwd=small,
-        env=os.environ | {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "V": "", "CAPSFAST_BUILD": "1"} | environment,
+        env=os.environ | {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "CAPSFAST_BUILD": "1"} | environment,
     )
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
-def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) -> None:
-    said, _ = start(small).communicate(timeout=120)
-    assert re.fullmatch(
-        r"capsfast: compiling 2 files, 2 at a time: about \d+ seconds\n"
-        r"\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp\n",
-        # torch may print a line about a CUDA toolkit without a GPU.
-        "".join(line for line in said.splitlines(keepends=True) if "cpp_extension" not in line),
-    )
+def test_what_a_build_says_and_that_a_broken_one_keeps_the_old_file(small: Path) -> None:
+    process = start(small)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "capsfast: compiling what has changed of 2 files\n" in said, said
+    # make shortens these lines.
+    brief = re.findall(r"^BRIEF := .*,(sed .*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    short = subprocess.run(brief, shell=True, input=said, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp$", short, re.MULTILINE)
     (built,) = (small / "capsfast").glob("_C*.so")
     before = built.read_bytes()
     (small / "csrc" / "other.cpp").write_text("int other() { return 2 }\n")
     process = start(small)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "capsfast: compiling what has changed" in said and " -O3 " in said and "expected" in said
-    assert said.endswith("capsfast: the build failed: Error compiling objects for extension (V=1 shows all commands)\n")
-    # The old build stays.
+    assert process.returncode == 1 and "expected" in said
+    assert said.endswith("capsfast: the build failed: Error compiling objects for extension\n")
     assert built.read_bytes() == before
-    # A compiler may have a wrapper and flags.
-    (small / "csrc" / "other.cpp").write_text("#ifndef OTHER\n#error\n#endif\n")
-    process = start(small, V="1", CXX="ccache c++ -DOTHER")
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and " -O3 " in said, said
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
-def test_two_builds_at_once(small: Path) -> None:
-    both = [start(small), start(small)]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sum(text.count("[1/2]") for text in said) == 1, said
-    assert len(list((small / "capsfast").glob("_C*"))) == 1
-    (lock,) = small.glob("build/lock")
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        process = start(small)
-        assert process.stdout is not None
-        first = next(line for line in process.stdout if "cpp_extension" not in line)
-        assert first == f"capsfast: another build works in {lock.parent.relative_to(small)}; waiting for it\n"
-    assert "no work to do" in process.communicate(timeout=120)[0]
-    assert process.returncode == 0
+    said, _ = start(small, CXX="c++ -DOTHER").communicate(timeout=120)
+    assert said.endswith("capsfast: CXX must be a program, got 'c++ -DOTHER'; flags go into CFLAGS\n")
 
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
@@ -275,18 +252,11 @@ def test_which_gpus_a_build_serves(architectures: str, capability: tuple[int, in
     assert native.serves_gpu(architectures, capability) == served
 
 
-def test_minor_versions_share_the_ptx_of_the_oldest() -> None:
+def test_flags_of_nvcc() -> None:
     gencode = runpy.run_path(str(ROOT / "setup.py"))["gencode"]
-    assert gencode(["8.9", "8.0", "9.0a", "9.0", "12.0+PTX"]) == [
-        "-gencode=arch=compute_80,code=sm_89",
+    assert gencode(["8.0", "9.0a", "12.0+PTX"]) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
-        "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
-    ]
-    # An explicit +PTX gives the PTX of its own architecture.
-    assert gencode(["8.0", "8.6+PTX"])[1:] == [
-        "-gencode=arch=compute_80,code=sm_86",
-        "-gencode=arch=compute_86,code=compute_86",
     ]

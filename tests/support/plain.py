@@ -3,6 +3,7 @@
 Shares no code with capsfast. The reference backend is compared with it; layers and networks are too.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .backends import EMULATED, available
 
@@ -84,6 +86,45 @@ def route(
     return v, c
 
 
+def route_everywhere(
+    votes: Tensor, num_iterations: int, logits: Tensor | None = None, bias: Tensor | None = None, kind: str = "paper"
+) -> tuple[Tensor, Tensor]:
+    """Rajasegaran et al. 2019, algorithm 1: ``votes [B, I, J, D, H, W]``, softmax and squash over all positions."""
+    b = torch.zeros_like(votes[:, :, :, 0])
+    b = b if logits is None else b + logits[..., None, None]
+    for _ in range(num_iterations):
+        c = b.flatten(2).softmax(2).view_as(b)
+        s = torch.einsum("bijyx,bijdyx->bjdyx", c, votes)
+        s = s if bias is None else s + bias[..., None, None]
+        v = squash(s.flatten(2), kind).view_as(s)
+        b = b + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
+    return v, c
+
+
+def meetings(layer: Any, image: Sequence[int], grid: Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:
+    """The windows of a layer: triples (place in the grid, place in the image, place in the window); no padding."""
+    found = []
+    for offset in itertools.product(*map(range, layer.kernel_size)):
+        for place in itertools.product(*map(range, grid)):
+            at = tuple(
+                n * step - pad + o * gap
+                for n, step, pad, o, gap in zip(place, layer.stride, layer.padding, offset, layer.dilation, strict=True)
+            )
+            if all(0 <= n < size for n, size in zip(at, image, strict=True)):
+                found.append((place, at, offset))
+    return found
+
+
+def at_samples(value: Tensor, axes: int) -> Tensor:
+    """Turns the last axes, of positions, into samples: ``[B, ..., *spatial]`` to ``[B S, ...]``."""
+    return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
+
+
+def to_image(value: Tensor, samples: int, spatial: Sequence[int]) -> Tensor:
+    """The inverse of :func:`at_samples`."""
+    return value.unflatten(0, (samples, -1)).movedim(1, -1).unflatten(-1, tuple(spatial))
+
+
 def moments(
     x: Tensor,
     normalize: str,
@@ -118,6 +159,22 @@ def moments(
 def votes(u: Tensor, weight: Tensor) -> Tensor:
     """``u [B, I, K]``, ``weight [I or 1, J, D, K]`` to ``[B, I, J, D]``."""
     return (weight * u[:, :, None, None, :]).sum(-1)
+
+
+def normalized(x: Tensor, dim: int | tuple[int, ...] = -1, eps: float = 1e-5) -> Tensor:
+    """Mean 0 and variance 1 along these axes."""
+    centered = x - x.mean(dim, keepdim=True)
+    return centered / (centered.square().mean(dim, keepdim=True) + eps).sqrt()
+
+
+def decoded(decoder: Any, v: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """The images of a decoder of three linear layers, from all capsules or from the chosen ones."""
+    p = dict(decoder.named_parameters())
+    x = (v if chosen is None else v * F.one_hot(chosen, v.shape[1])[:, :, None]).flatten(1)
+    for n in (0, 2, 4):
+        x = F.linear(x, p[f"layers.{n}.weight"], p[f"layers.{n}.bias"])
+        x = x.sigmoid() if n == 4 else x.relu()
+    return x.view(len(x), *decoder.image_shape)
 
 
 def assert_same(got: object, wanted: object, tolerance: float = 1e-9) -> None:

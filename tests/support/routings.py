@@ -112,9 +112,7 @@ def inverted_attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tupl
     pose = torch.zeros_like(votes[:, 0])
     for _ in range(module.num_iterations):
         agreement = (votes * pose[:, None]).sum(-1) / (math.sqrt(votes.shape[3]) if module.scaled else 1)
-        pose = weighted(plain.couple(agreement), votes)
-        centered = pose - pose.mean(-1, keepdim=True)
-        pose = module.gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + module.shift
+        pose = module.gain * plain.normalized(weighted(plain.couple(agreement), votes)) + module.shift
     if module.readout is None:
         return pose, torch.ones_like(pose[..., 0])
     return pose, 1 / (1 + (-(pose * module.readout).sum(-1) - module.offset).exp())
@@ -146,9 +144,7 @@ def normalized(value: Tensor, norm: nn.Module | None) -> Tensor:
     """``[B, J]`` or ``[B, J, D]`` as in training, over the batch and the numbers of a pose."""
     if norm is None:
         return value
-    of_capsule, at = value.transpose(0, 1).flatten(1), (-1, *[1] * (value.dim() - 2))
-    mean, variance = of_capsule.mean(1), of_capsule.var(1, correction=0)
-    return (value - mean.view(at)) / (variance + 1e-5).sqrt().view(at)
+    return plain.normalized(value, (0, *range(2, value.dim())))
 
 
 def variational(

@@ -28,8 +28,8 @@ def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learn
 
 
 def learner_and_images(folder: Path, workers: int = 0) -> tuple[Learner, ImageData]:
-    """Steps of 8 images; order, shift, rotation and dropout are random."""
-    images = ImageData(str(folder), batch_size=8, rotation=20, seed=3, workers=workers)
+    """Steps of 8 images; order, shift, flip and dropout are random."""
+    images = ImageData(str(folder), batch_size=8, flip=True, seed=3, workers=workers)
     learner = learner_for(images, decay_steps=3, warmup_steps=4)
     learner.model.conv = nn.Sequential(learner.model.conv, nn.Dropout(0.2))
     return learner, images

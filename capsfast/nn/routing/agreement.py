@@ -41,7 +41,7 @@ class AgreementRouting(Agreement, IterativeRouting):
         num_iterations: weighted sums formed, at least 1.
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
         bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
-        softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
+        options: softmax, squash and so on: the keywords of :func:`capsfast.dynamic_routing`.
         all others: as for :class:`Routing`.
     """
 

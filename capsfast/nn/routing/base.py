@@ -19,14 +19,9 @@ class Capsules(NamedTuple):
     activations: Tensor
 
 
-def lengths(poses: Tensor) -> Tensor:
-    """``[..., D]`` to ``[...]``: lengths as activations."""
-    return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
-
-
-def image_lengths(poses: Tensor) -> Tensor:
-    """``[B, J, D, *spatial]`` to ``[B, J, *spatial]``."""
-    return torch.linalg.vector_norm(poses, dim=2)  # type: ignore[no-any-return]
+def lengths(poses: Tensor, dim: int = -1) -> Tensor:
+    """Lengths as activations: ``[..., D]`` to ``[...]``; ``dim``: the axis D."""
+    return torch.linalg.vector_norm(poses, dim=dim)  # type: ignore[no-any-return]
 
 
 class Routing(Layer):

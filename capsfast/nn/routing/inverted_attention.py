@@ -79,8 +79,8 @@ class InvertedAttentionRouting(IterativeRouting):
             raise RuntimeError(f"{self._op}: there is no classifier; build the routing with learned_readout=True")
         return (pose * self.readout).sum(-1) + self.offset
 
-    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        pose = None
+    def route(self, votes: Votes, activation: Tensor | None, pose: Tensor | None = None) -> Capsules:
+        """``pose [B, J, D]``: the poses that the routing starts with, None for 0."""
         for _ in range(self.num_iterations):
             pose = self.update(votes, pose)
         assert pose is not None

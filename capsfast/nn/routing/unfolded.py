@@ -9,12 +9,12 @@ from torch.autograd import forward_ad
 
 from ... import checks
 from ...passes import Moments
-from .votes import ProductVotes
+from .votes import PassVotes
 
 Fold = Callable[[Tensor], Tensor]
 
 
-class UnfoldedVotes(ProductVotes):
+class UnfoldedVotes(PassVotes):
     """Votes of poses ``u`` unfolded from an image. Each pass has its own gradient to the image.
 
     Autograd would add up the gradients of ``u`` from all passes first, which takes two tensors as large as the unfolded
@@ -26,7 +26,7 @@ class UnfoldedVotes(ProductVotes):
         fold: turns a gradient of ``u`` into a gradient of the image; differentiable.
     """
 
-    def __init__(self, votes: ProductVotes, image: Tensor, fold: Fold) -> None:
+    def __init__(self, votes: PassVotes, image: Tensor, fold: Fold) -> None:
         vars(self).update(vars(votes))
         self._unfolded, self._image, self._fold = votes.tensors[0], image, fold
         self.u = self._own()
@@ -39,7 +39,7 @@ class UnfoldedVotes(ProductVotes):
         self.tensors = (self._own(), self.tensors[1])
         return super().moments(**arguments)
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
 

@@ -15,7 +15,6 @@ from ...functional import dynamic_routing
 from ...options import Options
 from ...passes import Moments, routing_pass
 from ...reference.em_update import inverse
-from .no_tensor import NoTensor
 
 # The cosine of a shorter vote goes to 0 with its length.
 LEAST_LENGTH = 1e-8
@@ -26,7 +25,7 @@ STRIDE = 17
 LEAST_SHARE = 1e-2
 
 
-class Votes(NoTensor, ABC):
+class Votes(ABC):
     """Votes ``[B, I, J, D]``, which a routing reads only by passes.
 
     A routing calls :meth:`moments` one or more times and computes with the results ``[B, J]`` and ``[B, J, D]``. So the
@@ -81,18 +80,15 @@ class Votes(NoTensor, ABC):
         *,
         logits: Tensor | None = None,
         bias: Tensor | None = None,
-        softmax: str = "out",
-        gradient: str = "full",
-        leaky: bool = False,
         squash: str | Callable[[Tensor], Tensor] = "paper",
-        eps: float = 1e-8,
-        squash_last: bool = True,
         temperature: float = 1.0,
         accumulate: bool = True,
         activation: Tensor | None = None,
-    ) -> Tensor:
+        return_coupling: bool = False,
+        **options: Any,
+    ) -> Any:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
-        :func:`capsfast.dynamic_routing`.
+        :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
 
         A function as ``squash``, and the following arguments, need single passes; the fused op does not take them.
 
@@ -100,6 +96,7 @@ class Votes(NoTensor, ABC):
             temperature: divides the logits in the softmax.
             accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
             activation: ``[B, I]``, a factor of the coupling.
+            options: softmax and so on, as keywords.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
 
@@ -108,19 +105,21 @@ class Votes(NoTensor, ABC):
             assert found is not None
             return found
 
-        v, _ = agree_by_passes(
+        v, last = agree_by_passes(
             self.moments,
             agreement,
-            Options(num_iterations, softmax, gradient, leaky, kind, eps, squash_last),
+            Options(num_iterations, squash=kind, **options),
             logits=logits,
             bias=bias,
             shrink=shrink,
             temperature=temperature,
             accumulate=accumulate,
             activation=activation,
+            return_weights=return_coupling,
         )
         cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
-        return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
+        v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
+        return (v, last.weights) if return_coupling else v
 
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
@@ -175,14 +174,12 @@ class Votes(NoTensor, ABC):
 
 
 class PassVotes(Votes):
-    """Votes that a single pass reads, with or without axes of positions.
+    """Votes that a single pass reads: the kernels make them, or they are in memory, with or without axes of positions.
 
     Args:
         op: the function that errors name.
-        tensors: the first arguments of a pass: u and weight, or votes and GIVEN.
-        sizes: (B, I, J, D) of the votes, with J = 1 if output capsules share them.
-        J: the number of output capsules in that case.
-        spatial: sizes of the axes of positions.
+        u, weight: the first arguments of a pass, or votes and GIVEN.
+        J: the number of output capsules if they share the votes.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
         backend: backend of all passes.
     """
@@ -190,20 +187,27 @@ class PassVotes(Votes):
     def __init__(
         self,
         op: str,
-        tensors: tuple[Tensor, Tensor],
-        sizes: Sequence[int],
+        u: Tensor,
+        weight: Tensor,
+        *,
         J: int | None = None,
-        spatial: tuple[int, ...] = (),
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        self.tensors, self.spatial, self.backend = tensors, spatial, backend
-        self.dtype, self.device = tensors[0].dtype, tensors[0].device
+        self.tensors, self.backend = (u, weight), backend
+        self.spatial: tuple[int, ...] = ()
+        if weight is GIVEN:
+            _, self.spatial = arguments.votes(op, u)
+            self.batch, self.I, own, self.D = u.shape[:4]
+        else:
+            whole = arguments.unchecked(*arguments.product(op, u, weight), None, None)
+            (self.batch, self.I), own, self.D = u.shape[:2], whole.J, whole.D
+            self.u, self.mask = u, mask
+        self.dtype, self.device = u.dtype, u.device
         self.places = 1
-        for size in spatial:
+        for size in self.spatial:
             self.places *= size
-        self.batch, self.I, own, self.D = sizes
         self.B = self.batch * self.places
         self.J = own if own != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
@@ -245,15 +249,10 @@ class PassVotes(Votes):
             weight = weight[::step]
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         u, weight = self.tensors
-        return self._sampled(dynamic_routing(u, weight, num_iterations, **options, **self.given))
-
-    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """As :meth:`agree`; also returns the last coupling ``[B, I, J]``."""
-        u, weight = self.tensors
-        v, c = dynamic_routing(u, weight, num_iterations, **options, **self.given, return_coupling=True)
-        return self._sampled(v), self._sampled(c)
+        found = dynamic_routing(u, weight, num_iterations, **options, **self.given)
+        return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:
@@ -271,33 +270,10 @@ class PassVotes(Votes):
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
 
-
-class ProductVotes(PassVotes):
-    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
-
-    ``options``: J, masks and backend of :class:`PassVotes`.
-    """
-
-    def __init__(self, op: str, u: Tensor, weight: Tensor, *, mask: Tensor | None = None, **options: Any) -> None:
-        flat, matrix = arguments.product(op, u, weight)
-        whole = arguments.unchecked(flat, matrix, None, None)
-        sizes = (*flat.shape[:2], whole.J, whole.D)
-        super().__init__(op, (u, weight), sizes, mask=mask, **options)
-        self.u, self.mask = u, mask
-
-
-class GivenVotes(PassVotes):
-    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
-
-    ``options``: J, masks and backend of :class:`PassVotes`.
-    """
-
-    def __init__(self, op: str, votes: Tensor, **options: Any) -> None:
-        _, spatial = arguments.votes(op, votes)
-        super().__init__(op, (votes, GIVEN), votes.shape[:4], spatial=spatial, **options)
-
     def cosines(self, query: Tensor) -> Tensor:
-        votes = self.tensors[0]
+        votes, weight = self.tensors
+        if weight is not GIVEN:
+            return super().cosines(query)
         for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
             mask = self.given[name]
             if mask is not None:  # masked values such as NaN must not reach a gradient
@@ -348,10 +324,10 @@ class RecordedVotes(VotesAround):
         self.last = last
         self.weights: list[Tensor] = []
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        if not self.last or not isinstance(self.votes, (PassVotes, GroupedVotes)):
+    def agree(self, num_iterations: int, **options: Any) -> Any:
+        if not self.last:
             return super().agree(num_iterations, **options)
-        v, c = self.votes.agree_and_couple(num_iterations, **options)
+        v, c = self.votes.agree(num_iterations, **options, return_coupling=True)
         self.weights.append(c)
         return v
 
@@ -386,16 +362,12 @@ class GroupedVotes(Votes):
         found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
         return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
 
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+    def agree(self, num_iterations: int, **options: Any) -> Any:
         """Routes each group by the fused op."""
-        cut = self._cut(options)
-        return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
-
-    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """As :meth:`agree`; also returns the last coupling ``[B, I, J / groups]``."""
-        cut: Any = zip(self.parts, self._cut(options), strict=True)
-        v, c = zip(*[part.agree_and_couple(num_iterations, **own) for part, own in cut], strict=True)
-        return torch.cat(v, 1), torch.cat(c, 1)
+        found = [part.agree(num_iterations, **own) for part, own in zip(self.parts, self._cut(options), strict=True)]
+        if options.get("return_coupling"):
+            return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
+        return torch.cat(found, 1)
 
     def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each group."""
@@ -436,7 +408,7 @@ def votes_of(
             raise ValueError(f"{op}: mask and out_mask belong to the Votes; give them where these are made")
         return given
     if isinstance(given, Tensor):
-        return GivenVotes(op, given, **options)
+        return PassVotes(op, given, GIVEN, **options)
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        return ProductVotes(op, *given, **options)
+        return PassVotes(op, *given, **options)
     raise TypeError(f"{op}: votes must be a torch.Tensor, a pair (u, weight) or Votes, got {type(given).__name__}")

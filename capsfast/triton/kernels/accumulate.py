@@ -76,10 +76,12 @@ def accumulate_kernel(
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
-    KEPT: V is read once, otherwise again for every input capsule. The activation multiplies c.
+    KEPT: V is read once, otherwise again for every input capsule. TOGETHER: how many input capsules are taken as one,
+    see Call.merged(). The activation multiplies c.
     """
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
@@ -90,7 +92,7 @@ def accumulate_kernel(
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
-        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
+        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump, TOGETHER
     )
     rows = batch_rows(tl.program_id(0), inputs, T)
     split = tl.program_id(1)

@@ -42,7 +42,8 @@ class Inputs(NamedTuple):
     """Pointers that every kernel has, strides, and sizes that are not compiled in.
 
     xs: strides of u (b, i, -, k) or of votes (b, i, j, d); with positions the first stride is over positions. ws:
-    strides of the weight (i, j, d, k). jump: the stride of x over b, less one stride for every position.
+    strides of the weight (i, j, d, k). jump: the stride of x over b, less one stride for every position. together: how
+    many input capsules are taken as one.
     """
 
     x: Any
@@ -60,6 +61,7 @@ class Inputs(NamedTuple):
     I: Any
     positions: Any
     jump: Any
+    together: Any = 1
 
 
 class Given(NamedTuple):

@@ -56,7 +56,11 @@ def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
     j, d = columns(0, T)
     k = k0 + tl.arange(0, KP)
     w_i, w_j, w_d, w_k = inputs.ws
-    at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + (k * w_k)[None, :]
+    OF_ONE: tl.constexpr = T.K // inputs.together  # components of an input capsule
+    along = k * w_k
+    if inputs.together > 1:
+        along = k // OF_ONE * (w_i // inputs.together) + k % OF_ONE * w_k
+    at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + along[None, :]
     at += tl.cast(n, tl.int64) * (T.JT * w_j)
     inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
     return tl.load(at, mask=inside, other=0.0)
@@ -66,7 +70,7 @@ def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
 def votes_tile(inputs, rows, here, n, T: tl.constexpr):
     """Tile n of the votes of an input capsule: read if VOTES, else computed as W_ij u_i, with D / P components a row.
 
-    tl.dot does not sum over i: tensor cores round sums towards zero, an error that would grow with I.
+    tl.dot does not sum over the loop of i: tensor cores round sums towards zero, an error that would grow with I.
     """
     if T.VOTES:
         x_b, x_i, x_j, x_d = inputs.xs

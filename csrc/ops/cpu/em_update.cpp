@@ -28,9 +28,6 @@ namespace capsfast {
 
 namespace {
 
-using bindings::empty, bindings::OptionalTensor, bindings::ScalarType, bindings::Stack, bindings::Tensor,
-    bindings::with_type;
-
 constexpr double kHalfLogTwoPi = 0.91893853320467274178;
 
 // The arguments of a call, contiguous.
@@ -61,7 +58,7 @@ struct Call {
     take("out_mask", out_mask, {B, J}, ScalarType::Bool);
   }
   static void take(const char* name, Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
-    bindings::Arguments<CpuEngine>::expect(name, tensor, sizes);
+    Arguments<CpuEngine>::expect(name, tensor, sizes);
     STD_TORCH_CHECK(tensor.scalar_type() == dtype, "capsfast: ", name, " has a dtype that does not fit");
     tensor = torch::stable::contiguous(tensor);
   }
@@ -309,8 +306,8 @@ void em_update_backward(Stack& stack) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
-  m.impl("em_update", &bindings::boxed<em_update>);
-  m.impl("em_update_backward", &bindings::boxed<em_update_backward>);
+  m.impl("em_update", &boxed<em_update>);
+  m.impl("em_update_backward", &boxed<em_update_backward>);
 }
 
 }  // namespace capsfast

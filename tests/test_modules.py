@@ -1,0 +1,120 @@
+"""Every layer, loss and network as a torch module: copies, checkpoints, dtypes, devices, compilation, gradients."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import capsfast
+from capsfast import models
+
+from .support.layers import LAYERS, LOSSES, MODULES, NETWORKS, made, results
+from .support.plain import gradients
+
+# Decoders mask all capsules but one, and another rounding may choose another capsule.
+CHOOSES = ("decoder", "conv decoder")
+# Under autocast their last step is in float32.
+SUMMED_BY_TORCH = (
+    *("em", "groups of em", "children", "classes", "everywhere", "slim em", "primary", "depthwise", "matrices"),
+    *("vectors", "any vectors", "scored matrices", "any scored matrices"),
+)
+each_module = pytest.mark.parametrize("name", MODULES)
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def test_every_network_is_here() -> None:
+    kinds = {name: getattr(models, name) for name in models.__all__ if isinstance(getattr(models, name), type)}
+    assert {*NETWORKS} == {name for name, kind in kinds.items() if issubclass(kind, nn.Module)}
+
+
+def saved(layer: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.rows(20)
+@each_module
+def test_copies_are_equal_and_apart(name: str) -> None:
+    layer, given = made(name)
+    with torch.no_grad():
+        layer.train()(*given)  # changes statistics of the batch, which are part of the state
+    wanted = results(layer.eval()(*given))
+    loaded = made(name)[0].eval()
+    for value in loaded.state_dict().values():
+        value.zero_()
+    loaded.load_state_dict(layer.state_dict())
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved(layer), loaded]
+    for value in layer.state_dict().values():
+        value.zero_()
+    for other in copies:
+        assert all(map(torch.equal, results(other(*given)), wanted)) and repr(other) == repr(layer)
+
+
+def test_a_subclass_shows_what_the_layer_took() -> None:
+    class Own(capsfast.DynamicRouting):
+        def __init__(self) -> None:
+            super().__init__(7, 4, 6, 5, squash="exp")
+
+    assert "(\n  7, 4, 6, 5, num_iterations=3, squash='exp'\n" in repr(Own())
+
+
+@each_layer
+def test_dtypes(name: str) -> None:
+    layer, given = made(name)
+    wanted = results(layer(*given))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = results(layer(*given))
+    if name not in SUMMED_BY_TORCH and not name.startswith("routed"):
+        assert cast[0].dtype == torch.bfloat16
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        low = results(copy.deepcopy(layer).to(dtype)(*(each.to(dtype) for each in given)))
+        assert {each.dtype for each in low} == {dtype}
+        for found, right in [*zip(low, wanted, strict=True), *zip(cast, wanted, strict=True)]:
+            if name not in CHOOSES:
+                assert (found.float() - right).norm() <= 0.05 * right.norm()
+
+
+@pytest.mark.rows(16)
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in LOSSES])
+def test_meta_device(name: str) -> None:
+    layer, given = made(name)
+    with torch.device("meta"):
+        other, (*absent,) = made(name)
+    assert all(parameter.is_meta for parameter in other.parameters())
+    assert [each.shape for each in results(other(*absent))] == [each.shape for each in results(layer(*given))]
+
+
+@each_layer
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    layer, given = made(name)
+    u = given[0].requires_grad_()
+    sum(each.square().sum() for each in results(layer(*given))).backward()  # type: ignore[union-attr]
+    for each, parameter in [("u", u), *layer.named_parameters()]:
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), each
+
+
+@pytest.mark.rows(9)
+@pytest.mark.parametrize("name", [*LOSSES, *LAYERS])
+def test_compiles_without_a_graph_break(name: str) -> None:
+    layer, _ = made(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (3, 4):
+        _, given = made(name, batch)
+        leaves = [each.requires_grad_() for each in results(given)]
+        leaves += layer.parameters()
+        found, wanted = results(compiled(*given)), results(layer(*given))
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(gradients(found, leaves), gradients(wanted, leaves), rtol=1e-4, atol=1e-5)
+
+
+@each_layer
+def test_no_sample(name: str) -> None:
+    layer, given = made(name, 0)
+    assert {len(each) for each in results(layer(*given))} == {0}
