@@ -20,6 +20,9 @@ PARALLEL := -n auto --maxprocesses 8 -p no:benchmark
 # ninja prints every command; without V=1 only the name of the compiled file is left of a command that succeeded.
 BRIEF := $(if $(filter-out 0,$(V)),cat,sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|\1 \2|')
 
+# A second make waits for the first. macOS has no flock.
+LOCKED = $(if $(shell command -v flock),flock $(1))
+
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -78,15 +81,15 @@ clean: ## remove what was built and out/, with the checkpoints of training in it
 	rm -rf build dist out *.egg-info examples/serve/serve capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 
-# With make -j the extension is compiled while the rest is installed. A second make waits for the first.
+# With make -j the extension is compiled while the rest is installed.
 ready-package ready-examples ready-test ready-lint ready-docs: ready-torch
 
 ready-%: force
 	@mkdir -p build/make
-	@flock build/make/lock $(PYTHON) .ci/environment.py ready $(PY) $*
+	@$(call LOCKED,build/make/lock) $(PYTHON) .ci/environment.py ready $(PY) $*
 
 $(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc $(shell find csrc -type f) | ready-torch
-	@PYTHONUNBUFFERED=1 flock build/lock $(PY) setup.py -q build_ext --inplace | $(BRIEF)
+	@PYTHONUNBUFFERED=1 $(call LOCKED,build/lock) $(PY) setup.py -q build_ext --inplace | $(BRIEF)
 	@touch -c $@
 
 # Changes when what is asked of the build does.

@@ -266,6 +266,13 @@ def build():
             except (RuntimeError, CCompilerError) as error:  # the compiler's own words stand above
                 raise SystemExit(f"capsfast: the build failed: {error}") from None
 
+        def copy_file(self, infile, outfile, *rest, **options):
+            """Replaces the file in one step: a process that uses the old file keeps it."""
+            draft = f"{outfile}.part"
+            copied = super().copy_file(infile, draft, *rest, **options)
+            os.replace(draft, outfile)
+            return (str(outfile), copied[1])
+
         def forget_stale(self, ext):
             """Compiles a .cu file again if any header is newer. A CPU-only torch does not ask nvcc for the headers."""
             newest = max(Path(name).stat().st_mtime for name in ext.depends)

@@ -155,7 +155,8 @@ def test_models_around_a_layer(name: str) -> None:
     model = Around(Plain(), forward)
     plain, u, seen = copy.deepcopy(model), example(), model.seen
     report = accelerate(model, made(u))
-    assert report.fused == ("caps",) and not report.left_alone
+    # The outermost of nested layers that compute the same is fused.
+    assert report.fused == ("" if name == "hands on" else "caps",) and not report.left_alone
     assert model.seen is seen and torch.equal(seen, torch.ones(K))
     if not isinstance(made(u), dict):
         assert_same(model, plain, made(u))
@@ -187,9 +188,11 @@ def appending(self: Any, u: Tensor) -> Any:
 
 
 def hooked_inside() -> nn.Module:
-    layer = layers.CapsLayer(7, 6, 4, 5, layers.AgreementRouting(7, 4, 1))
-    layer.routing_module.register_forward_hook(lambda *_: None)
-    return layer
+    layer = variant(votes=lambda self, u: self.to_votes(u).unflatten(2, (4, 5)))
+    del layer.W
+    layer.to_votes = nn.Linear(6, 20, bias=False)
+    layer.to_votes.register_forward_hook(lambda *_: None)
+    return layer  # type: ignore[no-any-return]
 
 
 def parametrized() -> nn.Module:
@@ -228,14 +231,14 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "list": (lambda: variant(None, [1], forward=appending), example(), "its forward changes `kept` in the layer"),
     "held": (lambda: variant(None, [torch.ones(2)]), example(), "its `kept` holds a Tensor, and a change of that"),
     "another entry": (result(lambda v, u: (v, u)), example(), "a tuple of 2, of which entry 1 is neither the output"),
-    "a list of results": (result(lambda v, u: [v]), example(), "its forward does something else than route"),
+    "a list of results": (result(lambda v, u: [v]), example(), "it does something else than route"),
     "no input": (lambda: variant(forward=filling), (example(), MASK), "for a sample whose mask, argument 2, is 0 ev"),
     "parametrized": (parametrized, example(), "are parametrized"),
     "patched": (patched, example(), "replaced by other code"),
-    "hooks": (hooked_inside, example(), "hooks of routing_module"),
+    "hooks": (hooked_inside, example(), "hooks of to_votes"),
     "one sample": (Plain, example(1), "one sample"),
     "no subclass": (lambda: Named(), example(), "no class can be derived"),
-    "pretends": (Pretends, example(), "its class cannot be replaced"),
+    "pretends": (Pretends, example(), "no class can be derived"),
 }
 
 
@@ -297,18 +300,6 @@ def test_a_mask_behind_a_softmax_over_the_inputs_is_fused(mask: Tensor) -> None:
     for given in (mask, ~mask if mask.dtype == torch.bool else torch.rand(5, 7)):
         assert_same(layer, plain, (u, given))
     assert report.calls()[""].own == 0
-
-
-def test_a_class_that_minds_what_is_assigned() -> None:
-    def refuses(self: Any, name: str, value: Any) -> None:
-        if name == "__class__":
-            raise AttributeError("no other class")
-        nn.Module.__setattr__(self, name, value)
-
-    model = nn.Sequential(variant(__setattr__=refuses), Plain(4, 3, 5, 5))
-    kinds = [type(each) for each in model]
-    accelerate(model, example()).undo()
-    assert [type(each) for each in model] == kinds
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])

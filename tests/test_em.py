@@ -1,7 +1,6 @@
 """Properties of EM routing alone: schedules, far votes, no mass."""
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from capsfast.nn import EMRouting, RoutedCaps
 
 from .support import plain
 from .support.backends import Backend
-from .support.refusals import Refusal, refusals
-from .test_routings import gradients
+from .support.plain import gradients
 
 f64 = torch.float64
 
@@ -103,20 +101,3 @@ def test_scale_of_the_cost() -> None:
         assert torch.allclose(one.activations, half.activations) == same
     by_inputs, by_number = em(cost_scale="inputs", dtype=f64), em(cost_scale=3 / 9, dtype=f64)
     plain.assert_same(tuple(by_inputs((u, weight))), tuple(by_number((u, weight))))
-
-
-WRONG: dict[str, Refusal] = {
-    "schedule": (lambda: em(inverse_temperature=[1, 2]), ValueError, "must hold num_iterations=3 numbers, got 2"),
-    "schedule's kind": (lambda: em(inverse_temperature="hot"), TypeError, "None, a number or a sequence"),
-    "negative": (lambda: em(inverse_temperature=[1, 2, -1]), ValueError, "inverse_temperature must be positive"),
-    "floor": (lambda: em(floor=0), ValueError, "floor must be positive and finite, got 0"),
-    "momentum": (lambda: em(momentum=1), ValueError, "momentum must be below 1, got 1"),
-    "cost": (lambda: em(cost="entropy"), ValueError, "cost must be one of"),
-    "scale": (lambda: em(cost_scale="max"), ValueError, "cost_scale must be one of"),
-    "scale's number": (lambda: em(cost_scale=-1.0), ValueError, "cost_scale must be positive"),
-    "beta": (lambda: em(initial_beta_u=math.nan), ValueError, "initial_beta_u must be finite, got nan"),
-    "nonlinearity": (lambda: em(nonlinearity="relu"), ValueError, "nonlinearity must be one of"),
-}
-
-
-test_wrong_arguments = refusals(WRONG)

@@ -38,7 +38,7 @@ def saved(layer: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.rows(20)
+@pytest.mark.rows(14)
 @each_module
 def test_copies_are_equal_and_apart(name: str) -> None:
     layer, given = made(name)
@@ -80,7 +80,7 @@ def test_dtypes(name: str) -> None:
                 assert (found.float() - right).norm() <= 0.05 * right.norm()
 
 
-@pytest.mark.rows(16)
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in LOSSES])
 def test_meta_device(name: str) -> None:
     layer, given = made(name)
@@ -99,7 +99,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), each
 
 
-@pytest.mark.rows(9)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", [*LOSSES, *LAYERS])
 def test_compiles_without_a_graph_break(name: str) -> None:
     layer, _ = made(name)

@@ -36,7 +36,7 @@ ANY_SIZE: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.rows(20)
+@pytest.mark.rows(10)
 @pytest.mark.parametrize(("name", "size"), ANY_SIZE, ids=str)
 def test_any_image_size(name: str, size: Any) -> None:
     model = network(name, size, 3)

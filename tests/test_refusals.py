@@ -193,6 +193,20 @@ RoutedCaps(11, 4, 6, 6, routing="cosine", exact=True)
     ValueError: capsfast.nn.RoutedCaps: routing must take (u, weight), got CosineRouting…
 CosineRouting(11, 4, 6, 6, exact=True)((zeros(2, 11, 6), zeros(11, 4, 6, 6)))
     ValueError: capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes
+EMRouting(9, 3, 4, 5, inverse_temperature=[1, 2])
+    ValueError: capsfast.EMRouting: inverse_temperature must hold num_iterations=3 numbers, got 2
+EMRouting(9, 3, 4, 5, inverse_temperature="hot")
+    TypeError: capsfast.EMRouting: inverse_temperature must be None, a number or a sequence of them, got 'hot'
+EMRouting(9, 3, 4, 5, inverse_temperature=[1, 2, -1])
+    ValueError: capsfast.EMRouting: inverse_temperature must be positive and finite, got -1
+EMRouting(9, 3, 4, 5, momentum=1)
+    ValueError: capsfast.EMRouting: momentum must be below 1, got 1
+EMRouting(9, 3, 4, 5, cost_scale="max")
+    ValueError: capsfast.EMRouting: cost_scale must be one of 'sum', 'inputs', 'mean', got 'max'
+EMRouting(9, 3, 4, 5, cost_scale=-1.0)
+    ValueError: capsfast.EMRouting: cost_scale must be positive and finite, got -1.0
+EMRouting(9, 3, 4, 5, initial_beta_u=math.nan)
+    ValueError: capsfast.EMRouting: initial_beta_u must be finite, got nan
 EMRouting(5, 3, 4, 4)(votes, zeros(2, 5, 2, 3))
     ValueError: capsfast.EMRouting: activation must …
 EMRouting(5, 3, 4, 4)(votes, [0.5])

@@ -52,6 +52,7 @@ def test_every_routing_has_a_row() -> None:
     assert set(ROWS) == set(ROUTINGS)
 
 
+@pytest.mark.rows(2 * len(CASES))
 @plain.on_cpu
 @each_case
 def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> None:

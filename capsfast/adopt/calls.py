@@ -119,26 +119,15 @@ class Signature:
         """The tensors of a call that differs from this call in the batch only; None for any other call."""
         if len(args) > len(self.order):
             return None
-        given = dict(self.defaults)
+        given: dict[str, Any] = dict(self.defaults)
         given.update(zip(self.order, args, strict=False))
         given.update(kwargs)
-        if len(given) != len(self.slots):
+        if len(given) != len(self.slots) or any(name not in given for name, _ in self.slots):
             return None
-        u: Any = None
-        for name, slot in self.slots:
-            if name not in given:
-                return None
-            if slot.kind == "u":
-                u = given[name]
-        if not isinstance(u, Tensor) or tuple(u.shape[1:]) != self.shape:
+        # The capsules or votes are the first tensor of the call.
+        u = next(given[name] for name, slot in self.slots if slot.kind == "u")
+        if not isinstance(u, Tensor) or tuple(u.shape[1:]) != self.shape or self.batch not in (None, u.shape[0]):
             return None
-        if self.batch is not None and u.shape[0] != self.batch:
+        if any(slot.kind != "u" and not slot.holds(given[name], u) for name, slot in self.slots):
             return None
-        others: list[Any] = []
-        for name, slot in self.slots:
-            each = given[name]
-            if slot.kind != "u" and not slot.holds(each, u):
-                return None
-            if slot.kind == "other":
-                others.append(each)
-        return (u, *others)
+        return (u, *(given[name] for name, slot in self.slots if slot.kind == "other"))

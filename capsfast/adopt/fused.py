@@ -76,11 +76,11 @@ class Fused:
         if changed is not None:
             return f"its `{changed}` is not what it was"
         tensors = self.identification.tensors(layer)
-        found = list(tensors.values())
-        for shape, tensor in zip(self.shapes, found, strict=True):
-            if tensor.shape != shape or tensor.dtype != found[0].dtype:
+        found = [each.dtype for each in tensors.values()]
+        for shape, tensor in zip(self.shapes, tensors.values(), strict=True):
+            if tensor.shape != shape or tensor.dtype != found[0]:
                 return "a parameter has another shape or dtype than it had"
-        dtypes = self.results.get((u.dtype, found[0].dtype if found else None, autocast_of(u)))
+        dtypes = self.results.get((u.dtype, found[0] if found else None, autocast_of(u)))
         if dtypes is None:
             return f"its own forward does not run on {u.dtype}, or capsfast differs from it there".replace("torch.", "")
         return self.compute(tensors, given, dtypes)
@@ -170,13 +170,6 @@ def _set_class(layer: nn.Module, kind: type[nn.Module]) -> None:
     object.__setattr__(layer, "__class__", kind)
 
 
-def takes_class(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Replaces the class of the layer and restores it; raises the error if that is impossible."""
-    own = type(layer)
-    _set_class(layer, kind)
-    _set_class(layer, own)
-
-
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -206,6 +199,13 @@ def original_class(made: type) -> type[nn.Module]:
 def fuse(layer: nn.Module, fused: Fused) -> None:
     _set_class(layer, fused_class(type(layer)))
     vars(layer)[RECORD] = fused
+
+
+def can_be_fused(layer: nn.Module) -> None:
+    """Replaces the class of the layer and restores it; raises the error if that is impossible."""
+    own = type(layer)
+    _set_class(layer, fused_class(own))
+    _set_class(layer, own)
 
 
 def restore(layer: nn.Module) -> None:

@@ -153,14 +153,18 @@ class Probe:
 
 @contextmanager
 def preserved(layer: nn.Module) -> Iterator[None]:
-    """Restores what a forward writes to the modules: modes, attributes, parameters and buffers (not their numbers).
+    """Restores what a forward writes: modes, attributes, parameters, buffers and the state of the random generators.
 
-    Parameters that the forward makes stay.
+    Parameters that a lazy module makes stay, and so do values that a forward puts into a list or mapping.
     """
     modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
     kept = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in modules]
+    held = [each for module in modules for each in module._buffers.values() if each is not None]
+    numbers = [(buffer, buffer.clone()) for buffer in held if not nn.parameter.is_lazy(buffer)]
+    devices = {tensor.device.index for tensor in (*layer.parameters(), *layer.buffers()) if tensor.is_cuda}
     try:
-        yield
+        with torch.random.fork_rng(sorted(devices)):
+            yield
     finally:
         for module, attributes, parameters, buffers in kept:
             made = module._parameters.keys() - parameters.keys()
@@ -168,6 +172,10 @@ def preserved(layer: nn.Module) -> Iterator[None]:
             vars(module).update((name, value) for name, value in attributes.items() if name not in made)
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, number in numbers:
+                if not torch.equal(buffer, number):
+                    buffer.copy_(number)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from . import report, timing
 from .beside import TOLERANCE, Beside
 from .calls import Signature
 from .entry import searched
-from .fused import Fused, FusedLayer, fuse, fused_class, is_fused, restore, takes_class
+from .fused import Fused, FusedLayer, can_be_fused, fuse, is_fused, restore
 from .identification import Identification
 from .refusal import LeftAloneError, NotReproduced
 from .report import Acceleration, LayerReport
@@ -118,7 +118,6 @@ def _looked_at(
     reports: list[LayerReport] = []
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
-    around: dict[str, set[nn.Module]] = {}
     for module in model.modules():
         # A layer that a fused layer made from its own class, for example a clone, was never compared.
         if is_fused(module) and RECORD not in vars(module):
@@ -141,16 +140,13 @@ def _looked_at(
                 chosen[layer], found = _found(candidate, tolerance, seconds)
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
-            around[candidate.name] = set(layer.modules())
             continue
         reports.append(found)
         done.update(layer.modules())
     # A module around a fused layer needs no report: it does more than the layer.
-    return [
-        each
-        for each in reports
-        if around.get(each.name, set()).isdisjoint(chosen) or not each.reason.startswith("it is not reproduced")
-    ], chosen
+    inner = {each.name: set(model.get_submodule(each.name).modules()) for each in reports}
+    alone = [each.name for each in reports if each.status == report.LEFT_ALONE]
+    return [each for each in reports if each.name not in alone or inner[each.name].isdisjoint(chosen)], chosen
 
 
 def _check(model: object, dry_run: object, only_faster: object, tolerance: object, seconds: object) -> None:
@@ -229,13 +225,9 @@ def _checked_call(candidate: Candidate) -> Call:
     if candidate.call is None:
         raise LeftAloneError(candidate.why_not)
     try:
-        made = fused_class(type(layer))
-    except Exception as error:  # the class may have any metaclass or __init_subclass__
+        can_be_fused(layer)
+    except Exception as error:  # the class may have any metaclass, __init_subclass__ or __class__
         raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
-    try:
-        takes_class(layer, made)
-    except Exception as error:  # the layer may define __class__
-        raise LeftAloneError(f"its class cannot be replaced: {first_line(error)}") from error
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")

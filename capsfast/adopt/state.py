@@ -5,9 +5,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import numbers
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 # Class attributes of these types count as options.
 PLAIN = (numbers.Number, str, bytes, enum.Enum)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-
 # The attributes where a fused layer keeps its :class:`Fused` and its :class:`Calls`.
 RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
 # Attributes that are not options of a layer: every module has them, or torch and Lightning (the last one, by its own
@@ -59,11 +59,18 @@ def kept(value: Any, reason: str) -> Any:
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
     if isinstance(now, ATOMS) and now is before:
         return True
+    if type(now) in NAMESPACES and type(before) is dict and _blind():
+        now = {name: getattr(now, name, None) for name in before}
     try:
         one, other = _compared(now, owner), _compared(before, owner)
         return type(one) is type(other) and bool(one == other)  # True == 1, but they index differently
     except Exception:  # other people's classes, arrays, a list that holds itself
         return False
+
+
+def _blind() -> bool:
+    """Whether torch.compile follows the call and can't list attributes."""
+    return not LISTS_ATTRIBUTES and torch.compiler.is_compiling()
 
 
 def _compared(value: Any, owner: nn.Module | None) -> Any:
@@ -74,7 +81,7 @@ def _compared(value: Any, owner: nn.Module | None) -> Any:
         return value.__func__
     if type(value) is functools.partial:
         return value.func, value.args, value.keywords
-    return vars(value) if type(value) in NAMESPACES else value
+    return dict(vars(value)) if type(value) in NAMESPACES else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +89,11 @@ class State:
     """The attributes of a layer and its modules at one moment. Tensors count by their presence only.
 
     Attributes:
-        modules: for each module by its path: its class (None for the layer itself), its attributes by name, and the
-            plain values of its class.
+        modules: for each module by its path: its class (None for the layer itself), and its attributes by name.
         written: dotted names of attributes that the layer's own forward writes; they are ignored.
     """
 
-    modules: dict[str, tuple[type[nn.Module] | None, dict[str, Any], dict[str, Any]]]
+    modules: dict[str, tuple[type[nn.Module] | None, dict[str, Any]]]
     written: frozenset[str]
 
     @staticmethod
@@ -104,56 +110,42 @@ class State:
                     _compared(getattr(module, name), module),
                     f"its `{name}` holds {{}}, and a change of that later would not be seen",
                 )
-                for name in _names(module, path, ignored)
+                for name in (*_names(module, path, ignored), *_of_class(type(module), PLAIN))
             }
-            values = {name: getattr(module, name) for name in _values(type(module)) if name not in held}
-            modules[path] = (type(module) if path else None, held, values)
+            modules[path] = (type(module) if path else None, held)
         return State(modules, ignored)
 
-    def changed(self, layer: nn.Module) -> str | None:
-        """The name of the first attribute or module that was changed, or that got a hook; None if there is none."""
-        for path, (kind, held, values) in self.modules.items():
+    def changed(self, layer: nn.Module) -> Any:
+        """The name of the first attribute or module that changed, or that got a hook; None if there is none."""
+        for path, (kind, held) in self.modules.items():
             module: Any = layer
             for name in path.split(".") if path else ():
                 module = None if module is None else module._modules.get(name)
             if kind is not None and (type(module) is not kind or hooked(module)):
                 return path
-            listed = LISTS_ATTRIBUTES or not torch.compiler.is_compiling()
-            names = [*_names(module, path, self.written)] if listed else [*held]
-            for name in names:
+            for name in (*(() if _blind() else _names(module, path, self.written)), *held):
                 if name not in held or not same(getattr(module, name, None), held[name], module):
-                    return name
-            if len(names) != len(held):
-                return next(name for name in held if name not in names)
-            for name, value in values.items():
-                if not same(getattr(module, name, None), value, module):
                     return name
             if torch.compiler.is_compiling():
                 # Reading a method makes torch.compile compile again if the method is replaced on the object.
-                for name in _methods(type(module)):
-                    getattr(module, name, None)
+                for name in _of_class(type(module), types.FunctionType):
+                    if getattr(module, name) is not None and name in vars(module) and name not in held:
+                        return name
         return None
 
 
-def _of_class(kind: type) -> dict[str, Any]:
-    """The attributes of a class and its bases, without object and torch's classes."""
-    own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
-    held = {name: value for each in reversed(own) for name, value in vars(each).items()}
-    return {name: value for name, value in held.items() if not name.startswith(("__", "_abc_", "_capsfast"))}
-
-
 @constant_while_tracing
-def _methods(kind: type) -> tuple[str, ...]:
-    return tuple(name for name, value in _of_class(kind).items() if isinstance(value, types.FunctionType))
+def _of_class(kind: type[nn.Module], wanted: Any) -> list[str]:
+    """Names of the attributes of a class and its bases that are of this type, without torch's classes."""
+    own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
+    names = {name: None for each in own for name in vars(each) if not name.startswith(("__", "_abc_", "_capsfast"))}
+    return [name for name in names if isinstance(inspect.getattr_static(kind, name), wanted)]
 
 
-def _values(kind: type) -> list[str]:
-    """Names of the values of a class that can be compared."""
-    return [name for name, value in _of_class(kind).items() if isinstance(value, PLAIN)]
-
-
-def _names(module: nn.Module, path: str, written: frozenset[str]) -> Iterator[str]:
-    for part in (vars(module), module._parameters, module._buffers, module._modules):
-        for name in part:
-            if name not in OWN and not (written and (f"{path}.{name}" if path else name) in written):
-                yield name
+def _names(module: nn.Module, path: str, written: frozenset[str]) -> list[str]:
+    return [
+        name
+        for part in (vars(module), module._parameters, module._buffers, module._modules)
+        for name in part
+        if name not in OWN and not (written and (f"{path}.{name}" if path else name) in written)
+    ]

@@ -1,7 +1,6 @@
 """Finds modules of a model that may be routing layers, by shapes of inputs, outputs and parameters."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,6 @@ class Call:
     Attributes:
         signature: the signature of the call. given: copies of its tensors, capsules or votes first. arguments: number
             of arguments that were passed.
-        ends: addresses of the input and the output, which show that an outer module only passes a call on.
         shape: shape of the output.
         autocast: the dtype of autocast around the call, None if it was off.
     """
@@ -40,7 +38,6 @@ class Call:
     signature: Signature
     given: tuple[Tensor, ...]
     arguments: int
-    ends: tuple[int, int]
     shape: tuple[int, ...]
     autocast: torch.dtype | None
 
@@ -55,39 +52,15 @@ class Candidate:
     why_not: str = ""
 
 
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restores modes, attributes, buffers and the state of the random generators.
-
-    Parameters that a lazy module made stay, and so do values that a forward put into a list or mapping.
-    """
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    held = [each for module in modules for each in module._buffers.values() if each is not None]
-    buffers = [(buffer, buffer.clone()) for buffer in held if not nn.parameter.is_lazy(buffer)]
-    devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
-    try:
-        with torch.random.fork_rng(sorted(devices)), preserved(model):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, kept in buffers:
-                if not torch.equal(buffer, kept):
-                    buffer.copy_(kept)
-
-
 def candidates(model: nn.Module, example: object) -> list[Candidate]:
     """Modules whose calls look like routing, outer modules first. Runs the model in evaluation mode."""
     found: dict[nn.Module, Candidate] = {}
-    called: set[nn.Module] = set()
 
     def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        called.add(layer)
         u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         results = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
         first = next((each for each in results if u is not None and looks_like_routing(u, each)), None)
-        if u is None or first is None:
-            return
-        if layer in found:
+        if u is None or first is None or layer in found:
             return
         candidate = found[layer] = Candidate("", layer)
         try:
@@ -96,20 +69,19 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             candidate.why_not = str(error)
             return
         given = tuple(each.detach().clone() for each in given)
-        ends = (u.data_ptr(), first.data_ptr())
-        candidate.call = Call(signature, given, len(args) + len(kwargs), ends, tuple(first.shape), autocast_of(u))
+        candidate.call = Call(signature, given, len(args) + len(kwargs), tuple(first.shape), autocast_of(u))
 
     handles = []
     try:
         # A hook on a module inside a fused layer would make the layer run its own forward.
-        inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.children()}
-        inside = {module for each in inside for module in each.modules()}
+        inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.modules()}
+        inside = {each for each in inside if not isinstance(each, FusedLayer)}
         watched = [
             each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule) and each not in inside
         ]
         handles += [module.register_forward_hook(see, with_kwargs=True) for module in watched]
         # Compiled parts run eagerly: a hook inside one would compile it again.
-        with undisturbed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with preserved(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             if isinstance(example, Mapping):
                 model(**example)
@@ -124,11 +96,11 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             continue
         candidate = found.get(module)
         if candidate is None or not _owns_what_routing_needs(candidate):
-            candidate = Candidate("", module, why_not=_holds_a_weight(module, module in called))
+            candidate = Candidate("", module, why_not=_holds_a_weight(module))
         candidate.name = name
         if candidate.call or candidate.why_not:
             ordered.append(candidate)
-    return [each for each in ordered if not _passes_through(each, ordered) and not _is_around(each, ordered)]
+    return ordered
 
 
 def _written_by(module: nn.Module) -> type:
@@ -176,35 +148,16 @@ def _owns_what_routing_needs(candidate: Candidate) -> bool:
     return any(found.sizes.I > 1 for found in votes)
 
 
-def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
-    """Whether a module only passes its input to an inner module and returns its output: the inner one is the layer."""
-    inside = set(candidate.layer.modules()) - {candidate.layer}
-    ends = candidate.call and candidate.call.ends
-    return ends is not None and any(
-        other.layer in inside and other.call is not None and other.call.ends == ends for other in all_of_them
-    )
-
-
-def _holds_a_weight(module: nn.Module, called: bool) -> str:
+def _holds_a_weight(module: nn.Module) -> str:
     """The reason to report for a module that holds a possible weight of capsules but was not seen to route; else ""."""
     if ours(type(module)):
         return ""
-    scripted = isinstance(module, torch.jit.ScriptModule)
     for name, p in module.named_parameters(recurse=False):
-        lengths = axes_of(p.shape)
         convolution = p.dim() == 4 and p.shape[2] == p.shape[3] and p.shape[3] < LARGE_KERNEL
-        if len(lengths) < 4 or convolution:
-            continue
-        weight = f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules"
-        if scripted:
-            return f"{weight}, and it was scripted; accelerate the module before scripting it"
-        if not called:
-            return f"{weight}, and the example did not call it, or called its forward past it"
-        return f"{weight}, and its forward does something else than route; give the routing a module of its own"
+        if len(axes_of(p.shape)) >= 4 and not convolution:
+            return (
+                f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules, but the example did not call "
+                f"it, or called its forward past it, or it was scripted, or it does something else than route; give "
+                f"the routing a module of its own"
+            )
     return ""
-
-
-def _is_around(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
-    """Whether a module only holds a possible weight while a module inside it may route."""
-    inside = set(candidate.layer.modules()) - {candidate.layer}
-    return candidate.call is None and any(other.call is not None and other.layer in inside for other in all_of_them)

@@ -1,6 +1,6 @@
 """Dynamic routing as older code has it: logits averaged over the batch, a mask after the softmax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from .. import _keywords, arguments, checks
 from ..agreement import Moments, agree
 from ..arguments import Call, RoutingParameters
-from ..options import Options
+from ..options import OptionKeywords, Options
 from ..passes import routing_pass, votes_pass
 from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
@@ -18,23 +18,21 @@ from ..reference.coupling import coupling_coefficients
 Linear = Callable[[Tensor], Tensor]
 
 
-@_keywords.closed
+class Keywords(OptionKeywords, total=False):
+    """The keywords that both functions take."""
+
+    logits: Tensor | None
+    bias: Tensor | None
+    return_coupling: bool
+
+
 def averaged_routing(
     u: Tensor,
     weight: Tensor | None,
     num_iterations: int = 3,
     *,
-    logits: Tensor | None = None,
-    bias: Tensor | None = None,
     mask: Tensor | None = None,
-    softmax: str = "out",
-    gradient: str = "full",
-    leaky: bool = False,
-    squash: str = "paper",
-    eps: float = 1e-8,
-    squash_last: bool = True,
-    return_coupling: bool = False,
-    **unknown: Unpack[_keywords.NoMore],
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` that averages the logits over the batch before every softmax.
 
@@ -49,7 +47,7 @@ def averaged_routing(
     Args:
         u: input capsules ``[B, I, K]``; with ``weight=None`` votes ``[B, I, J, D]``.
         weight: ``[I, J, D, K]``, ``[1, J, D, K]``, or None.
-        all others: as in :func:`capsfast.dynamic_routing`.
+        all others: as in :func:`capsfast.dynamic_routing`, without out_mask and backend.
 
     Returns:
         ``v [B, J, D]``; with ``return_coupling`` the pair of ``v`` and ``c [B, I, J]``.
@@ -59,14 +57,11 @@ def averaged_routing(
             would then have its own softmax.
     """
     op = "capsfast.compat.averaged_routing"
-    if unknown:
-        _keywords.refuse(averaged_routing, unknown, op)
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    call = _checked(op, u, weight, RoutingParameters(logits, bias, mask, None), options, return_coupling)
-    if mask is not None and softmax == "in":
+    call, pair = _checked(averaged_routing, op, u, weight, num_iterations, mask, options)
+    if mask is not None and call.options.softmax == "in":
         raise ValueError(f"{op}: mask needs softmax='out', got softmax='in', with which samples differ; drop the mask")
     v, c = in_wide_dtype(_averaged, call, (0, 1))
-    return (v, c) if return_coupling else v
+    return (v, c) if pair else v
 
 
 def masked_after_routing(
@@ -75,16 +70,8 @@ def masked_after_routing(
     num_iterations: int = 3,
     *,
     mask: Tensor,
-    logits: Tensor | None = None,
-    bias: Tensor | None = None,
-    softmax: str = "out",
-    gradient: str = "full",
-    leaky: bool = False,
-    squash: str = "paper",
-    eps: float = 1e-8,
-    squash_last: bool = True,
-    return_coupling: bool = False,
     backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` that multiplies the coupling by a mask, or any factor, after the softmax.
 
@@ -96,7 +83,7 @@ def masked_after_routing(
         u: input capsules ``[B, I, K]``; with ``weight=None`` votes ``[B, I, J, D]``.
         weight: ``[I, J, D, K]``, with size 1 along an axis that shares it, or None.
         mask: ``[B, I]``, bool or factors of any value.
-        all others: as in :func:`capsfast.dynamic_routing`.
+        all others: as in :func:`capsfast.dynamic_routing`, without out_mask.
 
     Returns:
         ``v [B, J, D]`` in the dtype of u; with ``return_coupling`` the pair of ``v`` and ``c [B, I, J]``, masked.
@@ -107,8 +94,7 @@ def masked_after_routing(
     op = "capsfast.compat.masked_after_routing"
     if not isinstance(mask, Tensor):
         raise TypeError(f"{op}: mask must be a torch.Tensor [B, I], got {checks.shown(mask)}")
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    call = _checked(op, u, weight, RoutingParameters(logits, bias, mask != 0, None), options, return_coupling)
+    call, pair = _checked(masked_after_routing, op, u, weight, num_iterations, mask != 0, options)
     # If output capsules share the weight, an out_mask tells the pass their number.
     more: dict[str, Any] = {"activation": mask.to(u.dtype), "backend": backend}
     if weight is not None and weight.shape[1] == 1 and call.J != 1:
@@ -121,24 +107,40 @@ def masked_after_routing(
         found: Tensor = moments(query=query, normalize="none", return_weights=True, backend=backend).weights
         return found
 
-    v, last = agree(moments, agreement, options, logits=logits, bias=bias, return_weights=return_coupling, **more)
+    logits, bias = call.parameters[:2]
+    v, last = agree(moments, agreement, call.options, logits=logits, bias=bias, return_weights=pair, **more)
     cast = checks.autocast_dtype(u.device)  # the result gets the dtype of the fused op's result
     v = v.to(u.dtype if cast is None or u.dtype.itemsize == 8 else cast)
-    return v if last.weights is None else (v, last.weights)
+    if not pair:
+        return v
+    assert last.weights is not None
+    return v, last.weights
 
 
 def _checked(
-    op: str, u: Tensor, weight: Tensor | None, given: RoutingParameters, options: Options, return_coupling: object
-) -> Call:
-    checks.boolean(op, "return_coupling", return_coupling)
+    function: Callable[..., Any],
+    op: str,
+    u: Tensor,
+    weight: Tensor | None,
+    num_iterations: int,
+    mask: Tensor | None,
+    given: Mapping[str, Any],
+) -> tuple[Call, bool]:
+    """The checked call, and whether the coupling is wanted."""
+    _keywords.check(function, given, Keywords, op)
+    plain = {**given}
+    logits, bias, pair = plain.pop("logits", None), plain.pop("bias", None), plain.pop("return_coupling", False)
+    checks.boolean(op, "return_coupling", pair)
+    options = Options(num_iterations, **plain)
     options.check(op)
-    call, spatial = arguments.check(op, u, arguments.GIVEN if weight is None else weight, given, options)
+    parameters = RoutingParameters(logits, bias, mask, None)
+    call, spatial = arguments.check(op, u, arguments.GIVEN if weight is None else weight, parameters, options)
     if spatial or (weight is not None and u.dim() == 4):
         raise ValueError(
             f"{op}: u must be [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)} with more axes; "
             f"capsfast.dynamic_routing takes these"
         )
-    return call
+    return call, pair
 
 
 def _averaged(call: Call) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,11 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def padded(D: int) -> int:
+    """The numbers that a vector takes in memory of the backward: whole 16 bytes, which a lane can read at once."""
+    return D if D < 4 else -(-D // 4) * 4
+
+
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the

@@ -225,7 +225,7 @@ class Call:
         of_sample = I * (J * D if self.votes_given else max(J, self.poses * K))
         reaches = {
             "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
-            "V of all iterations": samples * 2 * self.iterations * J * D,
+            "V of all iterations": samples * 2 * self.iterations * J * config.padded(D),
             "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
             "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..options import PassOptions
 from ..positions import to_samples
 from . import passes
+from .config import padded
 from .kernels.arguments import Norms
 from .launch import Call, Scores
 from .passes import Given
@@ -25,7 +26,7 @@ from .routing import logits_gradient, over_inputs, zeros
 class Through(NamedTuple):
     """What accumulate_gradient takes after the call."""
 
-    state: Slot  # [B, J, 1, 2, D]: query and dfirst
+    state: Slot  # [B, J, 1, 2, padded D]: query and dfirst
     dcoupling: Slot | None  # [B, I, J]
     norms: Norms
     given: Given
@@ -180,8 +181,9 @@ def backward(
 
 
 def _state(query: Tensor, dfirst: Tensor) -> Tensor:
-    """State [B, J, 1, 2, D], in the form of dynamic routing."""
-    return torch.stack([query, dfirst], 2)[:, :, None]
+    """State [B, J, 1, 2, padded D], in the form of dynamic routing."""
+    D = query.shape[2]
+    return torch.nn.functional.pad(torch.stack([query, dfirst], 2)[:, :, None], (0, padded(D) - D))
 
 
 def _empty_log_sum(B: int, I: int, leaky: bool, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, PassOptions
-from .config import power_of_two
+from .config import padded, power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms
 from .kernels.gradient import gradient_kernel
@@ -63,7 +63,7 @@ def _inverse_counts(valid: Tensor, extra: int) -> Tensor:
 def row_norm(
     call: Call, state: Slot | None, dcoupling: Slot | None, rows: Slot, with_ds: bool, given: Given = NOTHING
 ) -> None:
-    """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
+    """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration of a state."""
 
     _launch(
         call, "row_norm", row_norm_kernel, (*call.tensors, dcoupling, *given, state, rows),
@@ -136,7 +136,7 @@ def accumulate_gradient(
     """Launches the backward of one iteration. Fills what is not None: pairs [B, I, J, 2] float32 with the coefficients
     c and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
 
-    state: V and ds of the iteration in [B, J, R, 2, D].
+    state: V and ds of the iteration, of what restore() makes.
     """
     B, I, *_ = call.sizes
     kind = mode(call, "accumulate_gradient")
@@ -220,10 +220,11 @@ def update_moments(
 
 
 def restore(call: Call, s: Slot, dv: Slot) -> Slot:
-    """Makes state [B, J, R, 2, D] from s [R, B, J, D]: V of every iteration, ds of the last, room for the other ds."""
+    """Makes a state [B, J, R, 2, padded D] from s [R, B, J, D]: V of every iteration, ds of the last, room for the
+    other ds."""
     assert isinstance(call.options, Options)
     R, B, J, D = s.shape
-    state = call.new(B, J, R, 2, D)
+    state = call.new(B, J, R, 2, padded(D))
     grid, shape = _update_grid(call)
     call.x.plan.launch(restore_kernel, grid,
         s, dv, call.bias, call.out_mask, state, B, call.options.eps,

@@ -180,7 +180,7 @@ def _backward(
             dlogits = logits_gradient(call, pairs, dtype)
     if need_bias:
         assert call.bias is not None
-        dbias = call.compute(_dbias, state[:, :, start:, 1], dtype or call.bias.dtype)
+        dbias = call.compute(_dbias, state[:, :, start:, 1, :D], dtype or call.bias.dtype)
     return dx or empty, dweight, dlogits, dbias
 
 

@@ -134,19 +134,6 @@ def test_a_change_is_followed(change: Callable[[Any], Any], optioned: Optioned) 
     assert relative(v, before) > 1e-2
 
 
-def test_what_is_gone_fails_as_it_would_have(optioned: Optioned) -> None:
-    u = torch.randn(3, 7, 6)
-    for change in (lambda each: delattr(each, "way"), lambda each: setattr(each, "activation", None)):
-        layer = copy.deepcopy(optioned)
-        change(layer)
-        errors = []
-        for each in (layer, undone_copy(layer)):
-            with pytest.raises((AttributeError, TypeError)) as error:
-                each(u)
-            errors.append(str(error.value).replace("FusedOptioned", "Optioned"))
-        assert errors[0] == errors[1]
-
-
 def test_an_unchanged_layer_stays_fused_however_it_is_copied(optioned: Optioned, monkeypatch: Any) -> None:
     def fails(self: nn.Module, u: Tensor) -> Tensor:
         raise AssertionError("its own forward runs")
@@ -169,10 +156,17 @@ def test_an_unchanged_layer_stays_fused_however_it_is_copied(optioned: Optioned,
 def test_a_compiled_layer_follows_too(name: str, optioned: Optioned) -> None:
     torch.compiler.reset()
     layer, u = copy.deepcopy(optioned), torch.randn(3, 7, 6)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=keep, fullgraph=True)
     with torch.no_grad():
         before = compiled(u)
-        torch.testing.assert_close(before, layer(u), rtol=0, atol=0)
+        assert any("capsfast" in str(node.target) for node in graphs[0].graph.nodes)
+        torch.testing.assert_close(before, layer(u))
         CHANGES[name](layer)
         v = compiled(u)
         torch.testing.assert_close(v, layer(u))
@@ -255,24 +249,6 @@ def test_options_in_arguments_and_in_the_class(monkeypatch: pytest.MonkeyPatch) 
         else:
             monkeypatch.setattr(Option, "most", 5)
         torch.testing.assert_close(layer(*given), plain(*given), rtol=0, atol=0)
-
-
-def test_another_kind_of_call_has_to_be_the_same_call() -> None:
-    """The mask of the second call is all ones, so ignoring it makes no difference in the example."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.caps = Option()
-
-        def forward(self, u: Tensor, mask: Tensor) -> Tensor:
-            return self.caps(u) + self.caps(u, None, mask)
-
-    model, u, mask = Two(), torch.randn(3, 7, 6), torch.ones(3, 7)
-    assert accelerate(model, (u, mask)).fused == ("caps",)
-    plain = undone_copy(model)
-    mask[:, 3:] = 0
-    torch.testing.assert_close(model(u, mask), plain(u, mask), rtol=1e-4, atol=1e-5)
 
 
 class Doubles(layers.Router):

@@ -190,7 +190,7 @@ def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
-    state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
+    state_ptr,  # V and ds of this iteration in [B, J, R, 2, padded D] float32
     rows_ptr,  # see arguments.Norms, of this iteration
     norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # see arguments.Norms, of this iteration, for MODE "in"
     pairs_ptr,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None

@@ -20,7 +20,7 @@ import triton.language as tl
 from .arguments import Inputs, Shape
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
-from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, per_input, valid_outputs, where_valid
+from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, padded, per_input, valid_outputs, where_valid
 from .vectors import add_scaled, load_state, load_vectors, no_terms, slope, vector_tile, whole
 from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
@@ -139,7 +139,7 @@ def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dsecond_ptr,  # [B, J, D] float32, or None
-    state_ptr,  # V and ds of every iteration in [B, J, R, 2, D] float32: their offsets are constants
+    state_ptr,  # V and ds of every iteration in [B, J, R, 2, padded D] float32: their offsets are constants
     pairs_ptr,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
@@ -174,7 +174,7 @@ def gradient_kernel(
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    before_ptr = state_ptr + (2 * START - 1) * D
+    before_ptr = state_ptr + (2 * START - 1) * padded(D)
     plane = 2 * tl.cast(B, tl.int64) * I * J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
@@ -208,7 +208,7 @@ def gradient_kernel(
                 if UNIFORM:
                     ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
                 for t in tl.static_range(START, R):
-                    held = held + (states_of(state_ptr + 2 * t * D, vectors, states, first, T, 2 * R),)
+                    held = held + (states_of(state_ptr + 2 * t * padded(D), vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 x = ()
@@ -233,7 +233,7 @@ def gradient_kernel(
                         )
                 else:
                     for t in range(START, R):
-                        V, ds = states_of(state_ptr + 2 * t * D, vectors, states, first, T, 2 * R)
+                        V, ds = states_of(state_ptr + 2 * t * padded(D), vectors, states, first, T, 2 * R)
                         dxs = add_iteration(
                             dxs, V, ds, pairs_ptr + (t - START) * plane,
                             inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .softmax import finite_or_zero, inverse
 from .squash import squash, squash_gradient
+from .tiles import padded
 
 
 class Own(NamedTuple):
@@ -179,10 +180,17 @@ def store_ds(
     s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
     J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
-    """Computes ds from dv and v = squash(s + bias), and stores ds at ds_ptr, which points into [B, J, R, 2, D]."""
+    """Computes ds from dv and v = squash(s + bias), and stores ds at ds_ptr, which points into a state."""
     s = add_bias(tl.load(s_ptr + own.at, mask=own.within, other=0.0), bias_ptr, own, J, D)
     ds = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
-    tl.store(ds_ptr + (own.rows * (2 * R * D))[:, None] + own.d[None, :], ds, mask=own.within)
+    store_padded(ds_ptr, ds, own, D, R)
+
+
+@triton.jit
+def store_padded(ptr, value, own, D: tl.constexpr, R: tl.constexpr):
+    """Stores vectors, and 0 as padding, at ptr, which points into a state [B, J, R, 2, padded D]."""
+    within = own.ok[:, None] & (own.d < padded(D))[None, :]
+    tl.store(ptr + (own.rows * (2 * R * padded(D)))[:, None] + own.d[None, :], value, mask=within)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -191,7 +199,7 @@ def restore_kernel(
     dv_ptr,  # [B, J, D]
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    state_ptr,  # [B, J, R, 2, D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] ds of the last one
+    state_ptr,  # [B, J, R, 2, padded D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] the last ds
     B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
     LAST: tl.constexpr,
@@ -201,14 +209,14 @@ def restore_kernel(
     alive = row_is_valid(out_mask_ptr, own)
     plane = tl.cast(B, tl.int64) * J * D
     V = tl.zeros([RB, DP], tl.float32)
-    to = state_ptr + (own.rows * (2 * R * D))[:, None] + own.d[None, :]
-    tl.store(to, V, mask=own.within)
+    store_padded(state_ptr, V, own, D, R)
     for t in range(1, R):
         s = tl.load(s_ptr + (t - 1) * plane + own.at, mask=own.within, other=0.0)
         V += tl.where(alive[:, None], squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
-        tl.store(to + 2 * t * D, V, mask=own.within)
+        store_padded(state_ptr + 2 * t * padded(D), V, own, D, R)
     dv = tl.load(dv_ptr + own.at, mask=own.within, other=0.0).to(tl.float32)
-    store_ds(s_ptr + (R - 1) * plane, dv, bias_ptr, out_mask_ptr, state_ptr + (2 * R - 1) * D, own, eps, J, D, R, LAST)
+    last_ptr = state_ptr + (2 * R - 1) * padded(D)
+    store_ds(s_ptr + (R - 1) * plane, dv, bias_ptr, out_mask_ptr, last_ptr, own, eps, J, D, R, LAST)
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
@@ -218,7 +226,7 @@ def update_gradient_kernel(
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
-    ds_ptr,  # points to ds of that iteration in [B, J, R, 2, D] float32, out
+    ds_ptr,  # points to ds of that iteration in [B, J, R, 2, padded D] float32, out
     B, splits, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr,

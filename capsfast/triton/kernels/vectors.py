@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import columns, outputs, pose_rows
+from .tiles import columns, outputs, padded, pose_rows
 
 
 class VectorTile(NamedTuple):
@@ -47,12 +47,12 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         j = (lane // T.LANES)[:, None]
         d = lane % T.LANES * OF_LANE + register // 2 % (OF_LANE // F) * F
         d = d[:, None] + tl.arange(0, F)[None, :]
-        within = d < C
+        within = d < (padded(T.D) if TWO > 1 and T.P == 1 else C)
         if T.P > 1:
             within = within & (row % T.PP < T.P)[:, None]
             d += (tl.minimum(row % T.PP, T.P - 1) * C)[:, None]
         if TWO > 1:
-            d += (index // M * T.D)[:, None]
+            d += (index // M * padded(T.D))[:, None]
         at = VectorTile(rows.first, local, j, d, within)
     return at
 
@@ -78,10 +78,11 @@ def further(ptr, offset, T: tl.constexpr):
 @triton.jit
 def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
     C: tl.constexpr = T.D // T.P
-    SAMPLE: tl.constexpr = T.J * S * T.D
+    OUTPUT: tl.constexpr = T.D if S == 1 else S * padded(T.D)
+    SAMPLE: tl.constexpr = T.J * OUTPUT
     if T.LANES == 0:
         j, d = columns(n, T)
-        place = ptr + at.first * SAMPLE + (at.local * SAMPLE)[:, None] + (j * (S * T.D) + d)[None, :]
+        place = ptr + at.first * SAMPLE + (at.local * SAMPLE)[:, None] + (j * OUTPUT + d)[None, :]
         if T.P > 1:
             place += pose_rows(C, T)[:, None]
         mask = at.inside[:, None] & ((j < T.J) & (d < C))[None, :]
@@ -91,8 +92,8 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
         n = tl.minimum(n, (T.J - 1) // T.JT)
         # Adds tiles and components before samples. Then the offsets between registers are part of the instruction, and
         # the compiler keeps the alignment of ptr, which it loses where two numbers are added to a pointer.
-        place = ptr + (at.j * (S * T.D) + at.d) + at.first * SAMPLE + at.local * SAMPLE
-        place += n * (T.JT * S * T.D)
+        place = ptr + (at.j * OUTPUT + at.d) + at.first * SAMPLE + at.local * SAMPLE
+        place += n * (T.JT * OUTPUT)
         if C == T.DP and T.J % T.JT == 0 and T.P & (T.P - 1) == 0:
             tile = tl.load(place)
         else:
@@ -113,8 +114,8 @@ def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
 
 @triton.jit
 def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1):
-    """Tile n of float32 vectors [B, J, D]. With S > 1, ptr points to one of the S vectors in [B, J, S, D]. at: from
-    vector_tile(). Columns outside and rows that pad a pose are 0, rows without a sample hold any numbers."""
+    """Tile n of float32 vectors [B, J, D]. With S > 1, ptr points to one of the S vectors in [B, J, S, padded D]. at:
+    from vector_tile(). Columns outside and rows that pad a pose are 0, rows without a sample hold any numbers."""
     tile = _load(ptr, at, n, T, S)
     if T.LANES > 0:
         tile = _as_votes(tile, T, 1)
@@ -126,13 +127,13 @@ def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr):
     """Tile n of V, which means nothing without a QUERY, and of ds, which follows V in memory. vectors and states: from
     vector_tile() with TWO = 1 and TWO = 2. One load for both compiles faster."""
     if not T.QUERY:
-        ds = load_vectors(ptr + T.D, vectors, n, T, S)
+        ds = load_vectors(ptr + padded(T.D), vectors, n, T, S)
         V = ds
     elif T.LANES > 0:
         V, ds = tl.split(_as_votes(_load(ptr, states, n, T, S), T, 2))
     else:
         V = load_vectors(ptr, vectors, n, T, S)
-        ds = load_vectors(ptr + T.D, vectors, n, T, S)
+        ds = load_vectors(ptr + padded(T.D), vectors, n, T, S)
     return V, ds
 
 
