@@ -46,13 +46,13 @@ Context::Context(const torch::stable::Tensor& like)
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
   const int device = like.get_device_index();
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
-  multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
-  clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  multiprocessors = attribute_of<cudaDevAttrMultiProcessorCount>(device);
+  clusters = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream_), &capture), "cudaStreamIsCapturing");
-  cooperative_ = cooperative_wanted(capture != cudaStreamCaptureStatusNone) &&
-                 attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture), "cudaStreamIsCapturing");
+  cooperative = cooperative_wanted(capture != cudaStreamCaptureStatusNone) &&
+                attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
 }
 
 Context::~Context() = default;

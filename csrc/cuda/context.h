@@ -34,11 +34,10 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  void* stream() const { return stream_; }
-  int64_t multiprocessors() const { return multiprocessors_; }
+  void* stream = nullptr;
+  int64_t multiprocessors = 1;
   // Whether the device has clusters, and whether it has cooperative launches and they are wanted.
-  bool clusters() const { return clusters_; }
-  bool cooperative() const { return cooperative_; }
+  bool clusters = false, cooperative = false;
 
   // Uninitialised memory from torch's allocator; to be called once. It lives until this object ends, which may be before
   // the kernels have run: the caching allocator reuses memory in the order of the stream. Never null, because to a
@@ -48,9 +47,6 @@ class Context {
  private:
   struct Held;
   std::unique_ptr<Held> held_;
-  void* stream_ = nullptr;
-  int64_t multiprocessors_ = 1;
-  bool clusters_ = false, cooperative_ = false;
 };
 
 }  // namespace capsfast::gpu

@@ -344,7 +344,7 @@ class Launching {
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
-  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
+  if (shared_bytes > 0) limits().of(kernel);  // sets how much the kernel may ask for
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
   // A driver without cooperative launches of clusters may call the attributes invalid.
@@ -372,16 +372,12 @@ inline int Driver::device() {
   return device;
 }
 
-inline int Driver::shared_bytes(int device) {
-  int bytes = 0;
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  return bytes;
-}
-
-inline Driver::Compiled Driver::compiled(const void* kernel) {
+inline Driver::Known Driver::known(const void* kernel) {
   cudaFuncAttributes found{};
   check(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
-  return {static_cast<int>(found.sharedSizeBytes), found.ptxVersion};
+  int bytes = 0;  // of a block
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device()), "cudaDeviceGetAttribute");
+  return {bytes - static_cast<int>(found.sharedSizeBytes), found.ptxVersion};
 }
 
 inline void Driver::allow_shared(const void* kernel, int bytes) {
@@ -404,7 +400,7 @@ inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int sh
 }
 
 inline int64_t Driver::max_active_clusters(const void* kernel, int size, int threads, int shared_bytes) {
-  if (compiled(kernel).architecture < 90) return 0;
+  if (known(kernel).architecture < 90) return 0;
   const Launching launching({size, 1, 1}, threads, shared_bytes, nullptr, {size, false});
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launching.config()), "an occupancy query");

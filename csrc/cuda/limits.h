@@ -27,14 +27,12 @@ class AnyKernel {
 // The questions to the device. device.h defines these functions; so does the emulator.
 struct Driver {
   static int device();  // the current one
-  // The most shared memory that a block may have, in bytes.
-  static int shared_bytes(int device);
-  // The shared memory that every block of the kernel has without asking for it, and the architecture that its code was
+  // The most shared memory that blocks of the kernel can ask for, in bytes, and the architecture that its code was
   // compiled for, such as 75 or 90. For code translated from PTX it is the architecture of the PTX.
-  struct Compiled {
+  struct Known {
     int shared_bytes, architecture;
   };
-  static Compiled compiled(const void* kernel);
+  static Known known(const void* kernel);
   // Sets how much shared memory blocks of the kernel may ask for on the current device.
   static void allow_shared(const void* kernel, int bytes);
   // Asks for a multiprocessor that has `bytes` of shared memory for a block of the kernel, and not more: the rest of its
@@ -48,17 +46,11 @@ struct Driver {
 // Remembers what the device said: asking at every call would take longer than a small launch.
 class Limits {
  public:
-  // The most shared memory that blocks of the kernel may ask for, in bytes. This limit holds for the launches of all
-  // threads of the host, so the first question sets it, to all that the device has.
-  int shared_bytes(AnyKernel kernel) {
+  // The limit of shared memory holds for the launches of all threads of the host, so the first question about a kernel
+  // sets it, to all that is possible.
+  Driver::Known of(AnyKernel kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return about(kernel).shared_bytes;
-  }
-
-  // See Driver::Compiled.
-  int architecture(AnyKernel kernel) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return about(kernel).architecture;
+    return about(kernel);
   }
 
   // See Driver::prefer_shared(). A wish only: threads of the host that launch different shapes may overwrite it.
@@ -86,17 +78,16 @@ class Limits {
  private:
   static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
 
-  struct Known {
-    int shared_bytes, architecture, preferred;
+  struct Known : Driver::Known {
+    int preferred;
   };
   Known& about(const void* kernel) {
     const int device = Driver::device();
     const auto known = known_.find({kernel, device});
     if (known != known_.end()) return known->second;
-    const auto [fixed, architecture] = Driver::compiled(kernel);
-    const int most = Driver::shared_bytes(device) - fixed;
-    Driver::allow_shared(kernel, most);
-    return known_[{kernel, device}] = {most, architecture, 0};
+    const Driver::Known found = Driver::known(kernel);
+    Driver::allow_shared(kernel, found.shared_bytes);
+    return known_[{kernel, device}] = {found, 0};
   }
 
   using Question = std::tuple<const void*, int, int, int, int>;

@@ -174,15 +174,6 @@ def test_a_device_refuses_launches(kernel: str, given: dict[str, int], message: 
     assert run("pass")[0] == ""
 
 
-def test_launches_are_counted_by_how_their_blocks_run() -> None:
-    emulator.take_launches(kernels="planted")
-    for kernel, times in (("rotate", 2), ("pass", 1), ("gather", 3), ("clusters of 3", 1)):
-        for _ in range(times):
-            run(kernel)
-    ways = {"Args": 2, "Args cluster4": 1, "Args cluster2 cooperative": 3}
-    assert emulator.take_launches(ways=True, kernels="planted") == ways  # one was refused
-
-
 def test_how_much_runs_at_a_time() -> None:
     with device(multiprocessors=6, shared_bytes=100_000, shared_bytes_together=150_000):
         assert [active(0, kib * KIB) for kib in (0, 72, 73, 97, 98)] == [2, 2, 1, 1, -1]
@@ -209,15 +200,6 @@ def test_threads_ask_the_device_once() -> None:
     with device(shared_bytes=60 * KIB):  # another device
         assert active(0, 60 * KIB) == 1
         assert questions() == 3
-
-
-def test_answers_do_not_pile_up() -> None:
-    with device():
-        for size in range(3000):
-            active(0, size)
-        questions()
-        assert active(0, 2999) == active(0, 0) == 2
-        assert questions() == 1  # the last answer is known, the first was forgotten
 
 
 def test_ops_run_on_the_emulated_device() -> None:

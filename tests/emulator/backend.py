@@ -88,17 +88,8 @@ def device(
         given = f"{multiprocessors} multiprocessors with {together} bytes each, {least} of them for one block"
         raise ValueError(f"no device has {given}")
     exchange = ctypes.CDLL(str(library(kernels))).capsfast_exchange_device
-    settings = (ctypes.c_int64 * 9)(
-        multiprocessors,
-        shared_bytes,
-        together,
-        clusters,
-        cooperative,
-        crowded,
-        capturing,
-        fixed_shared_bytes,
-        architecture,
-    )
+    first = (multiprocessors, shared_bytes, together, clusters, cooperative, crowded, capturing)
+    settings = (ctypes.c_int64 * 9)(*first, fixed_shared_bytes, architecture)
     exchange(settings)
     try:
         yield

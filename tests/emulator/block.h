@@ -140,4 +140,9 @@ class Block {
   bool left_ = false;
 };
 
+// Runs `body` as every thread of every block of a launch. Half of the launches run teams, blocks and threads in reverse
+// order, so a result that depends on the order differs between launches.
+void run_launch(const void* kernel, const Dim& grid, int threads, size_t shared_bytes, const Together& together,
+                const std::function<void()>& body, const std::string& name);
+
 }  // namespace capsfast::emulator

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-RUNTIME = ("fiber.cpp", "machine.cpp", "memory.cpp", "block.cpp", "team.cpp")
+RUNTIME = ("block.cpp", "team.cpp")
 # No fast mathematics, like the CUDA build.
 FLAGS = ("-O2", "-g0", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-DCAPSFAST_EMULATED", "-Wno-psabi")
 TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)

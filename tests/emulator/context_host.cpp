@@ -16,9 +16,9 @@ struct Context::Held {
 
 Context::Context(const torch::stable::Tensor& like) : held_(new Held{like, {}}) {
   const emulator::Machine& machine = emulator::Machine::current();
-  multiprocessors_ = machine.multiprocessors;
-  clusters_ = machine.clusters != 0;
-  cooperative_ = cooperative_wanted(machine.capturing != 0) && machine.cooperative != 0;
+  multiprocessors = machine.multiprocessors;
+  clusters = machine.clusters != 0;
+  cooperative = cooperative_wanted(machine.capturing != 0) && machine.cooperative != 0;
 }
 
 Context::~Context() = default;

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "../../csrc/cuda/limits.h"
-#include "team.h"
+#include "block.h"
 
 #define CAPSFAST_DEVICE inline
 #define CAPSFAST_CALLED inline
@@ -62,6 +62,71 @@ inline bool any(bool value, int line = __builtin_LINE()) {
 
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float exp2(float x) { return std::exp2(x); }
+
+// The number without the bits that TF32 does not have.
+inline float truncated(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits &= 0xFFFFE000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// The nearest TF32 number (10 bits of mantissa), ties away from zero, as cvt.rna.tf32.f32 rounds.
+inline float to_tf32_or_number(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits += 0x1000u;
+  std::memcpy(&x, &bits, 4);
+  return truncated(x);
+}
+inline float to_tf32(float x) { return std::isfinite(x) ? to_tf32_or_number(x) : x; }
+
+// The sum as the adders of tensor cores form it, with the largest error that was found on any: bits of a term below the
+// 24 bits of the largest term are dropped, and so are bits of the sum that a float does not hold.
+inline float truncated_sum(const double (&terms)[5]) {
+  double largest = 0, plain = 0;
+  for (const double term : terms) {
+    largest = std::fmax(largest, std::fabs(term));
+    plain += term;
+  }
+  if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
+  const double unit = std::ldexp(1.0, std::ilogb(largest) - 23);
+  double sum = 0;
+  for (const double term : terms) sum += std::trunc(term / unit) * unit;
+  const float nearest = static_cast<float>(sum);
+  return std::fabs(nearest) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
+}
+
+// c [16, 8] += a [16, 8] b [8, 8]. Each lane has 4, 4 and 2 of their elements. Drops bits of a and b that TF32 does not
+// have, as tensor cores do.
+inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+  Machine::current().check_tensor_cores();
+  Block& block = Block::current();
+  float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  static_assert(sizeof(mine) <= emulator::kSlot);
+  const unsigned char* slots = block.exchange(mine, sizeof(mine), line);
+  const auto of = [&](int lane, int n) {
+    float x;
+    std::memcpy(&x, slots + static_cast<size_t>(lane) * emulator::kSlot + static_cast<size_t>(n) * 4, 4);
+    return truncated(x);
+  };
+  const int lane = block.thread() % emulator::kWarp, group = lane / 4, quad = lane % 4;
+  for (int n = 0; n < 4; ++n) {
+    const int row = group + (n / 2) * 8, column = quad * 2 + n % 2;
+    for (int k0 = 0; k0 < 8; k0 += 4) {
+      double terms[5] = {c[n]};
+      for (int k = 0; k < 4; ++k)
+        terms[k + 1] = static_cast<double>(of(row % 8 * 4 + k, row / 8 + k0 / 2)) * of(column * 4 + k, 4 + k0 / 4);
+      c[n] = truncated_sum(terms);
+    }
+  }
+}
+
+inline void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma_tf32(c, a, b, line);
+}
 
 // `count` elements in device memory.
 template <class T>
@@ -232,7 +297,7 @@ void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_byte
   // The type of the arguments, from "... [with Args = capsfast::cuda::AccumulateArgs<true>]", without <...>.
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
-  emulator::Team::launch(
+  emulator::run_launch(
       reinterpret_cast<const void*>(kernel), grid, threads, static_cast<size_t>(shared_bytes), together,
       [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
 }
@@ -240,7 +305,7 @@ void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_byte
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
             Together together = {}) {
-  if (shared_bytes > 0) limits().shared_bytes(kernel);  // sets how much the kernel may ask for
+  if (shared_bytes > 0) limits().of(kernel);  // sets how much the kernel may ask for
   launch_allowed(kernel, grid, threads, shared_bytes, args, together);
 }
 
@@ -253,10 +318,9 @@ template <class Args>
 }
 
 inline int Driver::device() { return Machine::current().number; }
-inline int Driver::shared_bytes(int) { return static_cast<int>(Machine::asked().shared_bytes); }
-inline Driver::Compiled Driver::compiled(const void*) {
-  const Machine& machine = Machine::current();
-  return {static_cast<int>(machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
+inline Driver::Known Driver::known(const void*) {
+  const Machine& machine = Machine::asked();
+  return {static_cast<int>(machine.shared_bytes - machine.fixed_shared_bytes), static_cast<int>(machine.architecture)};
 }
 inline void Driver::allow_shared(const void* kernel, int bytes) { Machine::asked().allow_shared(kernel, bytes); }
 inline void Driver::prefer_shared(const void*, int) { ++Machine::current().questions; }
@@ -268,5 +332,3 @@ inline int64_t Driver::max_active_clusters(const void* kernel, int size, int thr
 }
 
 }  // namespace capsfast::gpu
-
-#include "mma_host.h"

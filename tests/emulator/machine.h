@@ -1,6 +1,7 @@
 // The emulated device: its resources, the launches that it refuses, and how it reports faults.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <stdexcept>
@@ -20,7 +21,9 @@ struct Fault : std::runtime_error {
 struct Dim {
   int64_t x = 1, y = 1, z = 1;
 };
-std::string to_string(const Dim& d);
+inline std::string to_string(const Dim& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 
@@ -47,22 +50,67 @@ struct Machine : Settings {
   // How much shared memory blocks of a kernel may ask for. Without an entry it is 48 KiB.
   std::map<const void*, int64_t> allowed;
 
-  static Machine& current();
+  static Machine& current() {
+    static Machine machine;
+    return machine;
+  }
   // The same machine for questions of the host, which are counted.
-  static Machine& asked();
+  static Machine& asked() {
+    ++current().questions;
+    return current();
+  }
 
-  void allow_shared(const void* kernel, int64_t bytes);
+  void allow_shared(const void* kernel, int64_t bytes) {
+    if (bytes < 0 || bytes + fixed_shared_bytes > shared_bytes)
+      fault("no block has " + std::to_string(bytes) + " bytes of shared memory");
+    allowed[kernel] = bytes;
+  }
   // How many blocks one multiprocessor runs at the same time. At most two, so that few blocks fill the device.
-  int64_t max_active_blocks(const void* kernel, int threads, int64_t shared) const;
+  int64_t max_active_blocks(const void* kernel, int threads, int64_t shared) const {
+    check_block(kernel, threads, shared);
+    return std::min<int64_t>(2, shared_bytes_together / (shared + 1024));
+  }
   // How many clusters of `size` blocks the device runs at the same time. A cluster may span all multiprocessors.
-  int64_t max_active_clusters(const void* kernel, int size, int threads, int64_t shared) const;
+  int64_t max_active_clusters(const void* kernel, int size, int threads, int64_t shared) const {
+    const int64_t blocks = max_active_blocks(kernel, threads, shared) * multiprocessors;
+    return clusters ? blocks / size : 0;
+  }
   // Faults if the architecture has neither asynchronous copies nor products of TF32 numbers.
-  void check_tensor_cores() const;
+  void check_tensor_cores() const {
+    if (architecture < 80) fault("an instruction of architecture 80 on a device of " + std::to_string(architecture));
+  }
   // Faults if a GPU would refuse the launch.
-  void check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared, const Together& together) const;
+  void check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared, const Together& together) const {
+    check_block(kernel, threads, shared);
+    if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535)
+      fault("no grid of " + to_string(grid));
+    const int size = together.cluster;
+    const std::string cluster = "clusters of " + std::to_string(size) + " blocks";
+    if (size != 1 && size != 2 && size != 4 && size != 8) fault(cluster + ", 1, 2, 4 and 8 are possible");
+    if (grid.x % size != 0) fault(cluster + " do not divide a grid of " + to_string(grid));
+    if (size > 1 && !clusters) fault(cluster + " on a device without clusters");
+    if (size > 1 && max_active_clusters(kernel, size, threads, shared) == 0) fault(cluster + " do not fit the device");
+    if (!together.grid) return;
+    if (!cooperative) fault("a cooperative launch on a device without");
+    const int64_t most = size > 1 ? max_active_clusters(kernel, size, threads, shared) * size
+                                  : max_active_blocks(kernel, threads, shared) * multiprocessors;
+    const int64_t blocks = grid.x * grid.y * grid.z;
+    if (blocks > most)
+      fault("a cooperative launch of " + std::to_string(blocks) + " blocks, the device runs " + std::to_string(most) +
+            " at a time");
+  }
 
  private:
-  void check_block(const void* kernel, int threads, int64_t shared) const;
+  void check_block(const void* kernel, int threads, int64_t shared) const {
+    if (threads <= 0 || threads % kWarp != 0 || threads > kMostThreads)
+      fault("a block has whole warps, 1024 threads at most");
+    if (shared < 0 || shared + fixed_shared_bytes > shared_bytes)
+      fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
+    const auto set = allowed.find(kernel);
+    const int64_t most = std::max<int64_t>(48 * 1024 - fixed_shared_bytes, set == allowed.end() ? 0 : set->second);
+    if (shared > most)
+      fault(std::to_string(shared) + " bytes of shared memory, the kernel may ask for " + std::to_string(most));
+  }
 };
 
 }  // namespace capsfast::emulator

@@ -232,7 +232,7 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
   float numbers[kThreads] = {};
   const Args args{"", Global<float>(numbers, kThreads), Global<float>(numbers, kThreads)};
   found = found_by([&] {
-    gpu::limits().shared_bytes(rotate);
+    gpu::limits().of(rotate);
     gpu::limits().max_active(rotate, 0, kThreads, less);
     gpu::launch_allowed(&rotate, {}, kThreads, much, args, {});
   });

@@ -321,8 +321,7 @@ def gradients(exact: bool, file: str | None = None) -> Executed:
         at
         for other in found.loops_within(chunk)
         for at in other.blocks
-        if {x.kind for x in found.within(other.blocks)} >= {"LDS", "FADD"}
-        and not {x.kind for x in found.within(other.blocks)} & {"STG", "HMMA", "FFMA"}
+        if "LDS" in (kinds := {x.kind for x in found.within(other.blocks)}) and not kinds & {"STG", "HMMA", "LDG"}
     )
     whole = _turn(found, chunk, shared)
     return Executed(kernel, _scaled([(whole, 1), (_turn(found, loop), ITERATIONS - 2)]), found.within(chunk.blocks))

@@ -63,10 +63,10 @@ class Call {
       : p(problem),
         context(like),
         in(inputs_of(problem)),
-        plan(plan_general<T>(problem, context.multiprocessors())),
+        plan(plan_general<T>(problem, context.multiprocessors)),
         squash{problem.squash, operand(problem.bias, {problem.J, problem.D})} {
     if constexpr (kNarrow) {
-      if (rows::why_not(problem, gpu::limits().architecture(join_kernel<float>)) == nullptr)
+      if (rows::why_not(problem, gpu::limits().of(join_kernel<float>).architecture) == nullptr)
         by_rows.emplace(p, in, backward, with_coupling, context);
     }
   }
@@ -87,7 +87,7 @@ class Call {
     unsigned char* at = memory_ == nullptr ? nullptr : memory_ + taken_;
     const int64_t bytes = count * static_cast<int64_t>(sizeof(N));
     taken_ += divide_up(bytes, kAlignment) * kAlignment;
-    if (at != nullptr && zeroed) gpu::set_zero(at, bytes, context.stream());
+    if (at != nullptr && zeroed) gpu::set_zero(at, bytes, context.stream);
     return {reinterpret_cast<N*>(at), count};
   }
 
@@ -238,7 +238,7 @@ class Call {
 
   template <class Args>
   void launch(gpu::Kernel<Args> kernel, const gpu::Grid& grid, int shared_bytes, const Args& args) const {
-    gpu::launch(kernel, grid, kThreads, shared_bytes, context.stream(), args);
+    gpu::launch(kernel, grid, kThreads, shared_bytes, context.stream, args);
   }
   // The y axis of a grid has at most 65535 blocks. Blocks of these kernels take several tiles in turn.
   static int64_t grid_rows(int64_t tiles) { return std::clamp<int64_t>(tiles, 1, 65535); }

@@ -104,12 +104,14 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
 // iteration of "identity" with a 16-bit gradient of v, which has errors of this size anyway.)
 constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of the last of 11 bits, for mantissas as they occur
 
+constexpr uint32_t kTf32Bits = 0xFFFFE000u;
+
 template <class Tr>
-CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]) {
+CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4], uint32_t mask = kTf32Bits) {
   unrolled<4>([&](int n) {
     high[n] = x.value[n];
     if constexpr (Tr::exact) {
-      high[n] = float_of_bits(bits_of_float(x.value[n]) & 0xFFFFE000u);
+      high[n] = float_of_bits(bits_of_float(x.value[n]) & mask);
       low[n] = x.value[n] - high[n];
     }
   });
@@ -132,72 +134,47 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float
   });
 }
 
-// du^T [K, 16] = W^T dvotes^T, a sum over columns, which a product may take in any order. A lane's two rows of the
-// operand are one column of each tile of a pair, so no lane passes dvotes on. The 16 rows of a product are eight k of
-// two planes: the high and, negated, the low part of the weight, or two steps, or the same plane twice if there is only
-// one. high - x is the negated low part, high - 0 the high part: the same two instructions in all lanes.
+// du [16 samples, K] = dvotes [16, columns] weight [columns, K]. Columns may come in any order, so a lane's dvotes are its
+// part of the left operand. Products of high parts, and of even and odd columns, have sums of their own, because the
+// tensor core adds towards zero: short sums of numbers of one size lose the least.
 template <class Tr, class E>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
-  constexpr int kProducts = Tr::exact ? Tr::steps : 1;
-  const int plane = at.group / 4, kp = at.group % 4;
-  constexpr bool steps_are_planes = !Tr::exact && Tr::steps > 1;
-  const int k0 = 2 * (steps_are_planes ? at.group : kp);
-  const float minus = plane == 0 ? 0.0f : -1.0f;
-  // For samples 0 to 7 and 8 to 15; for the two parts of dvotes or, with one part, for even and odd columns.
-  Accumulator du[kProducts][2][2];
+  Accumulator sum[Tr::steps][2][Tr::parts];
   unrolled<Tr::pairs, 2>([&](int pair, int odd) {
     const ColumnPlace<Tr> column(2 * at.quad + odd);
-    float x[2][4];
-    take_parts<Tr>(four(dvotes[2 * pair + odd]), x[0], x[1]);
-    unrolled<kProducts>([&](int product) {
-      float w[4];
+    const Accumulator& x = dvotes[2 * pair + odd];  // two tiles of sample `group`, then of sample `group` + 8
+    float high[4], low[4];
+    // If the compiler knew the mask, it would use x itself as the operand, and move it into this order twice.
+    take_parts<Tr>({x[0], x[2], x[1], x[3]}, high, low, kTf32Bits | static_cast<uint32_t>(a.zero));
+    unrolled<Tr::steps>([&](int step) {
+      float w_high[2], w_low[2];
       unrolled<2>([&](int tile) {
-        const auto two = weight.template vector<Run<E, 2>>(column.at(2 * pair + tile) + k0 + kStep * product);
-        unrolled<2>([&](int n) {
-          const float x = two.value[n];
-          float low;
-          two_parts<Tr, E>(x, w[2 * tile + n], low);
-          if constexpr (Tr::exact) w[2 * tile + n] += x * minus;
-        });
+        const E w = weight[column.at(2 * pair + tile) + kStep * step + at.group];
+        two_parts<Tr, E>(w, w_high[tile], w_low[tile]);
       });
-      unrolled<2, Tr::parts>([&](int half, int part) {
-        const bool begins = pair == 0 && (!Tr::exact || odd == 0);
-        Accumulator& sum = du[product][half][Tr::exact ? part : odd];
-        const float two[2] = {x[part][2 * half], x[part][2 * half + 1]};
-        begins ? gpu::mma_tf32_from_zero(sum, w, two) : gpu::mma_tf32(sum, w, two);
-      });
+      Accumulator(&to)[Tr::parts] = sum[step][odd];
+      pair == 0 ? gpu::mma_tf32_from_zero(to[0], high, w_high) : gpu::mma_tf32(to[0], high, w_high);
+      if constexpr (Tr::exact) {
+        pair == 0 ? gpu::mma_tf32_from_zero(to[1], low, w_high) : gpu::mma_tf32(to[1], low, w_high);
+        if constexpr (std::is_same_v<E, float>) gpu::mma_tf32(to[1], high, w_low);
+      }
     });
   });
-  const int B = static_cast<int>(a.in.B), K = static_cast<int>(a.in.K);
-  // x: k and k + 1, for two neighbouring samples each.
-  const auto write = [&](const Accumulator& x, int half, int k) {
-    const int sample = of.b0 + 8 * half + 2 * at.quad;
-    const int64_t to = (sample * a.in.I + of.i) * K + k;
+  const int K = static_cast<int>(a.in.K);
+  unrolled<Tr::steps, 2>([&](int step, int row) {
+    const int64_t sample = of.sample(at, row);
+    const int k = kStep * step + 2 * at.quad;
+    if (sample >= a.in.B || k >= K) return;
+    // A masked input capsule has no gradient, whatever the weight holds.
+    const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
+    float x[2];
     unrolled<2>([&](int n) {
-      if (sample + n >= B || k >= K) return;
-      // A masked input capsule has no gradient, whatever the weight holds.
-      const bool kept = Tr::plain || a.in.mask.at(sample + n, of.i);
-      write_two<Tr>(
-          a.du, to + n * a.in.I * K, k, K, kept ? x[n] * a.unscale : 0.0f, kept ? x[2 + n] * a.unscale : 0.0f);
+      x[n] = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
+      if constexpr (Tr::exact) x[n] += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
     });
-  };
-  unrolled<kProducts>([&](int product) {
-    Accumulator x[2];
-    unrolled<2, 4>([&](int half, int n) { x[half][n] = du[product][half][0][n] + du[product][half][1][n]; });
-    if constexpr (Tr::exact) unrolled<2, 4>([&](int half, int n) { x[half][n] *= 1.0f + 2.0f * minus; });
-    if constexpr (!steps_are_planes) {
-      // Two lanes have the same k. Each adds up and writes half of the samples.
-      Accumulator mine;
-      unrolled<4>([&](int n) {
-        mine[n] = plane == 0 ? x[0][n] : x[1][n];
-        if constexpr (Tr::exact) mine[n] += gpu::shuffle_xor(plane == 0 ? x[1][n] : x[0][n], 16);
-      });
-      write(mine, plane, k0 + kStep * product);
-    } else {
-      write(x[0], 0, k0);
-      write(x[1], 1, k0);
-    }
+    write_two<Tr>(
+        a.du, (sample * a.in.I + of.i) * K + k, k, K, kept ? x[0] * a.unscale : 0.0f, kept ? x[1] * a.unscale : 0.0f);
   });
 }
 
@@ -293,40 +270,45 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
     if (d >= D || k >= K) continue;
 #pragma unroll 1
     for (int j0 = begin; j0 < J; j0 += kTogether * step) {
-      Four sum[kTogether] = {};
+      Four sum[kTogether] = {}, added[kTogether] = {};
       const unsigned n0 = static_cast<unsigned>((j0 * D + d) * K + k), next = static_cast<unsigned>(step * D * K);
-      // Calls f(m, j, element of `to`) for the output capsules of this turn.
+      const int from0 = (capsule << a.shape.strips_log) * Tr::weight + j0 * kMostD * Tr::components + 4 * four;
+      // Calls f(m, element of `to`, element of `sums`) for the output capsules of this turn.
       const auto each = [&](const auto& f) {
         unrolled<kTogether>([&](int m) {
-          if (j0 + m * step < J) f(m, j0 + m * step, n0 + static_cast<unsigned>(m) * next);
+          if (j0 + m * step < J) f(m, n0 + static_cast<unsigned>(m) * next, from0 + m * step * kMostD * Tr::components);
         });
       };
       if (!first && whole) {
-        each([&](int m, int, unsigned n) { sum[m] = to.template vector_once<Four>(n); });
+        each([&](int m, unsigned n, int) { sum[m] = to.template vector_once<Four>(n); });
       } else if (!first) {
-        each([&](int m, int, unsigned n) {
+        each([&](int m, unsigned n, int) {
           unrolled<4>([&](int e) { sum[m].value[e] = k + e < K ? to[n + e] : 0.0f; });
         });
       }
-      each([&](int m, int j, unsigned n) {
-        const int from = (capsule << a.shape.strips_log) * Tr::weight + j * kMostD * Tr::components + 4 * four;
-        Four added = sums.template vector<Four>(from);
-        if (strips == kMostGradientStrips) add(added.value, sums.template vector<Four>(from + Tr::weight));
+      each([&](int m, unsigned, int from) { added[m] = sums.template vector<Four>(from); });
+      if (strips == kMostGradientStrips)
+        each([&](int m, unsigned, int from) { add(added[m].value, sums.template vector<Four>(from + Tr::weight)); });
 #pragma unroll 1
-        for (int c = 1; c < more; ++c) {
+      for (int c = 1; c < more; ++c) {
 #pragma unroll 1
-          for (int strip = 0; strip < strips; ++strip)
-            add(added.value, sums.template vector<Four>(from + ((c << a.shape.strips_log) + strip) * Tr::weight));
+        for (int strip = 0; strip < strips; ++strip) {
+          const int other = ((c << a.shape.strips_log) + strip) * Tr::weight;
+          each([&](int m, unsigned, int from) { add(added[m].value, sums.template vector<Four>(from + other)); });
         }
-        unrolled<4>([&](int e) { sum[m].value[e] += added.value[e] * a.unscale; });
-        if (whole) {
-          to.template as<Four>()[n / 4] = sum[m];
-        } else {
+      }
+      each([&](int m, unsigned, int) {
+        unrolled<4>([&](int e) { sum[m].value[e] += added[m].value[e] * a.unscale; });
+      });
+      if (whole) {
+        each([&](int m, unsigned n, int) { to.template as<Four>()[n / 4] = sum[m]; });
+      } else {
+        each([&](int m, unsigned n, int) {
           unrolled<4>([&](int e) {
             if (k + e < K) to[n + e] = sum[m].value[e];
           });
-        }
-      });
+        });
+      }
     }
   }
 }

@@ -40,13 +40,13 @@ class Launcher {
         kernels(choose(problem, with_coupling)),
         accumulating_(backward ? gpu::AnyKernel(std::get<1>(kernels.accumulate)) : std::get<0>(kernels.accumulate)),
         shared_bytes_(
-            std::min(gpu::limits().shared_bytes(accumulating_), gpu::limits().shared_bytes(kernels.gradient))),
+            std::min(gpu::limits().of(accumulating_).shared_bytes, gpu::limits().of(kernels.gradient).shared_bytes)),
         plan_(plan_accumulate()) {}
 
   VectorOrder order() const { return {p.J, p.D, kernels.tiles}; }
   const AccumulatePlan& plan() const { return plan_; }
   const Work& work() const { return plan_.work; }
-  bool together() const { return plan_.together && on.cooperative(); }
+  bool together() const { return plan_.together && on.cooperative; }
 
   // Runs passes [begin, end) of `steps`; see AccumulateArgs. Returns false, without a launch, if `together` and the
   // device refuses.
@@ -56,7 +56,7 @@ class Launcher {
     const auto kernel = std::get<kBackward>(kernels.accumulate);
     const int bytes = kernels.accumulate_bytes(in, plan_.shape);
     gpu::limits().prefer_shared(kernel, bytes);
-    return gpu::try_launch(kernel, {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(), bytes, on.stream(),
+    return gpu::try_launch(kernel, {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(), bytes, on.stream,
                            args, {plan_.cluster, together});
   }
 
@@ -66,7 +66,7 @@ class Launcher {
     plan.shape = shape_for(kMostGradientStrips, false, bytes);
     const int64_t blocks = gpu::limits().max_active(kernels.gradient, 0, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
-    const int64_t units = std::max<int64_t>(blocks * on.multiprocessors(), 1);
+    const int64_t units = std::max<int64_t>(blocks * on.multiprocessors, 1);
     // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save a
     // sixteenth of the rounds, because parts are written, read and added up.
     const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
@@ -87,7 +87,7 @@ class Launcher {
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
     const int bytes = kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits));
     gpu::limits().prefer_shared(kernels.gradient, bytes);
-    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream(), args);
+    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream, args);
   }
 
  private:
@@ -132,15 +132,15 @@ class Launcher {
     const auto most = [&](int cluster) {
       const int threads = plan.shape.threads();
       return gpu::limits().max_active(accumulating_, cluster > 1 ? cluster : 0, threads, bytes(plan.shape)) *
-             (cluster > 1 ? 1 : on.multiprocessors());
+             (cluster > 1 ? 1 : on.multiprocessors);
     };
     // Blocks of a cluster share the input capsules of a unit, so there must be enough input capsules.
-    const bool enough = pairs >= kMostCluster * std::max(2, plan.shape.streams) * on.multiprocessors();
-    plan.cluster = on.clusters() && enough ? kMostCluster : 1;
+    const bool enough = pairs >= kMostCluster * std::max(2, plan.shape.streams) * on.multiprocessors;
+    plan.cluster = on.clusters && enough ? kMostCluster : 1;
     int64_t units = most(plan.cluster);
     // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has no
     // clusters.
-    if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors() * 7) {
+    if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors * 7) {
       plan.cluster = 1;
       units = most(1);
     }
