@@ -59,8 +59,8 @@ def test_what_is_computed_is_counted(exact: bool) -> None:
     product = sass.TILES * (3 if exact else 1)
     accumulating = ("first pass", "forward pass", "backward pass")
     assert [found[name].counts["HMMA"] for name in accumulating] == [product] * 3
-    # Products for votes and dweight, and for du, whose rows have the high and low part of a weight.
-    assert found["gradients"].counts["HMMA"] == 2 * product + (4 if exact else 2) * sass.TILES
+    # Products for votes, dweight and du.
+    assert found["gradients"].counts["HMMA"] == 3 * product
     # Poses are two loads. V is read once, and ds once.
     assert [found[name].counts["LDG"] for name in accumulating] == [2, 2 + sass.TILES, 2 + 2 * sass.TILES]
     for name in accumulating:
