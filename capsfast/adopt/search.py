@@ -48,8 +48,7 @@ class Search(Trial):
         if not first.requires_grad:
             raise self.refused("its output has no gradient, as under torch.no_grad")
         reads = self._traced()
-        if not same(first, self.run(self.inputs)):
-            raise self.refused("two calls on one input differ: it keeps a state")
+        self._check_state(first)
         if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < SAME:
             raise self.refused("it computes something else under torch.no_grad")
         if self.probe.hooked:
@@ -73,6 +72,10 @@ class Search(Trial):
         found, reads = self._with_coupling(self._with_gradient(found), reads)
         self._check_reads(found, reads)
         return self._verified(found)
+
+    def _check_state(self, output: Tensor) -> None:
+        if not same(output, self.run(self.inputs)):
+            raise self.refused("two calls on one input differ: it keeps a state")
 
     def _check_reads(self, found: Identification, reads: frozenset[str]) -> None:
         unread = [name for name in self.probe.places if name in reads and name not in found.names]
@@ -100,6 +103,7 @@ class Search(Trial):
                 "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
             ) from error
         except UntraceableError as error:
+            self._check_state(self.run(self.inputs))
             raise self.refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
         if own.random or other.random:
             raise self.refused("it draws random numbers (logits that start at random, or dropout)")
