@@ -307,7 +307,8 @@ struct SmallBatchRows {
 
   // Makes the votes of a block in one of these ways, if possible; returns whether it was.
   static bool votes_of_block(const Problem& p, const Block& block, const T* u, int64_t sample, T* x) {
-    if (components_together(p)) {
+    // For more samples transposed weights are faster.
+    if (p.B < 4 && components_together(p)) {
       for (int64_t b = 0; b < p.B; ++b) votes_of_components(p, block, u + b * p.K * L, x + b * sample);
       return true;
     }
