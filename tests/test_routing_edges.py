@@ -94,6 +94,16 @@ def test_the_weight_of_a_masked_capsule_may_hold_anything(backend: Backend, B: i
             torch.testing.assert_close(got[name], clean[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_gradient_of_a_coupling_near_1(backend: Backend, op: Op, dtype: torch.dtype) -> None:
+    """One input capsule and the leak share the coupling, so db = c (1 - c) dc: a c of 16 bits would spoil it."""
+    case: AnyCase = Case(1, softmax="in") if op.family is Case else PassCase(normalize="in", weights=True)
+    problem = op.make(Shape(3, 1, 4, 8, 4), replace(case, leaky=True, logits="BIJ"), dtype, backend.device)
+    problem.inputs["logits"].fill_(5)
+    got, wanted = run(problem, backend.name), run(problem.to(torch.float64), "reference")
+    torch.testing.assert_close(got["dlogits"].cpu().double(), wanted["dlogits"], rtol=0.02, atol=2e-5)
+
+
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize(
     "case",

@@ -1,8 +1,9 @@
 """The op behind :func:`capsfast.dynamic_routing` and :func:`capsfast.route_votes`.
 
 ``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``. v and the last
-coupling c (empty without return_coupling) have the dtype of u. s and norm are for the backward, in the dtype that sums
-are formed in. s holds the weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the
+coupling c (empty without return_coupling) have the dtype of u. For softmax "in" c has the dtype that sums are formed
+in, because the backward subtracts a sum of c from its terms: where one c is nearly 1, a rounded c would leave no digit
+of the difference. s and norm are for the backward, in the dtype of sums. s holds the weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the
 normaliser over the input capsules: a number m, which the largest logit exceeds by at most 8, and
 ``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
 
@@ -47,7 +48,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
         v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, OP.narrow)
         return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
-    return v, c
+    return v, c.to(v.dtype)
 
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     kept = len(S) == 0
     return (
         new(B, J, D, *S),
-        new((B, I, J, *S) if a.return_coupling else (0,)),
+        new((B, I, J, *S) if a.return_coupling else (0,), dtype=wide if a.softmax == "in" else a.u.dtype),
         new((a.num_iterations, B, J, D) if kept else (0,), dtype=wide),
         new((2, a.num_iterations, B, J) if kept and a.softmax == "in" else (0,), dtype=wide),
     )

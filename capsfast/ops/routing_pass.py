@@ -2,7 +2,8 @@
 
 ``capsfast::routing_pass`` returns ``(mass [B, J], first [B, J, D], second [B, J, D], weights [B, I, J], lse, norm)``.
 second, weights and lse (``[B, I]`` for normalize "out", ``[B, J]`` for "in") are empty if they are not requested.
-weights has the dtype of u; the others have the dtype that sums are formed in. norm is for the backward, empty unless
+weights has the dtype of u unless normalize is "in"; it then has, like the others, the dtype that sums are formed in
+(dynamic_routing.py says why). norm is for the backward, empty unless
 normalize is "in": the normaliser over the input capsules ``[2, B, J]``, a number m, which the largest logit exceeds by
 at most 8, and ``1 / sum_i exp(logit - m)``.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Call, PassParameters
-from ..precision import wide_dtype
+from ..precision import as_under_autocast, wide_dtype
 from ..reference.routing_pass import routing_pass as definition
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
@@ -32,7 +33,11 @@ def run(call: Call, return_weights: bool, return_lse: bool, backend: str | None)
         return without_votes(run, OP.narrow, call, return_weights, return_lse, backend)
     if call.weight is not None and call.weight.shape[1] != call.J:
         return with_votes(run, OP.narrow, call, return_weights, return_lse, backend)
-    return OP.run(call, (return_weights, return_lse), backend)[:5]
+    mass, first, second, weights, lse = OP.run(call, (return_weights, return_lse), backend)[:5]
+    if return_weights:
+        (u,), _ = as_under_autocast(call.u)
+        weights = weights.to(u.dtype)
+    return mass, first, second, weights, lse
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -48,7 +53,7 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
         new(B, J, *S),
         new(B, J, D, *S),
         new(B, J, D, *S, wanted=a.with_second),
-        new(B, I, J, *S, wanted=a.return_weights, dtype=a.u.dtype),
+        new(B, I, J, *S, wanted=a.return_weights, dtype=wide if inward else a.u.dtype),
         new(B, J if inward else I, *S, wanted=a.return_lse),
         new(2, B * math.prod(S), J, wanted=inward),
     )

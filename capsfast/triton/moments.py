@@ -87,7 +87,8 @@ def forward(
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
     inward = call.normalize == "in"
-    weights = call.new_pairs(call.x.dtype) if return_weights else None
+    dtype = torch.float32 if inward else call.x.dtype
+    weights = call.new_pairs(dtype) if return_weights else None
     norm = call.new(2, B, J) if inward else None
     log_sum = call.new(B, I) if return_lse and not inward else None
     if B == 0 or J == 0:
@@ -117,7 +118,7 @@ def forward(
         sums.first,
         # Every output is a tensor of its own: outputs of an op may not share memory.
         call.new(0) if sums.second is None else sums.second,
-        call.new(0, dtype=call.x.dtype) if weights is None else weights,
+        call.new(0, dtype=dtype) if weights is None else weights,
         call.new(0) if log_sum is None else log_sum,
         call.new(0) if norm is None else norm,
     )

@@ -26,7 +26,8 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
-    coupling = call.new_pairs(call.x.dtype) if return_coupling else call.new(0, dtype=call.x.dtype)
+    dtype = torch.float32 if inward else call.x.dtype
+    coupling = call.new_pairs(dtype) if return_coupling else call.new(0, dtype=dtype)
     s = call.new(r, B, J, D)
     norm = call.new(2, r, B, J) if inward else call.new(0)
     if B == 0 or J == 0:

@@ -42,10 +42,11 @@ class DynamicRouting : Arguments<Engine> {
     a.take_options(stack);
     stack >> return_coupling;
     const Problem p = votes_of_all(a);
-    const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u);
+    const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u), of_coupling = p.softmax_in() ? wide : type;
     const bool positions = p.positions >= 0;
     Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
-    Tensor coupling = return_coupling ? empty(a.u, {p.B, p.I, p.J}, type, p.positions) : empty(a.u, {0}, type);
+    Tensor coupling =
+        return_coupling ? empty(a.u, {p.B, p.I, p.J}, of_coupling, p.positions) : empty(a.u, {0}, of_coupling);
     // With positions neither s nor norm is kept.
     Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, p.D}, wide);
     Tensor norm = p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);

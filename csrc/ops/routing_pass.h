@@ -51,7 +51,7 @@ class RoutingPass : Arguments<Engine> {
     Tensor mass = output({p.B, p.J}, true, wide, &out.mass);
     Tensor first = output({p.B, p.J, p.D}, true, wide, &out.first);
     Tensor second = output({p.B, p.J, p.D}, a.second, wide, &out.second);
-    Tensor weights = output({p.B, p.I, p.J}, return_weights, type, &out.weights);
+    Tensor weights = output({p.B, p.I, p.J}, return_weights, p.softmax_in() ? wide : type, &out.weights);
     Tensor lse = output({p.B, p.softmax_in() ? p.J : p.I}, return_lse, wide, &out.lse);
     Tensor norm = p.softmax_in() ? empty(a.u, {2, p.samples(), p.J}, wide) : empty(a.u, {0}, wide);
     out.batch = p.samples();
