@@ -45,7 +45,8 @@ class Op:
         cast: autocast casts so many arguments, from the first on.
         definition: the reference: takes a :class:`capsfast.arguments.Call` and returns the results that the public
             function returns.
-        narrow: indices of the results with the dtype of u; the others, sums, are float32 for 16-bit inputs.
+        narrow: takes the options and returns the indices of the results with the dtype of u; the others, sums, are
+            float32 for 16-bit inputs.
         sharded: whether the op has sharding rules for DTensors.
         backends: the sets of kernels that the op has.
     """
@@ -58,7 +59,7 @@ class Op:
         *,
         cast: int = 2,
         definition: Callable[[Call], Outputs] | None = None,
-        narrow: Sequence[int] = (),
+        narrow: Callable[[Any], Sequence[int]] = lambda options: (),
         sharded: bool = True,
         backends: Sequence[str] = tuple(PREFIX),
     ) -> None:
@@ -84,7 +85,7 @@ class Op:
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
         """The results of the op from its definition."""
         assert self.definition is not None
-        found = in_wide_dtype(self.definition, call, self.narrow)
+        found = in_wide_dtype(self.definition, call, self.narrow(call.options))
         asked = dict(zip(self.contract.arguments[-len(requests) :], requests, strict=True))
         return tuple(
             value if asked.get(f"return_{name.removesuffix('_out')}", True) else value.new_empty(0)

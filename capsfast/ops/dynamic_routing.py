@@ -3,9 +3,10 @@
 ``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``. v and the last
 coupling c (empty without return_coupling) have the dtype of u. For softmax "in" c has the dtype that sums are formed
 in, because the backward subtracts a sum of c from its terms: where one c is nearly 1, a rounded c would leave no digit
-of the difference. s and norm are for the backward, in the dtype of sums. s holds the weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the
-normaliser over the input capsules: a number m, which the largest logit exceeds by at most 8, and
-``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
+of the difference. s and norm are for the backward, in the dtype of sums. s holds the weighted sum of every iteration,
+without the bias. norm, empty unless softmax is "in", is the normaliser over the input capsules: a number m, which the
+largest logit exceeds by at most 8, and ``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits;
+V_t is the sum of the squashed s up to t.
 
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the P votes one after the other.
@@ -35,17 +36,19 @@ from . import factored_routing, routing_pass
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
 
+BOTH = (0, 1)  # run() returns v and c in the dtype of u
+
 
 def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend; c is empty if it is not wanted."""
     if factored_routing.serves(call, backend):
         return factored_routing.run(call, return_coupling)
     if call.weight is not None and call.weight.shape[1] != call.J:
-        v, c = with_votes(run, OP.narrow, call, return_coupling, backend)
+        v, c = with_votes(run, BOTH, call, return_coupling, backend)
         return v, c
     # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
     if saves_votes(call, backend) == "triton":
-        v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, OP.narrow)
+        v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
         return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
     return v, c.to(v.dtype)
@@ -96,5 +99,9 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
 
 
 OP = Op(
-    "dynamic_routing", ("capsfast.dynamic_routing", "capsfast.route_votes"), _fake, definition=definition, narrow=(0, 1)
+    "dynamic_routing",
+    ("capsfast.dynamic_routing", "capsfast.route_votes"),
+    _fake,
+    definition=definition,
+    narrow=lambda options: (0,) if options.softmax == "in" else BOTH,
 )

@@ -26,13 +26,15 @@ from ..reference.routing_pass import routing_pass as definition
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
 
+WEIGHTS = (3,)  # run() returns weights in the dtype of u
+
 
 def run(call: Call, return_weights: bool, return_lse: bool, backend: str | None) -> tuple[Tensor, ...]:
     """``(mass, first, second, weights, lse)`` from the chosen backend, with empty tensors for what is not wanted."""
     if saves_votes(call, backend):
-        return without_votes(run, OP.narrow, call, return_weights, return_lse, backend)
+        return without_votes(run, WEIGHTS, call, return_weights, return_lse, backend)
     if call.weight is not None and call.weight.shape[1] != call.J:
-        return with_votes(run, OP.narrow, call, return_weights, return_lse, backend)
+        return with_votes(run, WEIGHTS, call, return_weights, return_lse, backend)
     mass, first, second, weights, lse = OP.run(call, (return_weights, return_lse), backend)[:5]
     if return_weights:
         (u,), _ = as_under_autocast(call.u)
@@ -59,4 +61,10 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     )
 
 
-OP = Op("routing_pass", ("capsfast.routing_pass", "capsfast.votes_pass"), _fake, definition=definition, narrow=(3,))
+OP = Op(
+    "routing_pass",
+    ("capsfast.routing_pass", "capsfast.votes_pass"),
+    _fake,
+    definition=definition,
+    narrow=lambda options: () if options.normalize == "in" else WEIGHTS,
+)
