@@ -76,6 +76,7 @@ class Beside:
             LeftAloneError: the shapes of the results differ.
         """
         results: list[list[Tensor]] = []
+        parameters = [*self._parameters()]
         for fused in (False, True):
             copies = tuple(each.detach().clone().requires_grad_(n == 0) for n, each in enumerate(given))
             found = self.fused(copies, autocast) if fused else self.own(copies, autocast)
@@ -84,7 +85,7 @@ class Beside:
                     raise LeftAloneError(f"it gives {list(other.shape)}, the fused call {list(one.shape)}")
             generator = torch.Generator().manual_seed(given[0].numel())
             directions = [torch.randn(each.shape, generator=generator).to(each) for each in found]
-            tensors = (*copies, *self._parameters())
+            tensors = (*copies, *parameters)
             inputs = [each for each in tensors if each.requires_grad]
             ends = [(each, way) for each, way in zip(found, directions, strict=True) if each.requires_grad]
             outputs, ways = zip(*ends, strict=True)

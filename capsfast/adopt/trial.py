@@ -87,7 +87,12 @@ class Trial:
 
     def gradient_difference(self, candidate: Identification, inputs: Inputs) -> float:
         inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
-        leaves = [inputs.u, *(each for each in self.probe.layer.parameters() if each.requires_grad)]
+        # Hooks such as torch.nn.utils.weight_norm compute a tensor from parameters. The probe has no hooks, so that this
+        # tensor is a leaf.
+        read = (self.probe.tensor(name) for name in candidate.names)
+        computed = [each.requires_grad_() for each in read if each.is_leaf and each.is_floating_point()]
+        parameters = [each for each in self.probe.layer.parameters() if each.requires_grad]
+        leaves = [*dict.fromkeys([inputs.u, *parameters, *computed])]
         theirs = self.run(inputs)
         direction = self.draw(theirs)
         wanted, got = (

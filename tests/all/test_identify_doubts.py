@@ -202,6 +202,19 @@ def test_a_weight_that_a_hook_of_torch_computes() -> None:
     assert not torch.allclose(layer(u), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_a_detached_weight_that_a_hook_of_torch_computes() -> None:
+    layer = variant(votes=lambda self, u: torch.einsum("ijdk,bik->bijd", self.W.detach(), u))
+    torch.nn.utils.weight_norm(layer, "W")
+    with pytest.raises(NotReproduced, match="its gradient goes neither through all iterations"):
+        capsfast.identify(layer, example())
+
+
+def test_a_frozen_weight() -> None:
+    layer = Plain().requires_grad_(False)
+    assert accelerate(layer, example()).fused == ("",) and not layer.W.requires_grad
+
+
 def test_code_with_a_mask_behind_the_softmax() -> None:
     layer, u, mask = variant(forward=masked_after), example(), torch.rand(B, I)
     found = capsfast.identify(layer, u, torch.ones(B, I))
