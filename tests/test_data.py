@@ -428,7 +428,7 @@ def test_images_that_do_not_belong_together(tmp_path: Path) -> None:
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"must be digits, mnist, .* smallnorb, multi: .* my_module.MyImages; got 'c'"):
         data.load("c")
-    for missing in ("no/folder", "absent.npz"):
+    for missing in ("", "no/folder", "absent.npz"):
         with pytest.raises(ValueError, match=f"data must be digits, .*; got '{missing}'"):
             data.load(missing)
     monkeypatch.chdir(tmp_path)

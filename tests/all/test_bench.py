@@ -17,7 +17,7 @@ from capsfast.bench.cases import CANONICAL, OPS, ROUTING, SWEEPS, Case, sweep
 from capsfast.bench.contenders import COMPILED, CPP, EAGER, OURS, Contender, contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import input_set
-from capsfast.bench.measure import Row, measure, without_paths
+from capsfast.bench.measure import Row, free_bytes, measure, without_paths
 from capsfast.bench.results import RATE
 from capsfast.bench.timing import Timing, interleave
 from capsfast.nn import ROUTINGS
@@ -43,7 +43,9 @@ def test_sweeps_have_distinct_cases_of_their_op_and_unknown_ops_are_refused(op: 
         sweep("quick", "magic")
 
 
-def test_contenders_are_the_available_backends_with_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_are_the_available_backends_with_enough_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fused = [OURS + name for name, status in backends().items() if status.available and name != "reference"]
     assert [each.name for each in contenders()] == [*fused, COMPILED, EAGER]
     wide = dataclasses.replace(CANONICAL, I=18432, direction="forward+backward")
@@ -51,6 +53,12 @@ def test_contenders_are_the_available_backends_with_enough_memory(monkeypatch: p
     assert "the limit is 0.0 GiB" in contender(EAGER).why_not(CANONICAL, CPU, free=2**20)
     elsewhere = Contender("elsewhere", lambda case: torch.neg, lambda case: 0, ("cuda",))
     assert elsewhere.why_not(TINY, CPU) == "runs on cuda only"
+    for name, text in {"memory.max": "5000", "memory.stat": "anon 2000\nfile 900\n"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("capsfast.bench.measure.GROUPS", [("memory.max", tmp_path)])
+    assert free_bytes(CPU) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (free_bytes(CPU) or 2**20) >= 2**20
     absent = {"cpp": SimpleNamespace(available=False, reason="no compiler", devices=("cpu",))}
     monkeypatch.setattr("capsfast.bench.contenders.backends", lambda: absent)
     assert missing(CPU) == {"cpp": "no compiler"} and missing(torch.device("cuda")) == {}
