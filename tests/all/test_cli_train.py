@@ -179,12 +179,6 @@ def test_missing_extra_is_one_line(words: list[str], monkeypatch: pytest.MonkeyP
     assert failed(*words) == f"capsfast: this command needs lightning; {in_the_checkout('train')}"
 
 
-@pytest.mark.slow
-def test_other_commands_do_not_load_lightning() -> None:
-    code = "import sys, capsfast.cli.app; sys.exit(bool({'lightning', 'matplotlib', 'sklearn'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path) -> None:
     trained(tmp_path / "one", *CAPSNET, "--limit-train-batches", "4", "--flip", "--normalize", "set")
     result = run("fit", "--config", tmp_path / "one" / "config.yaml", f"--out={tmp_path / 'two'}", "--overwrite")
