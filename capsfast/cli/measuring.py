@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from .._install import in_the_checkout
@@ -19,7 +20,7 @@ from ..bench.report import describe, page, write
 from ..bench.results import Results, mebibytes, milliseconds, percent, times
 from ..files import check_replaceable
 from ..nn import ROUTINGS
-from .endings import TASK, bar, one_line, say, stop
+from .endings import one_line, say, stop
 
 
 def bench(
@@ -80,16 +81,13 @@ def bench(
         for backend, reason in absent.items():
             say(f"{OURS}{backend} is not measured: {reason}")
         say(describe(surroundings))
-        with bar(len(cases)) as shown:
-            for case in cases:
-                shown.update(TASK, description=case.name)
-                with_memory = memory and (name != "quick" or case == cases[-1])
-                fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
-                if json is not None:
-                    record.save(json, surroundings, [*rows, *fresh])
-                rows += fresh
-                shown.advance(TASK)
-                shown.console.print(case_table(fresh, surroundings.get("limits") or {}))
+        for case in cases:
+            with_memory = memory and (name != "quick" or case == cases[-1])
+            fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
+            if json is not None:
+                record.save(json, surroundings, [*rows, *fresh])
+            rows += fresh
+            Console().print(case_table(fresh, surroundings.get("limits") or {}))
         for row in rows:
             if row.reason:
                 say(f"{row.contender}, {row.case.name}, {row.status}: {row.reason}")

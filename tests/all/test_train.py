@@ -182,9 +182,8 @@ def test_evaluate_counts(folder: Path) -> None:
     test = images.sets.test
     batch = test.batch(torch.arange(20))
     predicted = learner.model(batch.images).lengths.argmax(1)
-    seen: list[int] = []
-    found = train.evaluate(learner, test, batch_size=6, on_step=seen.append)
-    assert found.images == 20 and seen == [6, 6, 6, 2]
+    found = train.evaluate(learner, test, batch_size=6)
+    assert found.images == 20
     assert found.right == int((predicted == batch.labels).sum())
     assert found.confusion is not None and found.confusion.sum() == 20
     for label, guess in zip(batch.labels, predicted, strict=True):

@@ -212,21 +212,6 @@ def test_normalized_images_one_by_one() -> None:
     assert torch.equal(dark(x)[:, 1], x[:, 1])
 
 
-@pytest.mark.parametrize("kind", ["", "multi:"])
-def test_absent_error_is_that_of_the_longest_absent_capsule(folder: Path, kind: str) -> None:
-    batch = batch_of(folder, kind=kind)
-    learner = learner_for(ImageData(f"{kind}{folder}"))
-    with torch.no_grad():
-        output = learner.output(batch.images, batch.labels.view(7, -1)[:, 0])
-    wanted = []
-    for n, labels in enumerate(batch.labels.view(7, -1).tolist()):
-        longest = max(set(range(4)) - set(labels), key=lambda j: float(output.lengths[n, j]))
-        image = learner.model.reconstruct(output.capsules[n : n + 1], torch.tensor([longest]))[0]
-        targets = batch.images[n : n + 1] if batch.parts is None else batch.parts[n]
-        wanted.append(sum((image - each).square().sum() for each in targets))
-    torch.testing.assert_close(learner.absent_error(batch, output), torch.stack(wanted).mean())
-
-
 def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
     images = ImageData(str(folder), batch_size=8)
     options = {"channels": [4, 4], "hidden": [16], "dropout": 0.1}
