@@ -30,7 +30,7 @@ from ..train.checkpoint import check_fits, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
-from .words import HELP, LINKED, in_a_line, spelled_out
+from .words import HELP, LINKED, by_short_names, in_a_line, spelled_out
 
 # Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
@@ -298,8 +298,7 @@ def run(command: str, words: Sequence[str]) -> None:
     if command == "train" and asks:
         say(HELP)
         return
-    typed = [] if asks else spelled_out(command, words)
-    words = words if asks else [str(word) for word in typed]
+    words = words if asks else spelled_out(command, words)
     search_here()
     try:
         with quiet():
@@ -313,7 +312,4 @@ def run(command: str, words: Sequence[str]) -> None:
                 raise
             text = f"capsfast {command}: {' '.join(text.split())}"
             text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
-        for word in typed:
-            text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
-        text = text.replace("capsfast fit: ", f"capsfast {command}: ")
-        raise ValueError(text) from None
+        raise ValueError(by_short_names(text).replace("capsfast fit: ", f"capsfast {command}: ")) from None

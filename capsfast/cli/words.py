@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -74,18 +74,7 @@ def _may_stand_alone(name: str) -> bool:
     return known or name == "overwrite"
 
 
-class Word(NamedTuple):
-    """An option: its name on Lightning's command line, its value, and the option as typed."""
-
-    name: str
-    value: str
-    typed: str
-
-    def __str__(self) -> str:
-        return f"--{self.name}={self.value}" if self.value or self.name != "print_config" else f"--{self.name}"
-
-
-def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
+def spelled_out(command: str, words: Sequence[str]) -> list[str]:
     """Every option by its full name, with its value.
 
     Raises:
@@ -102,7 +91,8 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
             if waiting and not waiting[0].startswith("--"):
                 value = waiting.pop(0)
             elif name == "print_config":  # stands alone
-                value = ""
+                found.append(word)
+                continue
             else:
                 name, value = (name.removeprefix("no-"), "false") if name.startswith("no-") else (name, "true")
                 if not _may_stand_alone(full_name(name)):
@@ -112,8 +102,15 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
             if not (name and mark):
                 raise ValueError(f"capsfast {command}: --option must be NAME=VALUE, got {name!r}")
             name = f"model.options.{name}"
-        found.append(Word(full_name(name), value, typed))
+        found.append(f"--{full_name(name)}={value}")
     return found
+
+
+def by_short_names(text: str) -> str:
+    """A message with the short names of its options."""
+    for name, full in SHORT.items():
+        text = text.replace(f"--{full}", f"--{name.replace('_', '-')}")
+    return re.sub(r"--(?:model\.options|model|data|trainer)\.(\w+)", lambda it: f"--{it[1].replace('_', '-')}", text)
 
 
 def in_a_line(error: Exception) -> str:
