@@ -151,10 +151,9 @@ def test_nothing_is_downloaded_without_being_asked(homeless: Path, monkeypatch: 
     assert not asked and not (homeless / "cache").exists()
     monkeypatch.setattr(MNIST, "_check_exists", lambda self: bool(asked))
     images = ImageData("multi:mnist", download=True)
-    images.setup()
     assert len(images.sets.train) == 60 and set(asked) == {str(homeless / "cache" / "capsfast" / "mnist")}
     count = len(asked)
-    ImageData("mnist", download=True).setup()
+    assert ImageData("mnist", download=True).sets
     # A checkpoint does not store the permission to download.
     assert len(asked) == count and images.hparams["download"] is False
 
@@ -361,7 +360,6 @@ def test_data_sets_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_data_sets_from_python(tmp_path: Path) -> None:
     whole = TensorDataset(torch.rand(30, 1, 6, 6), torch.arange(30) % 3)
     images = ImageData(train=whole, test=Subset(whole, [3, 5, 7]), batch_size=4)
-    images.setup()
     assert images.sets[2:] == (1, 6, 3) and images.sets.test.labels.tolist() == [0, 2, 1]
     for loader in (images.val_dataloader(), images.test_dataloader(), images.predict_dataloader()):
         (batch,) = loader

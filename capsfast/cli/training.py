@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -23,7 +23,6 @@ from lightning.pytorch.loggers import CSVLogger
 from .. import plot
 from .._imported import search_here
 from ..bench import record
-from ..data import Sets
 from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import check_fits, read_checkpoint
@@ -141,7 +140,7 @@ class Command(LightningCLI):
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
-            parser.link_arguments("data", f"model.{name}", _of_images(read), apply_on="instantiate")
+            parser.link_arguments("data", f"model.{name}", read, apply_on="instantiate")
         for action in parser._actions:
             if action.dest in COUNTS:
                 # 1 is one batch, 1.0 all batches, and jsonargparse takes the first type that fits. typing caches
@@ -251,14 +250,6 @@ class Command(LightningCLI):
         if end.checkpoint.parent != self.out:
             words += ["--out", str(self.out)]
         return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
-
-
-def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
-    def opened(images: ImageData) -> Any:
-        images.setup("fit")
-        return read(images.sets)
-
-    return opened
 
 
 def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, resumed: bool) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from ..data import Sets
 from ..train import ImageData, Learner
 
 # Options with names of our own; other short names are the last parts of LightningCLI's names.
@@ -22,11 +21,11 @@ SHORT = {
 }
 OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "print_config", "ckpt_path", "help")
 # Options of a model whose values come from the data set.
-LINKED: dict[str, Callable[[Sets], Any]] = {
-    "in_channels": lambda sets: sets.channels,
-    "image_size": lambda sets: sets.image_size,
-    "num_classes": lambda sets: sets.num_classes,
-    "class_names": lambda sets: sets.train.source.classes,
+LINKED: dict[str, Callable[[ImageData], Any]] = {
+    "in_channels": lambda images: images.sets.channels,
+    "image_size": lambda images: images.sets.image_size,
+    "num_classes": lambda images: images.sets.num_classes,
+    "class_names": lambda images: images.sets.train.source.classes,
 }
 HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
 config.yaml, record.json, curve.png and logs/ into its folder.

@@ -33,7 +33,6 @@ EVERYTHING: dict[str, Any] = {
 
 def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
     images = ImageData(f"{kind}{folder}")
-    images.setup()
     return images.sets.train.batch(torch.arange(count))
 
 
@@ -165,7 +164,6 @@ def test_recorded_needs_a_routing_layer() -> None:
 
 def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     images = ImageData(str(folder))
-    images.setup()
     mean, deviation = channel_statistics(images.sets.train)
     learner = learner_for(images, normalize="set")
     assert learner.normalize is not None
