@@ -70,9 +70,9 @@ wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where
 	-$(PY) -m pip install --quiet torch-abi-audit
 	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
 
-bench: ready-examples $(EXTENSION) ## all benchmarks: the record of this machine, docs/benchmarks.md
-	$(PY) -m capsfast bench --sweep all --op both --record $(ARGS)
-	$(PY) -m capsfast report --out docs
+bench: ready-examples $(EXTENSION) ## all benchmarks: build/bench/record.json and a page with pictures beside it
+	$(PY) -m capsfast bench --sweep all --op both --json build/bench/record.json $(ARGS)
+	$(PY) -m capsfast report build/bench/record.json --out build/bench
 
 gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, smoke calls, times, tests (8 minutes)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)

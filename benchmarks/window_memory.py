@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import keep, options
-from capsfast.bench.memory import _reset_peak, _resident, in_a_process
+from capsfast.bench.memory import growth, in_a_process
 from capsfast.models import SegCaps
 from capsfast.nn import ConvCaps2d, SlimConvCaps2d, SlimConvCaps3d, _blocks
 
@@ -58,13 +58,11 @@ def called(
         call(torch.randn(*shape, *(5 for _ in size), requires_grad=True))  # warms up
     layer.zero_grad()
     image = torch.randn(*shape, *size, requires_grad=True)
-    _reset_peak()
-    before = _resident()["VmRSS"]
-    outputs = call(image)
-    gradients = sum(leaf.nbytes for leaf in (image, *layer.parameters()))
-    growth = _resident()["VmHWM"] - before - outputs - gradients
+    outputs: list[int] = []
+    grown = growth(lambda: outputs.append(call(image)))
+    grown -= outputs[0] + sum(leaf.nbytes for leaf in (image, *layer.parameters()))  # leaves have gradients as large
     seconds = timeit.repeat(lambda: call(image), number=1, repeat=times) or [0.0]
-    return image.nbytes, growth, statistics.median(seconds)
+    return image.nbytes, grown, statistics.median(seconds)
 
 
 def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
@@ -74,12 +72,12 @@ def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold else {}
         times = 0 if threshold else 1 if row[0] == "SegCaps" else 3
         try:
-            image, growth, seconds = in_a_process(called, *row, times, unfolded)
+            image, grown, seconds = in_a_process(called, *row, times, unfolded)
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}"}
         finally:
             os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
-        found |= {"poses_mib": round(image / MIB, 1), name: round(growth / MIB), "seconds": round(seconds, 3)}
+        found |= {"poses_mib": round(image / MIB, 1), name: round(grown / MIB), "seconds": round(seconds, 3)}
     return found
 
 

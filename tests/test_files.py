@@ -1,8 +1,6 @@
 """capsfast.files: a file exists whole or not at all."""
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,25 +59,6 @@ def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert found_full.value.filename == str(tmp_path / "a")
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_the_old_file_and_the_next_one_writes(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    write_text(path, "old")
-    code = f"""
-import os, signal
-from pathlib import Path
-from capsfast.files import replacing
-with replacing(Path({str(path)!r})) as draft:
-    draft.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    assert path.read_text() == "old"
-    write_text(path, "new")
-    assert path.read_text() == "new"
-    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
 def test_a_file_is_tried_and_stays_as_it_is(tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def test_nothing_heavy_is_imported() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("module", "own"), [("models", ()), ("data", ()), ("cli.app", ("typer", "rich"))])
+def test_what_is_heavy_is_imported_when_it_is_used(module: str, own: tuple[str, ...]) -> None:
+    pytest.importorskip("typer")
+    modules = python(f"import capsfast.{module}, sys; print(*sys.modules)").split()
+    assert not {*HEAVY, "torchvision"}.difference(own).intersection(modules)
+
+
+@pytest.mark.slow
 def test_it_costs_a_tenth_of_torch() -> None:
     """Compares CPU times of one process, so a busy or slow machine changes both; the smaller of two runs counts.
 

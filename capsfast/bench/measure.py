@@ -3,7 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from .contenders import Contender
 from .gate import Gate
 from .inputs import Step, input_sets, step
 from .timing import graph_seconds, host_seconds, interleave
+
+# The memory of a container's control group: version 2, then version 1.
+GROUPS = (("memory.max", Path("/sys/fs/cgroup")), ("memory.limit_in_bytes", Path("/sys/fs/cgroup/memory")))
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,19 @@ def first_line(error: BaseException) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device in bytes, None if the system does not say."""
+    """Free memory of the device in bytes, within the limit of a container; None if the system does not say."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory in torch's cache would count as used
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            found = re.search(r"MemAvailable:\s+(\d+) kB", lines.read())
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+    free = []
+    with suppress(OSError):
+        free += [1024 * int(kib) for kib in re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())]
+    for limit, group in GROUPS:
+        # No such file, or no limit: "max". The pages of files do not count, because the system can drop them.
+        with suppress(OSError, ValueError):
+            used = re.findall(r"^(?:anon|total_rss) (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            free.append(int((group / limit).read_text()) - sum(map(int, used)))
+    return min(free, default=None)
 
 
 def multiply_adds(samples: int = 9) -> dict[str, float]:

@@ -26,17 +26,22 @@ from .inputs import input_set, step
 T = TypeVar("T")
 
 
-def _resident() -> dict[str, int]:
-    """VmRSS and VmHWM of this process in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"(VmHWM|VmRSS):\s+(\d+) kB", status)}
+def growth(call: Callable[[], object]) -> int:
+    """Bytes by which the resident set of this process grows in the call, at its peak, results included."""
 
+    def resident(name: str) -> int:
+        (kib,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(kib)
 
-def _reset_peak() -> None:
     gc.collect()
     # Otherwise the call would reuse pages that the C library holds after a free, without growth.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    result = call()
+    grown = resident("VmHWM") - before
+    del result
+    return grown
 
 
 def _measure_here(case: Case, name: str, threads: int) -> int:
@@ -54,12 +59,7 @@ def _measure_here(case: Case, name: str, threads: int) -> int:
         # Load the code by a small call, so that buffers that a contender keeps between calls still count.
         small = dataclasses.replace(case, B=min(case.B, 2), I=min(case.I, 32))
         step(chosen.make(small), small, [input_set(small, cpu)])()
-    _reset_peak()
-    before = _resident()["VmRSS"]
-    result = call()
-    growth = _resident()["VmHWM"] - before
-    del result
-    return max(0, growth - case.gradient_bytes)
+    return max(0, growth(call) - case.gradient_bytes)
 
 
 def _cuda_growth(case: Case, chosen: Contender, device: torch.device) -> int:

@@ -23,11 +23,10 @@ TITLES = {ROUTING: "Routings"}  # of tables; an op without a title has its name
 def describe(surroundings: dict[str, Any]) -> str:
     """Machine, versions, commit and measured limits, in a few sentences."""
     machine, versions, commit = surroundings["machine"], surroundings["versions"], surroundings["commit"]
-    generation = f" ({machine['microarchitecture']})" if machine.get("microarchitecture") else ""
-    text = (
-        f"{machine['cpu']}{generation}, {machine['cores']} cores, torch threads: {machine['threads']}, "
-        f"{machine['memory_gib']} GiB"
-    )
+    # Older records have a name for the generation of the CPU.
+    generation = machine.get("microarchitecture") or machine.get("family_model_stepping")
+    text = machine["cpu"] + (f" ({generation})" if generation else "")
+    text += f", {machine['cores']} cores, torch threads: {machine['threads']}, {machine['memory_gib']} GiB"
     if "gpu" in machine:
         text += f"; {machine['gpu']}, {machine['gpu_memory_gib']} GiB"
     text += f". capsfast {versions['capsfast']}, torch {versions['torch']}, Python {versions['python']}"
@@ -101,7 +100,7 @@ def _section(path: Path, images: Path | None) -> str:
 
 INTRODUCTION = f"""# Measurements
 
-`python -m capsfast report --out docs` writes this page from the records in `benchmarks/results/`; do not edit it.
+`python -m capsfast report benchmarks/results/*.json --out docs` writes this page from these records; do not edit it.
 `capsfast report FILE` shows other records, such as the records of an older capsfast in `benchmarks/results/older/`.
 
 * Except where a row names other sizes, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}

@@ -1,4 +1,4 @@
-"""What commands say: a progress bar, and one line on the error stream if they fail."""
+"""What commands say, and one line on the error stream if they fail."""
 
 import importlib.util
 import os
@@ -7,14 +7,11 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from .._install import in_the_checkout
 
 INTERRUPTED = 130  # the exit status that a shell reports after Ctrl-C
 NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
-TASK = TaskID(0)  # the only task of a bar
 
 
 def say(text: str, error: bool = False) -> None:
@@ -25,19 +22,6 @@ def stop(message: str, code: int = 1) -> typer.Exit:
     """Prints on the error stream why a command ends, and returns the exception to raise."""
     say(message, error=True)
     return typer.Exit(code)
-
-
-def bar(total: int, error: bool = False) -> Progress:
-    """A bar of TASK that vanishes at the end; nothing where there is no terminal. error: on the error stream."""
-    console = Console(stderr=error)
-    # Without a limit, a long text would displace the bar.
-    rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
-    what = TextColumn("{task.description}", markup=False, table_column=rest)
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)
-    off = not console.is_terminal or console.is_dumb_terminal
-    found = Progress(*columns, console=console, transient=True, disable=off)
-    found.add_task("", total=total)
-    return found
 
 
 @contextmanager

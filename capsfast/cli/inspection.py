@@ -11,7 +11,7 @@ import torch
 import typer
 
 from ..files import check_replaceable, check_writable, write_text
-from .endings import TASK, bar, plain_errors, say, stop
+from .endings import plain_errors, say, stop
 
 if TYPE_CHECKING:
     from ..data import Sets
@@ -101,16 +101,11 @@ def evaluate(
         start = generator(0, "attack")
         name = f"PGD, eps {eps:g}, {pgd_steps} steps"
         attacks[name] = partial(train.pgd, eps=eps, steps=pgd_steps, generator=start)
-    limit = min(attacked or len(sets.test), len(sets.test))
     found: dict[str, train.Evaluation] = {}
-    with bar(len(sets.test) + limit * len(attacks), error=True) as shown:
-        for name, attack in {"test images": None, **attacks}.items():
-            shown.update(TASK, description=name)
-            count = None if attack is None else limit
-            more = partial(shown.advance, TASK)
-            found[name] = train.evaluate(learner, sets.test, attack=attack, limit=count, on_step=more)
-    for name, each in found.items():
+    for name, attack in {"test images": None, **attacks}.items():
+        each = train.evaluate(learner, sets.test, attack=attack, limit=None if attack is None else attacked)
         say(f"{name}: {each.accuracy:.2%} of {each.images} right")
+        found[name] = each
     plain = found["test images"]
     if plain.confusion is not None:
         title = f"{plain.accuracy:.2%} of {plain.images}"

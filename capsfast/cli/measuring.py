@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from .._install import in_the_checkout
@@ -19,7 +20,7 @@ from ..bench.report import describe, page, write
 from ..bench.results import Results, mebibytes, milliseconds, percent, times
 from ..files import check_replaceable
 from ..nn import ROUTINGS
-from .endings import TASK, bar, one_line, say, stop
+from .endings import one_line, say, stop
 
 
 def bench(
@@ -39,18 +40,11 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0, help="Least seconds of timing per case.")] = 1.0,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; in quick of the last case.")] = True,
     baselines: Annotated[bool, typer.Option(help="Measure einsum, compiled and eager, too.")] = True,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--record",
-            help="Write benchmarks/results/<machine>.json, or with the suffix -route-votes, -long, -routings.",
-        ),
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the record to this file, for report.")] = None,
 ) -> None:
     """Compare the speed of the backends with einsum, compiled and eager.
 
-    --record and --json write all results so far after every case, and replace an existing record.
+    --json writes all results so far after every case, and replaces an existing record.
     """
     name = name or ("routings" if op in ("routings", *ROUTINGS) else "quick")
     try:
@@ -61,58 +55,50 @@ def bench(
         raise typer.BadParameter(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device: torch sees no CUDA device")
-    if keep and json is not None:
-        raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
     if threads is not None:
         torch.set_num_threads(threads)
     where = torch.device(device)
     surroundings = record.environment(where)
-    path = _results() / f"{record.name(surroundings['machine'], op, name)}.json" if keep else json
     absent = missing(where)
     able = [each for each in contenders() if each.serves(where) and (baselines or each.ours)]
-    if (keep or not baselines) and not any(each.ours for each in able):
-        what = "--record" if keep else "--no-baselines"
-        raise stop(f"capsfast bench: {what} needs a fused backend for {device}: {'; '.join(absent.values())}", 2)
+    if not baselines and not any(each.ours for each in able):
+        why_not = "; ".join(absent.values())
+        raise stop(f"capsfast bench: --no-baselines needs a fused backend for {device}: {why_not}", 2)
 
     rows: list[Row] = []
 
     def kept() -> str:
-        if path is None:
-            return "nothing is kept; --record or --json PATH writes a record"
+        if json is None:
+            return "nothing is kept; --json PATH writes a record"
         done = len({row.case for row in rows})
-        return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is unchanged"
+        return f"{json} holds {done} of {len(cases)} cases" if done else f"no case was finished, {json} is unchanged"
 
     with one_line("bench", kept):
-        if path is not None:
-            check_replaceable(path)
+        if json is not None:
+            check_replaceable(json)
         if device == "cpu":
             surroundings["limits"] = multiply_adds()
         for backend, reason in absent.items():
             say(f"{OURS}{backend} is not measured: {reason}")
         say(describe(surroundings))
-        with bar(len(cases)) as shown:
-            for case in cases:
-                shown.update(TASK, description=case.name)
-                with_memory = memory and (name != "quick" or case == cases[-1])
-                fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
-                if path is not None:
-                    record.save(path, surroundings, [*rows, *fresh])
-                rows += fresh
-                shown.advance(TASK)
-                shown.console.print(case_table(fresh, surroundings.get("limits") or {}))
+        for case in cases:
+            with_memory = memory and (name != "quick" or case == cases[-1])
+            fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
+            if json is not None:
+                record.save(json, surroundings, [*rows, *fresh])
+            rows += fresh
+            Console().print(case_table(fresh, surroundings.get("limits") or {}))
         for row in rows:
             if row.reason:
                 say(f"{row.contender}, {row.case.name}, {row.status}: {row.reason}")
-        if path is not None:
-            say(f"wrote {path}; python -m capsfast report makes a page of records")
+        if json is not None:
+            say(f"wrote {json}; python -m capsfast report makes a page of records")
     if any(row.status in ("wrong", "failed") for row in rows):
         raise typer.Exit(1)
 
 
 def report(
-    records: Annotated[
-        list[Path] | None, typer.Argument(help="Files of records; default: all of this checkout.", show_default=False)
-    ] = None,
+    records: Annotated[list[Path], typer.Argument(help="Files that bench --json wrote.", show_default=False)],
     out: Annotated[
         Path | None, typer.Option(help="Write benchmarks.md and images/ into this folder; default standard output.")
     ] = None,
@@ -121,27 +107,13 @@ def report(
     if out is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(f"--out needs matplotlib; {in_the_checkout('cli')}")
     with one_line("report"):
-        chosen = records or sorted(_results().glob("*.json"))
-        if not chosen:
-            raise stop("capsfast report: no record in benchmarks/results; python -m capsfast bench --record makes one")
         try:
             if out is None:
-                typer.echo(page(chosen), nl=False)
+                typer.echo(page(records), nl=False)
             else:
-                typer.echo(f"wrote {write(chosen, out)}")
+                typer.echo(f"wrote {write(records, out)}")
         except ValueError as error:
             raise stop(f"capsfast report: {error}") from None
-
-
-def _results() -> Path:
-    """The folder of the records."""
-    root = record.checkout()
-    if root is None:
-        raise typer.BadParameter(
-            "records lie in a checkout, and this capsfast is an installed copy: "
-            "bench --json PATH writes a record anywhere, report PATH reads it"
-        )
-    return root / "benchmarks" / "results"
 
 
 def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -23,14 +23,13 @@ from lightning.pytorch.loggers import CSVLogger
 from .. import plot
 from .._imported import search_here
 from ..bench import record
-from ..data import Sets
 from ..files import check_writable, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import check_fits, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
-from .words import HELP, LINKED, in_a_line, spelled_out
+from .words import HELP, LINKED, by_short_names, in_a_line, spelled_out
 
 # Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
@@ -141,7 +140,7 @@ class Command(LightningCLI):
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
-            parser.link_arguments("data", f"model.{name}", _of_images(read), apply_on="instantiate")
+            parser.link_arguments("data", f"model.{name}", read, apply_on="instantiate")
         for action in parser._actions:
             if action.dest in COUNTS:
                 # 1 is one batch, 1.0 all batches, and jsonargparse takes the first type that fits. typing caches
@@ -253,14 +252,6 @@ class Command(LightningCLI):
         return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
 
 
-def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
-    def opened(images: ImageData) -> Any:
-        images.setup("fit")
-        return read(images.sets)
-
-    return opened
-
-
 def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, resumed: bool) -> None:
     logs = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
     metrics = plot.read_metrics(logs[0], resumed) if logs else {}
@@ -298,8 +289,7 @@ def run(command: str, words: Sequence[str]) -> None:
     if command == "train" and asks:
         say(HELP)
         return
-    typed = [] if asks else spelled_out(command, words)
-    words = words if asks else [str(word) for word in typed]
+    words = words if asks else spelled_out(command, words)
     search_here()
     try:
         with quiet():
@@ -313,7 +303,4 @@ def run(command: str, words: Sequence[str]) -> None:
                 raise
             text = f"capsfast {command}: {' '.join(text.split())}"
             text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
-        for word in typed:
-            text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
-        text = text.replace("capsfast fit: ", f"capsfast {command}: ")
-        raise ValueError(text) from None
+        raise ValueError(by_short_names(text).replace("capsfast fit: ", f"capsfast {command}: ")) from None

@@ -3,11 +3,10 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Trainer
 
-from ..data import Sets
 from ..train import ImageData, Learner
 
 # Options with names of our own; other short names are the last parts of LightningCLI's names.
@@ -22,11 +21,11 @@ SHORT = {
 }
 OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "print_config", "ckpt_path", "help")
 # Options of a model whose values come from the data set.
-LINKED: dict[str, Callable[[Sets], Any]] = {
-    "in_channels": lambda sets: sets.channels,
-    "image_size": lambda sets: sets.image_size,
-    "num_classes": lambda sets: sets.num_classes,
-    "class_names": lambda sets: sets.train.source.classes,
+LINKED: dict[str, Callable[[ImageData], Any]] = {
+    "in_channels": lambda images: images.sets.channels,
+    "image_size": lambda images: images.sets.image_size,
+    "num_classes": lambda images: images.sets.num_classes,
+    "class_names": lambda images: images.sets.train.source.classes,
 }
 HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
 config.yaml, record.json, curve.png and logs/ into its folder.
@@ -74,18 +73,7 @@ def _may_stand_alone(name: str) -> bool:
     return known or name == "overwrite"
 
 
-class Word(NamedTuple):
-    """An option: its name on Lightning's command line, its value, and the option as typed."""
-
-    name: str
-    value: str
-    typed: str
-
-    def __str__(self) -> str:
-        return f"--{self.name}={self.value}" if self.value or self.name != "print_config" else f"--{self.name}"
-
-
-def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
+def spelled_out(command: str, words: Sequence[str]) -> list[str]:
     """Every option by its full name, with its value.
 
     Raises:
@@ -102,7 +90,8 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
             if waiting and not waiting[0].startswith("--"):
                 value = waiting.pop(0)
             elif name == "print_config":  # stands alone
-                value = ""
+                found.append(word)
+                continue
             else:
                 name, value = (name.removeprefix("no-"), "false") if name.startswith("no-") else (name, "true")
                 if not _may_stand_alone(full_name(name)):
@@ -112,8 +101,15 @@ def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
             if not (name and mark):
                 raise ValueError(f"capsfast {command}: --option must be NAME=VALUE, got {name!r}")
             name = f"model.options.{name}"
-        found.append(Word(full_name(name), value, typed))
+        found.append(f"--{full_name(name)}={value}")
     return found
+
+
+def by_short_names(text: str) -> str:
+    """A message with the short names of its options."""
+    for name, full in SHORT.items():
+        text = text.replace(f"--{full}", f"--{name.replace('_', '-')}")
+    return re.sub(r"--(?:model\.options|model|data|trainer)\.(\w+)", lambda it: f"--{it[1].replace('_', '-')}", text)
 
 
 def in_a_line(error: Exception) -> str:

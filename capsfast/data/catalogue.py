@@ -198,7 +198,8 @@ def load(
         return _digits(image_size)
     if data in NAMED:
         return _read(data, _files(data, data_dir, download), image_size)
-    if path.is_dir():
+    # An empty name would be the working directory.
+    if data and path.is_dir():
         is_idx = any(_path(path, file) for file in IDX)
         return _read(data, find(data, [path]), image_size) if is_idx else read_pictures(path, image_size)
     if path.is_file():

@@ -132,7 +132,6 @@ def check_fits(op: str, model: Mapping[str, Any], images: ImageData) -> None:
     Raises:
         ValueError: images of other sizes, or of other classes; and the errors of :func:`capsfast.data.open_sets`.
     """
-    images.setup()
     names = ("in_channels", "image_size", "num_classes")
     wanted, got = {name: model[name] for name in names}, dict(zip(names, images.sets[2:], strict=True))
     classes, known = images.sets.train.source.classes, model["class_names"]

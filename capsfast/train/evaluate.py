@@ -49,7 +49,6 @@ def evaluate(
     attack: Attack | None = None,
     limit: int | None = None,
     batch_size: int = 256,
-    on_step: Callable[[int], None] = lambda images: None,
 ) -> Evaluation:
     """Accuracy of a network.
 
@@ -60,7 +59,6 @@ def evaluate(
             ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is the loss of the classes.
         limit: use only the first ``limit`` images.
         batch_size: images in a batch.
-        on_step: called after each batch with its number of images.
 
     Raises:
         ValueError: the network has no classes.
@@ -79,7 +77,6 @@ def evaluate(
         seen += len(labels)
         if parts is None:
             confusion.update(lengths.argmax(1).cpu(), labels.cpu())
-        on_step(len(labels))
     return Evaluation(seen, right, confusion.compute() if parts is None else None)
 
 

@@ -1,5 +1,6 @@
 """The data sets as a Lightning data module."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,9 @@ class ImageData(pl.LightningDataModule):
         test: From Python, with train: a data set for tests.
 
     Raises:
-        ValueError: no data, data together with train and test, or a negative number of workers. ``setup`` raises the
+        ValueError: no data, data together with train and test, or a negative number of workers. ``sets`` raises the
             errors of :func:`capsfast.data.open_sets`.
     """
-
-    sets: Sets
 
     def __init__(
         self,
@@ -90,12 +89,11 @@ class ImageData(pl.LightningDataModule):
         self.hparams["data_dir"] = None if data_dir is None else str(Path(data_dir).expanduser().absolute())
         self.hparams["download"] = False
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads the files, once."""
-        if hasattr(self, "sets"):
-            return
+    @cached_property
+    def sets(self) -> Sets:
+        """The data sets for training and for tests; the first access reads the files."""
         options = {name: value for name, value in self.options.items() if name not in OF_LOADERS}
-        self.sets = open_sets(**options | ({"data": self._given} if options["data"] is None else {}))
+        return open_sets(**options | ({"data": self._given} if options["data"] is None else {}))
 
     def _loader(self, dataset: DrawnSet, shuffle: bool) -> ResumableLoader:
         rank, world_size = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)

@@ -19,12 +19,12 @@ from ..nn.routing.base import Capsules
 from .images import ImageData
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
-from .objective import ClassLoss, multi_hot
+from .objective import ClassLoss
 
 SCHEDULES = ("exponential", "cosine")
 DECAY_STEPS = 2000
 # Metrics in the log that progress does not show.
-DETAILS = ("margin_present", "margin_absent", "reconstruction_absent", "length")
+DETAILS = ("margin_present", "margin_absent", "length")
 
 
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
@@ -223,17 +223,6 @@ class Learner(_OfItsModel):
         wanted = batch.images if batch.parts is None else batch.parts[:, n]
         return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
 
-    def absent_error(self, batch: Batch, output: Any) -> Tensor:
-        """The reconstruction error from the longest capsule of an absent class, mean over the batch.
-
-        The same images as for ``reconstruction``; a capsule of an absent class should reconstruct them worse.
-        """
-        there = multi_hot(batch.labels, output.lengths.shape[1]).bool()
-        longest = output.lengths.masked_fill(there, -torch.inf).argmax(1)
-        image = self.model.reconstruct(output.capsules, longest)
-        objects = 1 if batch.parts is None else batch.parts.shape[1]
-        return torch.stack([self._error(image, batch, n) for n in range(objects)]).sum()
-
     def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
         """The loss of the classes as a function of images, summed over images: the loss that an attack raises.
 
@@ -295,8 +284,6 @@ class Learner(_OfItsModel):
         results: dict[str, Tensor | Metric] = {name: value for name, value in found.items() if name != "loss"}
         if self.has_classes:
             J, objects = output.lengths.shape[1], 1 if batch.parts is None else batch.parts.shape[1]
-            if self.has_decoder and objects < J:
-                results["reconstruction_absent"] = self.absent_error(batch, output)
             self.chance = 1 / J if objects == 1 else 2 / (J * (J - 1))
             self.accuracy.update(right_predictions(output.lengths, batch.labels))
             # The length of the capsules of present classes: near 0 the squash has no gradient.

@@ -49,13 +49,12 @@ class Measured:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
-    """Two small cases in every sweep, two contenders, a checkout in tmp_path, rows at once."""
+def quick(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """Two small cases in every sweep, two contenders, rows at once."""
     measured = Measured()
     monkeypatch.setattr(measuring, "sweep", lambda name, op: SMALL)
     monkeypatch.setattr(measuring, "contenders", lambda: [OURS, contenders.contender(EAGER)])
     monkeypatch.setattr(measuring, "multiply_adds", lambda: {RATE: 4e11})
-    monkeypatch.setattr(record, "checkout", lambda: tmp_path)
     monkeypatch.setattr(measuring, "measure", measured)
     return measured
 
@@ -79,12 +78,7 @@ def test_bench_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        *(["--sweep", "none"], ["--op", "none"], ["--device", "tpu"], ["--device", "cuda:1"]),
-        ["--record", "--json", "x.json"],
-    ],
-    ids=str,
+    "wrong", [["--sweep", "none"], ["--op", "none"], ["--device", "tpu"], ["--device", "cuda:1"]], ids=str
 )
 def test_wrong_options_are_refused(wrong: list[str], quick: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "sweep", sweep)
@@ -92,38 +86,27 @@ def test_wrong_options_are_refused(wrong: list[str], quick: Measured, monkeypatc
     assert result.exit_code == 2 and wrong[0].strip("-") in result.output and quick.calls == []
 
 
-def test_what_is_measured_and_where_the_record_lies(
-    monkeypatch: pytest.MonkeyPatch, quick: Measured, tmp_path: Path
-) -> None:
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:
     monkeypatch.setattr(measuring, "sweep", sweep)
     assert ran("bench", "--sweep", "smoke", "--op", "both", "--seconds", "0.5").exit_code == 0
     assert all((how["seconds"], how["with_memory"]) == (0.5, True) for _, how in quick.calls)
     assert quick.taken() == [*sweep("smoke"), *sweep("smoke", "route_votes")]
-    assert ran("bench", "--op", "dynamic", "--record").exit_code == 0
+    assert ran("bench", "--op", "dynamic").exit_code == 0
     assert quick.taken() == sweep("routings", "dynamic")
-    assert ran("bench", "--op", "routings", "--sweep", "smoke", "--record").exit_code == 0
+    assert ran("bench", "--op", "routings", "--sweep", "smoke").exit_code == 0
     assert list(dict.fromkeys(case.routing for case in quick.taken())) == list(ROUTINGS)
-    result = ran("bench", "--sweep", "roofline", "--no-baselines", "--record")
+    result = ran("bench", "--sweep", "roofline", "--no-baselines")
     shown = [line.split()[:3] for line in result.output.splitlines()]
     assert shown.count(["capsfast", "cpp", "1.00"]) == 14 and EAGER not in result.output
-    folder = tmp_path / "benchmarks" / "results"
-    stems = sorted(path.stem.partition("threads")[2] for path in folder.iterdir())
-    assert stems == ["", "-routing-dynamic", "-routings"]
-    monkeypatch.setattr(record, "checkout", lambda: None)
-    for words in (["bench", "--record"], ["report"]):
-        result = ran(*words)
-        assert result.exit_code == 2 and "records lie in a checkout" in result.output
 
 
-def test_missing_fused_backends_are_named(monkeypatch: pytest.MonkeyPatch, quick: Measured, tmp_path: Path) -> None:
+def test_missing_fused_backends_are_named(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:
     monkeypatch.setattr(measuring, "missing", lambda device: {"cpp": "there is no [extension]"})
     monkeypatch.setattr(measuring, "contenders", lambda: [contenders.contender(EAGER)])
     result = ran("bench")
     assert result.exit_code == 0 and "capsfast cpp is not measured: there is no [extension]" in result.output
-    # A record without capsfast would replace a record with it.
-    result = ran("bench", "--record")
-    assert result.exit_code == 2 and "--record needs a fused backend for cpu: there is no [ext" in result.output
-    assert ran("bench", "--no-baselines").exit_code == 2 and list(tmp_path.iterdir()) == []
+    result = ran("bench", "--no-baselines")
+    assert result.exit_code == 2 and "--no-baselines needs a fused backend for cpu: there is no [ext" in result.output
 
 
 def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Measured, tmp_path: Path) -> None:
@@ -159,18 +142,15 @@ def test_an_end_in_the_middle_keeps_what_is_finished(
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_report_of_the_checkout_and_of_named_records(quick: Measured, tmp_path: Path) -> None:
+def test_report_of_records(quick: Measured, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = ran("report")
-    assert result.exit_code == 1 and "bench --record makes one" in result.output
-    path = tmp_path / "benchmarks" / "results" / "machine.json"
-    assert ran("bench", "--json", path).exit_code == 0
-    for words in ([], [str(path)]):
-        result = ran("report", *words)
-        assert result.exit_code == 0 and result.output.startswith("# Measurements")
-        assert "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in result.output
+    path = tmp_path / "machine.json"
+    assert ran("report").exit_code == 2 and ran("bench", "--json", path).exit_code == 0
+    result = ran("report", path)
+    assert result.exit_code == 0 and result.output.startswith("# Measurements")
+    assert "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in result.output
     assert {each for each in tmp_path.rglob("*") if each.is_file()} == {path}
-    result = ran("report", "--out", tmp_path / "there")
+    result = ran("report", path, "--out", tmp_path / "there")
     assert result.exit_code == 0 and "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in (
         tmp_path / "there" / "benchmarks.md"
     ).read_text(encoding="utf-8")

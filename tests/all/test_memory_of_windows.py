@@ -1,18 +1,13 @@
 """Memory of convolutional capsules that are routed by passes: unfolded poses, and parts of the batch."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import capsfast
 from capsfast import native
 from capsfast.bench import memory
 from capsfast.nn import ConvCaps2d
@@ -24,26 +19,19 @@ from ..support.problems import Problem, batched, run
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 
-GROWTH = """
-import sys
-import torch
-from capsfast.bench.memory import _reset_peak, _resident
-from capsfast.nn import ConvCaps2d
 
-torch.set_num_threads(1)
-layer = ConvCaps2d(32, 2, 16, 16, kernel_size=3, routing="em", pose_rows=4, num_iterations=3, competition=sys.argv[1])
+def grown(competition: Any, size: int) -> int:
+    """For a process of its own: the growth in a call forward and backward."""
+    torch.set_num_threads(1)
+    layer = ConvCaps2d(32, 2, 16, 16, kernel_size=3, routing="em", pose_rows=4, competition=competition)
 
-def call(size):
-    image = torch.ones(1, 32, 16, size, size, requires_grad=True)
-    poses, activations = layer(image)
-    torch.autograd.backward((poses, activations), (torch.ones_like(poses), torch.ones_like(activations)))
+    def call(size: int) -> None:
+        image = torch.ones(1, 32, 16, size, size, requires_grad=True)
+        poses, activations = layer(image)
+        torch.autograd.backward((poses, activations), (torch.ones_like(poses), torch.ones_like(activations)))
 
-call(4)
-_reset_peak()
-before = _resident()["VmRSS"]
-call(int(sys.argv[2]))
-print(_resident()["VmHWM"] - before)
-"""
+    call(4)
+    return memory.growth(lambda: call(size))
 
 
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
@@ -58,15 +46,13 @@ print(_resident()["VmHWM"] - before)
     ],
 )
 def test_memory_grows_by_the_unfolded_poses_or_by_blocks(
-    competition: str, size: int, least: float, most: float
+    competition: str, size: int, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Filling fresh memory with NaN would make unused pages resident. Freed memory goes back at once, so memory that the
     # C library keeps does not count.
-    environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    command = [sys.executable, "-c", GROWTH, competition, str(size)]
-    root = Path(capsfast.__file__).parents[1]
-    grown = int(subprocess.run(command, stdout=subprocess.PIPE, cwd=root, env=environment, check=True).stdout)
-    assert least < grown / (32 * 16 * 4) < most
+    monkeypatch.setenv("CAPSFAST_POISON", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    assert least < memory.in_a_process(grown, competition, size) / (32 * 16 * 4) < most
 
 
 # name: threads, shape (B for each thread), dtype, case

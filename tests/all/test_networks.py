@@ -145,7 +145,6 @@ def test_options_reach_the_network_and_unknown_ones_are_named(name: str) -> None
 def test_statistics_of_a_network_with_its_own_activations() -> None:
     """Statistics include the class capsules. Even dynamic routing takes the options of layers by passes."""
     images = ImageData("digits", batch_size=8)
-    images.setup()
     for options in ({}, {"routing": "dynamic", "squash": "exp"}):
         learner = Learner("matrixcapsnet", *images.sets[2:], options={**SMALL["matrixcapsnet"], **options})
         found = train.routing_statistics(learner, images.sets.test, limit=8, batch_size=8)

@@ -33,7 +33,6 @@ EVERYTHING: dict[str, Any] = {
 
 def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
     images = ImageData(f"{kind}{folder}")
-    images.setup()
     return images.sets.train.batch(torch.arange(count))
 
 
@@ -165,7 +164,6 @@ def test_recorded_needs_a_routing_layer() -> None:
 
 def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     images = ImageData(str(folder))
-    images.setup()
     mean, deviation = channel_statistics(images.sets.train)
     learner = learner_for(images, normalize="set")
     assert learner.normalize is not None
@@ -210,21 +208,6 @@ def test_normalized_images_one_by_one() -> None:
     dark = Normalize("set", 2)
     dark.set([0.5, 0.0], [0.5, 0.0])
     assert torch.equal(dark(x)[:, 1], x[:, 1])
-
-
-@pytest.mark.parametrize("kind", ["", "multi:"])
-def test_absent_error_is_that_of_the_longest_absent_capsule(folder: Path, kind: str) -> None:
-    batch = batch_of(folder, kind=kind)
-    learner = learner_for(ImageData(f"{kind}{folder}"))
-    with torch.no_grad():
-        output = learner.output(batch.images, batch.labels.view(7, -1)[:, 0])
-    wanted = []
-    for n, labels in enumerate(batch.labels.view(7, -1).tolist()):
-        longest = max(set(range(4)) - set(labels), key=lambda j: float(output.lengths[n, j]))
-        image = learner.model.reconstruct(output.capsules[n : n + 1], torch.tensor([longest]))[0]
-        targets = batch.images[n : n + 1] if batch.parts is None else batch.parts[n]
-        wanted.append(sum((image - each).square().sum() for each in targets))
-    torch.testing.assert_close(learner.absent_error(batch, output), torch.stack(wanted).mean())
 
 
 def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import RichProgressBar
 
-from capsfast.train import progress, run
+from capsfast.train import run
 from capsfast.train.progress import Lines, shown
 
 from ..support.idx_files import write_set
@@ -54,27 +53,6 @@ def test_lines_of_steps_tests_and_checkpoints(
     wrote = [(step, text) for step, _, text in found if text.startswith("wrote")]
     assert wrote == [(8, f"wrote {out}/last.ckpt"), (10, f"wrote {out}/step.ckpt"), (16, f"wrote {out}/last.ckpt")]
     assert len(found) == len(steps) + len(tests) + len(wrote)
-
-
-@pytest.mark.parametrize(("tick", "expected"), [(2.0, [1, 4, 7, 10, 13, 16]), (20.0, [1, 3, 5, 7, 9, 11, 13, 15])])
-def test_a_line_waits_for_steps_and_for_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tick: float, expected: list[int]
-) -> None:
-    """With two seconds a step, 5 seconds are 3 steps; with 20 seconds a step, the minimum of two steps takes longer."""
-    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=SimpleNamespace(ready=1)))
-    trainer: Any = SimpleNamespace(
-        global_step=0, progress_bar_metrics={}, estimated_stepping_batches=16, max_epochs=2, fit_loop=loop
-    )
-    monkeypatch.setattr(progress.time, "monotonic", lambda: trainer.global_step * tick)
-    lines = Lines(steps=2, seconds=5)
-    lines.on_train_start(trainer, trainer)
-    for trainer.global_step in range(1, 17):
-        lines.on_train_batch_end(trainer)
-    found = lines_of(capsys)
-    assert [step for step, _, _ in found] == expected
-    if tick == 20:
-        # One step is left, at the same rate.
-        assert found[-1][2] == "0:05:00 elapsed, 0:00:20 left"
 
 
 @pytest.mark.parametrize(

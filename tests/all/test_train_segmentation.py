@@ -89,7 +89,6 @@ def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
 
 def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
     images = ImageData(f"multi:{folder}", batch_size=7)
-    images.setup()
     learner = Learner("segcaps", *images.sets[2:], options=TINY)
     with torch.no_grad():
         learner.model.classes.conv.weight *= 3

@@ -22,7 +22,6 @@ def margin(lengths: Tensor, present: Tensor) -> Tensor:
 
 
 def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learner:
-    images.setup()
     options = {"capsnet": TINY, "deepcaps": TINY_DEEP}.get(model, {"conv_channels": 6, "primary_groups": 2})
     return Learner(model, *images.sets[2:], **{"options": options, "lr": 0.01, **more})
 
