@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError
@@ -31,6 +31,8 @@ from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
 from .endings import say, stop
 from .words import HELP, LINKED, in_a_line, spelled_out
+
+T = TypeVar("T")
 
 # Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
@@ -253,8 +255,8 @@ class Command(LightningCLI):
         return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
 
 
-def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
-    def opened(images: ImageData) -> Any:
+def _of_images(read: Callable[[Sets], T]) -> Callable[[ImageData], T]:
+    def opened(images: ImageData) -> T:
         images.setup("fit")
         return read(images.sets)
 
