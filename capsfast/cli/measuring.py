@@ -37,13 +37,13 @@ def bench(
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Least seconds of timing per case.")] = 1.0,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory; in quick of the last case.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory; --sweep quick only for the last case.")] = True,
     baselines: Annotated[bool, typer.Option(help="Measure einsum, compiled and eager, too.")] = True,
     keep: Annotated[
         bool,
         typer.Option(
             "--record",
-            help="Write benchmarks/results/<machine>.json, or with the suffix -route-votes, -long, -routings.",
+            help="Write benchmarks/results/MACHINE.json, or with the suffix -route-votes, -long, -routings.",
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,

@@ -53,25 +53,12 @@ def test_documented_commands_are_found() -> None:
     assert len(COMMANDS) >= 10
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_documented_results_are_recorded(name: str) -> None:
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "multi-mnist"])
+def test_pictures_are_by_the_commands_of_the_records(name: str) -> None:
     record = json.loads((DOCS / "records" / f"{name}.json").read_text())
-    (row,) = [line for line in PAGES[1].read_text().splitlines() if line.startswith(f"| `{name}` |")]
-    _, parameters, epochs, accuracy, seconds, _ = (cell.strip() for cell in row.strip("|").split("|"))
-    assert int(parameters.replace(" ", "")) == record["parameters"] and int(epochs) == record["epochs"]
-    assert accuracy == f"{record['results']['test_accuracy']:.2%}".replace("%", " %")
-    assert int(seconds) == round(record["seconds"])
-    command = next(line for line in COMMANDS if line.startswith("train") and line in PAGES[1].read_text())
-    assert set(record["command"].split()) - {"--no-progress"} == set(
-        f"python -m capsfast {command}".replace("mnist", name).split()
-    )
-
-
-def test_documented_overlap_is_recorded() -> None:
-    record = json.loads((DOCS / "records" / "multi-mnist.json").read_text())
-    text = PAGES[1].read_text()
-    assert f"{record['results']['test_accuracy']:.2%}".replace("%", " %") + " of the test images" in text
-    assert record["command"].replace("--no-progress ", "") in text
+    shown = [line.replace("mnist", "fashion-mnist") if name == "fashion-mnist" else line for line in COMMANDS]
+    recorded = set(record["command"].split()) - {"--no-progress"}
+    assert recorded in [set(f"python -m capsfast {line}".split()) for line in shown]
 
 
 def test_documented_attacks_are_recorded() -> None:
