@@ -29,7 +29,7 @@ SHELL := bash
 # A make that this one starts, for the program in examples/serve, has a TORCH of its own.
 MAKEOVERRIDES =
 
-.PHONY: help demo test test-all build lint format docs wheel bench gpu-check clean force
+.PHONY: help demo test test-all build lint format docs wheel gpu-check clean force
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -67,12 +67,12 @@ docs: | ready-docs ## the documentation site in build/docs; warnings are errors
 
 wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where it is
 	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(PY) -m pip wheel . --no-build-isolation --no-deps --wheel-dir dist
-	-$(PY) -m pip install --quiet torch-abi-audit
-	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
-
-bench: ready-examples $(EXTENSION) ## all benchmarks: build/bench/record.json and a page with pictures beside it
-	$(PY) -m capsfast bench --sweep all --op both --json build/bench/record.json $(ARGS)
-	$(PY) -m capsfast report build/bench/record.json --out build/bench
+	rm -rf build/wheel
+	$(PY) -m pip install --quiet --no-deps --target build/wheel $$(ls -t dist/capsfast-*.whl | head -n 1)
+	$(PY) -m pip install --quiet torch-abi-audit
+	$(dir $(PY))torch-abi-audit --check torch build/wheel/capsfast
+	PYTHONPATH=build/wheel $(PY) .ci/wheel.py
+	@ls -sh $$(ls -t dist/capsfast-*.whl | head -n 1)
 
 gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, smoke calls, times, tests (8 minutes)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)

@@ -11,6 +11,7 @@ MAX_JOBS is the number of compilers that run at a time.
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -39,12 +40,6 @@ def compiler() -> str | None:
     if named and not shutil.which(named):
         raise SystemExit(f"capsfast: CXX must be a program, got {named!r}; flags go into CFLAGS")
     return next(filter(shutil.which, (named or "c++", "g++", "clang++")), None)
-
-
-def version() -> str:
-    scope: dict[str, str] = {}
-    exec((ROOT / "capsfast" / "_version.py").read_text(), scope)
-    return scope["__version__"]
 
 
 class Toolkit(NamedTuple):
@@ -185,7 +180,7 @@ def extension(found: Toolkit | None):
         ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
         ("CAPSFAST_TORCH_TARGET", f'"{TORCH_TARGET}"'),
         ("CAPSFAST_BUILD_TORCH", f'"{torch.__version__}"'),
-        ("CAPSFAST_VERSION", f'"{version()}"'),
+        ("CAPSFAST_VERSION", f'"{runpy.run_path(str(ROOT / "capsfast" / "_version.py"))["__version__"]}"'),
     ]
     # Checks put __FILE__ into their messages; this keeps the builder's folders out of the binary.
     cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]

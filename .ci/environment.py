@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -23,14 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11>=2.12")
 MINIMUM_PYTHON, MINIMUM_TORCH = (3, 10), (2, 10)
-VERBOSE = os.environ.get("V", "0") not in ("", "0")
+# pip takes the releases that were made for the installed torch.
+OF_TORCH = ("torch", "torchvision", "triton")
 TORCH, CONSTRAINTS = os.environ.get("TORCH", ""), os.environ.get("CONSTRAINTS", "constraints.txt")
 TORCH_VERSION = "import importlib.metadata; print(importlib.metadata.version('torch'))"
-# The packages that the metadata of a torch release pins: Triton and CUDA libraries.
-PINNED_BY_TORCH = """
-import importlib.metadata, re
-print(*(re.match(r"[\\w.-]+", each)[0] for each in importlib.metadata.requires("torch") if "==" in each.split(";")[0]))
-"""
+EXTENSION_SUFFIX = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
 
 
 def in_environment() -> bool:
@@ -41,13 +37,10 @@ def in_environment() -> bool:
 
 
 def where(*words: str) -> None:
-    venv = next((word.removeprefix("--venv=") for word in words if word.startswith("--venv=")), None)
-    if venv is None:
-        venv = "" if in_environment() else ".venv"
+    venv = words[0].removeprefix("--venv=") if words else "" if in_environment() else ".venv"
     python = f"{venv}/bin/python" if venv else sys.executable
     # An existing environment may have another Python than sys.executable, which would make a new one.
-    suffix = ask(python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
-    print(python, f"capsfast/_C{suffix or sysconfig.get_config_var('EXT_SUFFIX')}")
+    print(python, f"capsfast/_C{ask(python, EXTENSION_SUFFIX) or sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 def ask(python: str, code: str) -> str:
@@ -58,19 +51,18 @@ def ask(python: str, code: str) -> str:
     return ran.stdout.strip() if ran.returncode == 0 else ""
 
 
-def tested(but: set[str]) -> list[str]:
+def tested(but: tuple[str, ...]) -> list[str]:
     """The lines of CONSTRAINTS without the packages in ``but``."""
     lines = (ROOT / CONSTRAINTS).read_text().splitlines() if CONSTRAINTS else []
-    return [line for line in lines if (name := re.match(r"[\w.-]+", line)) and name[0].lower() not in but]
+    return [line for line in lines if line.partition("==")[0] not in but]
 
 
-def install(python: str, what: list[str], but: set[str], pins: tuple[str, ...] = (), **environment: str) -> None:
-    """Installs by pip, in tested versions except for the packages in ``but``; ``pins`` are additional constraints."""
+def install(python: str, what: list[str], constraints: list[str], **environment: str) -> None:
     file = Path("build", "make", "constraints.txt")
-    (ROOT / file).write_text("\n".join([*tested(but), *pins]) + "\n")
+    (ROOT / file).write_text("\n".join(constraints))
     # pip splits the variable at spaces, which a relative path does not have.
     environment["PIP_CONSTRAINT"] = f"{file} {os.environ.get('PIP_CONSTRAINT', '')}".strip()
-    quiet = [] if VERBOSE else ["--quiet"]
+    quiet = [] if os.environ.get("V", "0") not in ("", "0") else ["--quiet"]
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *what]
     if subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode:
         hint = "; CONSTRAINTS= goes without the versions of constraints.txt" if CONSTRAINTS else ""
@@ -98,15 +90,21 @@ def install_torch(python: str) -> None:
     tested_torch = "the torch of constraints.txt" if CONSTRAINTS else "the newest torch"
     what = TORCH or (f"torch {there}, which is here," if there else f"{tested_torch} (a download of 3 GB)")
     print(f"capsfast: installing {what} and build tools: half a minute beside the download", flush=True)
-    install(python, [TORCH or "torch>=2.10", *BUILD_TOOLS], {"torch", "triton"} if TORCH or there else set())
+    install(python, [TORCH or "torch>=2.10", *BUILD_TOOLS], tested(OF_TORCH if TORCH or there else ()))
+
+
+def install_package(python: str, what: str) -> None:
+    extra, needs = ("", "") if what == "package" else (f"[{what}]", f" with what {what} needs: half a minute")
+    print(f"capsfast: installing the package in place{needs}", flush=True)
+    constraints = [*tested(OF_TORCH), f"torch==={ask(python, TORCH_VERSION)}"]
+    install(python, ["--no-build-isolation", "--editable", f".{extra}"], constraints, CAPSFAST_BUILD="0")
 
 
 def stamp_of(python: str) -> Path:
     """The file that records what an environment was given. A recreated environment gets another file."""
-    prefix = ask(python, "import sys; print(sys.prefix)")
-    config = Path(prefix, "pyvenv.cfg")
+    config = Path(python).absolute().parent.parent / "pyvenv.cfg"
     born = config.stat().st_mtime_ns if config.exists() else 0
-    return ROOT / "build" / "make" / (hashlib.sha256(f"{prefix} {born}".encode()).hexdigest()[:16] + ".json")
+    return ROOT / "build" / "make" / (hashlib.sha256(f"{config} {born}".encode()).hexdigest()[:16] + ".json")
 
 
 def ready(python: str, what: str) -> None:
@@ -120,15 +118,9 @@ def ready(python: str, what: str) -> None:
         install_torch(python)
         done = {"torch": TORCH}
     # Changed dependencies are installed again.
-    state = hashlib.sha256("\n".join([(ROOT / "pyproject.toml").read_text(), *tested(set())]).encode()).hexdigest()
+    state = hashlib.sha256("\n".join([(ROOT / "pyproject.toml").read_text(), *tested(())]).encode()).hexdigest()
     if what != "torch" and done.get(what) != state:
-        needs = "" if what == "package" else f" with what {what} needs: half a minute"
-        print(f"capsfast: installing the package in place{needs}", flush=True)
-        extra = "" if what == "package" else f"[{what}]"
-        # The installed torch stays, and pip chooses the torchvision that was made for this torch.
-        theirs = {"torch", "torchvision", *ask(python, PINNED_BY_TORCH).split()}
-        torch = (f"torch==={ask(python, TORCH_VERSION)}",)
-        install(python, ["--no-build-isolation", "--editable", f".{extra}"], theirs, torch, CAPSFAST_BUILD="0")
+        install_package(python, what)
         done[what] = state
     stamp.write_text(json.dumps(done))
 

@@ -4,6 +4,7 @@ import inspect
 import os
 import pydoc
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -13,7 +14,7 @@ def search_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def by_path(op: str, path: str) -> Any:
+def by_path(op: str, path: str) -> Callable[..., Any]:
     """The class or function at a path such as ``my_module.MyClass``. The working directory is searched too.
 
     Raises:

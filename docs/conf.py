@@ -6,6 +6,8 @@ The source folder is the repository, so that relative links work on the site and
 import pkgutil
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from docutils.nodes import Element, TextElement
@@ -13,10 +15,8 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
-from typer.main import get_command
 
 import capsfast
-from capsfast.cli.app import app as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +26,7 @@ version = release = capsfast.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*.rst"]
+include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*"]
 # Folders that need not be searched for pages.
 exclude_patterns = [".*", "build", "out", "dist", "capsfast", "csrc", "tests", "**/__pycache__"]
 
@@ -56,6 +56,8 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_title = f"capsfast {version}"
 html_copy_source = False
+# Leads to the first page.
+html_extra_path = ["index.html"]
 html_show_sphinx = False
 html_show_copyright = False
 
@@ -74,18 +76,10 @@ def contents() -> str:
 
 
 def commands() -> str:
-    """The commands and their options as the command line knows them."""
-    lines = []
-    for name, command in get_command(cli).commands.items():
-        lines += [name, "-" * len(name), "", f".. program:: capsfast {name}", "", command.help, ""]
-        for given in command.params:
-            spelled = ", ".join((*given.opts, *given.secondary_opts))
-            # The text for the default, if typer has one.
-            shown = given.show_default if isinstance(given.show_default, str) else given.default
-            shown = given.opts[0] if shown is True else shown
-            default = f" Default: {shown}." if given.show_default and shown not in (None, False) else ""
-            lines += [f".. option:: {spelled}", "", f"   {given.help or ''}{default}", ""]
-    return "\n".join(lines)
+    """The commands and their options as typer writes them, without its list of contents."""
+    words = [sys.executable, "-m", "typer", "capsfast.cli.app", "utils", "docs", "--name", "capsfast"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return text[text.index("\n## ") :]
 
 
 def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
@@ -130,20 +124,8 @@ def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, te
     return make_refnode(app.builder, node["refdoc"], page, anchor, text)
 
 
-def add_index(app: Sphinx, error: Exception | None) -> None:
-    """Writes an index.html that leads to the first page."""
-    page = f"{app.config.root_doc}.html"
-    lines = [
-        '<!DOCTYPE html><meta charset="utf-8">',
-        f'<meta http-equiv="refresh" content="0; url={page}">',
-        f'<title>{project}</title><a href="{page}">{project}</a>',
-    ]
-    (Path(app.outdir) / "index.html").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_generated)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", link_pages)
     app.connect("missing-reference", find_by_last_name)
-    app.connect("build-finished", add_index)

@@ -28,10 +28,11 @@ LINKED: dict[str, Callable[[ImageData], Any]] = {
     "class_names": lambda images: images.sets.train.source.classes,
 }
 HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
-config.yaml, record.json, curve.png and logs/ into its folder.
+config.yaml, record.json, curve.png and logs/ into its folder. Defaults are in parentheses.
 
   --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
-                        files, an .npz file, a class path; multi:NAME or affine:NAME                  (digits)
+                        files, an .npz file, a class path such as my_module.MyImages; multi:NAME (two overlapping
+                        images) or affine:NAME (larger canvas; tests are rotated, sheared, scaled)    (digits)
   --download            download the data set if it is missing
   --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
   --routing NAME        dynamic, em, ... or a class path                                              (the model's)

@@ -144,7 +144,7 @@ class FormLayer(Layer):
             raise TypeError(f"{self._op}: is called with ({', '.join(takes)}), got {len(given)} {[*named]}")
         return given
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *given: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
         form = self._form
         u, *more = self._inputs(given, named)
         if form.of_votes:
@@ -259,13 +259,13 @@ class CapsLayer(FormLayer):
         bound = 1 / math.sqrt(self.input_caps)
         nn.init.uniform_(self.weights, -bound, bound)
 
-    def forward(self, caps_output: Tensor) -> Any:
+    def forward(self, caps_output: Tensor) -> Tensor:
         self._check_capsules("caps_output", caps_output)
         weight = self.weights.unflatten(2, (self.output_caps, self.output_dim)).permute(0, 2, 3, 1)
         routing = self.routing_module
         if type(routing) is AgreementRouting and "forward" not in vars(routing) and not hooked(routing):
             return dynamic_routing(caps_output, weight, routing._sums(), logits=routing.b, eps=routing.eps)
-        return routing(torch.einsum("ijdk,bik->bijd", weight, caps_output))
+        return routing(torch.einsum("ijdk,bik->bijd", weight, caps_output))  # type: ignore[no-any-return]
 
 
 class CapsuleLayer(FormLayer):
@@ -289,10 +289,12 @@ class CapsuleLayer(FormLayer):
         convolution = (self.in_channels, self.out_channels, self.kernel_size, self.stride)
         self.capsules = nn.ModuleList(nn.Conv2d(*convolution) for _ in range(self.num_capsules))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         if self.num_route_nodes == -1:
             return squash(torch.stack([conv(x).flatten(1) for conv in self.capsules], dim=-1), eps=self.eps)
-        return super().forward(x).transpose(0, 1)[:, :, None, None]
+        v = super().forward(x)
+        assert isinstance(v, Tensor)
+        return v.transpose(0, 1)[:, :, None, None]
 
 
 class CapsuleLinear(FormLayer):
@@ -320,7 +322,7 @@ class CapsuleLinear(FormLayer):
         bias = torch.empty(kinds.shape_of("JD", sizes)) if given["bias"] else None
         self.bias = None if bias is None else nn.Parameter(nn.init.xavier_uniform_(bias))
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.share_weight:
             _arguments.floats(self._op, "input", input, "[B, I, K]")
             weight = self.weight[None]
@@ -333,9 +335,12 @@ class CapsuleLinear(FormLayer):
             options: dict[str, Any] = {"bias": self.bias, "squash_last": self.squash, "eps": self.eps}
             routed = dynamic_routing(input, weight, self._sums(), return_coupling=self.return_prob, **options)
             found, coupling = routed if self.return_prob else (routed, None)
-        return (found, coupling.transpose(1, 2)) if self.return_prob else found
+        if not self.return_prob:
+            return found
+        assert coupling is not None
+        return found, coupling.transpose(1, 2)
 
-    def _k_means(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+    def _k_means(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         center = routing_pass(u, weight).first
         for _ in range(self._sums()):
             moments = routing_pass(u, weight, query=F.normalize(center, dim=-1), return_weights=True)

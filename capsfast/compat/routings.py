@@ -100,11 +100,12 @@ def masked_after_routing(
     if weight is not None and weight.shape[1] == 1 and call.J != 1:
         more["out_mask"] = torch.ones(u.shape[0], call.J, dtype=torch.bool, device=u.device)
 
-    def moments(**given: Any) -> Any:
+    def moments(**given: Any) -> Moments:
         return votes_pass(u, **given) if weight is None else routing_pass(u, weight, **given)
 
     def agreement(query: Tensor) -> Tensor:
-        found: Tensor = moments(query=query, normalize="none", return_weights=True, backend=backend).weights
+        found = moments(query=query, normalize="none", return_weights=True, backend=backend).weights
+        assert found is not None
         return found
 
     logits, bias = call.parameters[:2]

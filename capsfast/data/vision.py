@@ -1,14 +1,14 @@
 """Imports torchvision when it is needed."""
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 import torch
 
 from .._install import in_the_checkout
 
 
-def torchvision(module: str) -> Any:
+def torchvision(module: str) -> ModuleType:
     """A module of torchvision, such as ``datasets``.
 
     Raises:

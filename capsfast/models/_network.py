@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from typing_extensions import Self
@@ -30,7 +31,7 @@ tags:
 """
 
 
-def _library(op: str, name: str) -> Any:
+def _library(op: str, name: str) -> ModuleType:
     """A module of the extra ``hub``, imported when it is needed.
 
     Raises:

@@ -20,7 +20,7 @@ class CapsAutoEncoder(CapsuleEncoder):
 
     Args:
         num_caps, caps_dim: number and size of the capsules that the image is decoded from.
-        all others: as in CapsNet, as are shapes and errors. There are no labels.
+        all others, shapes, errors: as in CapsNet, without labels.
     """
 
     def __init__(

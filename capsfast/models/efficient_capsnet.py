@@ -59,8 +59,8 @@ def four_convs(
 class EfficientCapsNet(DecodedCapsules):
     """Four convolutions, depthwise primary capsules, class capsules by self-attention (Mazzia et al. 2021).
 
-    For 28 x 28 images the defaults are the paper's network for MNIST: 161 824 parameters without the decoder, which it
-    gives as 161 K. The convolutions have kernels of 5, 3, 3 and 3, the last a stride of 2; a ReLU and a batch
+    For 28 x 28 images the defaults are the paper's network for MNIST: 161 824 parameters without the decoder; the paper
+    says 161 K. The convolutions have kernels of 5, 3, 3 and 3, the last a stride of 2; a ReLU and a batch
     normalisation follow each, as in the authors' code. In evaluation mode samples do not depend on each other.
 
     The authors' network for MultiMNIST, 36 x 36, 154 656 parameters without the decoder, has ``strides=(1, 1, 2, 2),
@@ -81,7 +81,7 @@ class EfficientCapsNet(DecodedCapsules):
         norm: ``"batch"``, with eps 1e-3 and momentum 0.01; or ``"instance"``, after a LeakyReLU of slope 0.3.
         kernel_size, primary_stride: of the primary capsules; the kernel by default 9 or, where the maps are smaller,
             their size. Larger maps have primary capsules at several places.
-        all others: as for :class:`CapsNet`, as are shapes and errors.
+        all others, shapes, errors: as for :class:`CapsNet`.
 
     The lengths of its output are the activations of the routing.
     """

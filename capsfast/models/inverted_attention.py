@@ -104,8 +104,8 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         num_iterations: poses that are formed of each layer, at least 1.
         concurrent: False routes one layer to its end before the next.
         scaled: as in :class:`capsfast.nn.InvertedAttentionRouting`.
-        reconstruction: whether there is a decoder, which the paper has not.
-        all others: as for :class:`CapsNet`, as are shapes and errors.
+        reconstruction: whether there is a decoder; the paper has none.
+        all others, shapes, errors: as for :class:`CapsNet`.
 
     The lengths of its output are the activations.
     """

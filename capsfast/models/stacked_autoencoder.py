@@ -33,7 +33,7 @@ class StackedOutput(NamedTuple):
 class Sparsity:
     """Weights of the terms that make objects specialise (section 2.4).
 
-    Each of ``num_classes`` classes shall get a share of the objects, and the objects of one class shall explain an
+    Each of ``num_classes`` classes should get a share of the objects, and the objects of one class should explain an
     image. Prior: squared distances of the sum of presences in an image from K / classes, and of the sum of presences of
     an object over B images from B / classes. Posterior: the shares of the objects in the parts get little entropy in an
     image, and much over all images. deformation: weight of the sample-dependent parts of object-part relations.

@@ -11,10 +11,10 @@ from ._layer import Layer
 
 
 class CouplingEntropy(Layer):
-    """Mean entropy ``-sum c log c`` of the coupling coefficients: 0 if every softmax has chosen one capsule.
+    """Mean entropy ``-sum c log c`` of the coupling coefficients: 0 if every softmax is one-hot.
 
     As a term of a loss, it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).
-    Empty softmaxes (masked capsules) do not count, in neither sum nor mean.
+    Empty softmaxes (masked capsules) count neither in the sum nor in the mean.
 
     Args:
         softmax: ``"out"`` or ``"in"``, as in the routing that made the coupling.

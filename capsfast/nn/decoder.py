@@ -107,7 +107,7 @@ class ConvDecoder(_MaskedDecoder):
     Args:
         channels: channels after the first convolution, which keeps the size, and after each doubling convolution.
             Default: 64, halved down to 8, with as many doublings as the shorter side needs from at most 8 places.
-        num_caps, dim, image_shape, masked, class_independent, device, dtype: as in :class:`Decoder`, as are errors.
+        num_caps, dim, image_shape, masked, class_independent, device, dtype, and errors: as in :class:`Decoder`.
 
     Shapes: as for Decoder, but pixels are only bounded below, by 0.
     """

@@ -292,7 +292,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
     Args:
         kernel_size, stride, padding, output_padding, dilation: as for :class:`torch.nn.ConvTranspose2d`; an int, or an
             int for each axis. The default doubles the size.
-        all others: as for SlimConvCaps2d, as are shapes, source and errors. A position that no capsule reaches has
+        all others, shapes, source, errors: as for SlimConvCaps2d. A position that no capsule reaches has
             votes 0 (or conv_bias) and activation 0.
     """
 

@@ -144,8 +144,9 @@ def reconstructions(learner: Learner, batch: Batch) -> Tensor:
     images, labels, _ = batch.to(learner.device)
     found: Tensor
     if not learner.has_classes:
-        found = learner.output(images).reconstruction
-        return found
+        drawn = learner.output(images).reconstruction
+        assert drawn is not None
+        return drawn
     learner.check("reconstructions", decoder=True)
     capsules = learner.classify(images).poses
     if labels.dim() == 1:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
@@ -13,6 +14,7 @@ from .. import checks
 from .._imported import path_of
 from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
+from ..models import CapsNetOutput
 from ..models._network import Network
 from ..nn import ReconstructionLoss, _arguments
 from ..nn.routing.base import Capsules
@@ -183,9 +185,9 @@ class Learner(_OfItsModel):
         """``images [B, C, H, W]`` in [0, 1] as ``model`` takes them."""
         return images if self.normalize is None else self.normalize(images)
 
-    def output(self, images: Tensor, labels: Tensor | None = None) -> Any:
+    def output(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         """The output of the network for images in [0, 1]: :class:`capsfast.models.CapsNetOutput`."""
-        return self.model(self.normalized(images), *(() if labels is None else (labels,)))
+        return self.model(self.normalized(images), *(() if labels is None else (labels,)))  # type: ignore[no-any-return]
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of images in [0, 1]."""
@@ -299,7 +301,7 @@ class Learner(_OfItsModel):
         if self.hparams["clip"] is not None:
             self.clip_gradients(optimizer, gradient_clip_val=self.hparams["clip"], gradient_clip_algorithm="norm")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         if not self.decay_steps:
             planned = self.trainer.estimated_stepping_batches
             if not 0 < planned < float("inf"):

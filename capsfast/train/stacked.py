@@ -85,6 +85,7 @@ def object_presences(
     learner.eval()
     presences, labels = [], []
     for batch in batches(dataset, batch_size, limit):
-        presences.append(learner.output(batch.images.to(learner.device)).objects.presences.cpu())
+        output = learner.model(learner.normalized(batch.images.to(learner.device)))
+        presences.append(output.objects.presences.cpu())
         labels.append(batch.labels)
     return torch.cat(presences), torch.cat(labels)

@@ -18,8 +18,8 @@ class AttentionRouting(Routing):
     paper, ``v_j = A_j s_j + bias_j``. As there, the softmax is over the input capsules, there is one pass, and the
     activation of an output capsule is ``|v_j| / sqrt(D)``.
 
-    Unlike there, the logit of a vote depends only on this vote, with one query for each output capsule. The authors'
-    code computes it from the votes of all input capsules, with ``I I D`` weights for each output capsule.
+    Unlike in the paper, the logit of a vote depends only on this vote, with one query for each output capsule. The
+    authors' code computes it from the votes of all input capsules, with ``I I D`` weights for each output capsule.
 
     Parameters: ``query [out_caps, out_dim]``, starting at 0; ``A [out_caps, out_dim, out_dim]``, starting as
     Glorot's uniform distribution; ``bias [out_caps, out_dim]``, starting at 0.

@@ -19,7 +19,7 @@ class KMeansRouting(IterativeRouting):
 
     Args:
         num_iterations: assignments of the votes. There is one pass more, for the mean.
-        sharpness: inverse temperature; the larger, the nearer is an assignment to a choice.
+        sharpness: inverse temperature; a larger number makes the assignments nearer to one-hot.
         softmax: ``"out"``: every input capsule chooses among the output capsules, as points among clusters (the
             authors' last code). ``"in"``: every output capsule weighs the input capsules (their code before).
         squash, eps: see :func:`capsfast.squash`.

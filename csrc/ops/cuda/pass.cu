@@ -62,7 +62,7 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   const bool wanted = wants_gradient(p, out.common);
   Call<T> call(p, like, true, false);
   const GeneralPlan& plan = call.plan;
-  typename Call<T>::Gradient gradient;
+  typename Call<T>::Gradient gradient{};
   PassBackwardSteps<T> steps{};
   steps.dfirst = operand(saved.dfirst, {p.B, p.J, p.D});
   steps.first = operand(saved.first, {p.B, p.J, p.D});
@@ -79,7 +79,7 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
     if (p.softmax_in()) steps.mean = call.template take<T>(call.scalars());
     steps.parts = call.take_parts(false, steps.passes() > 0);
     if (plan.row_norm_apart || plan.gradient_row_norm_apart) call.take_row_norms(1);
-    if (wanted) gradient = call.take_gradient(out.common);
+    call.take_sums(&gradient);
   });
   steps.scoring.V = steps.V;
   steps.scoring.ds = steps.ds;

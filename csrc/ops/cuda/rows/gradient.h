@@ -117,26 +117,28 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
   });
 }
 
-// Writes elements n and n + 1 of a contiguous tensor with a last axis of K; the elements are components k and k + 1.
-template <class Tr>
-CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
+// Writes neighbouring elements, from n on, of a contiguous tensor with a last axis of K; the first is component k.
+template <class Tr, int kCount>
+CAPSFAST_DEVICE void write_run(const Operand& to, int64_t n, int k, int K, const Run<float, kCount>& x) {
   with_element<Tr>(to.storage, [&](auto e) {
     using E = decltype(e);
-    Run<E, 2> two;
-    two.value[0] = narrowed<E>(x);
-    two.value[1] = narrowed<E>(y);
-    if (K % 2 == 0) {
-      to.data.as<Run<E, 2>>()[n / 2] = two;
+    Run<E, kCount> run;
+    unrolled<kCount>([&](int m) { run.value[m] = narrowed<E>(x.value[m]); });
+    if (K % kCount == 0) {
+      to.data.as<Run<E, kCount>>()[n / kCount] = run;
       return;
     }
-    to.data.as<E>()[n] = two.value[0];
-    if (k + 1 < K) to.data.as<E>()[n + 1] = two.value[1];
+    unrolled<kCount>([&](int m) {
+      if (k + m < K) to.data.as<E>()[n + m] = run.value[m];
+    });
   });
 }
 
 // du [16 samples, K] = dvotes [16, columns] weight [columns, K]. Columns may come in any order, so a lane's dvotes are its
 // part of the left operand. Products of high parts, and of even and odd columns, have sums of their own, because the
-// tensor core adds towards zero: short sums of numbers of one size lose the least.
+// tensor core adds towards zero: short sums of numbers of one size lose the least. Column n of the product of step s is
+// component steps n + s, so what a lane reads and writes are neighbours. (With two steps, lanes of quads 0 and 1, and of
+// 2 and 3, read the same banks: rows of 16 floats start in two banks only, and bulk copies leave no gaps.)
 template <class Tr, class E>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
@@ -147,34 +149,35 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, co
     float high[4], low[4];
     // If the compiler knew the mask, it would use x itself as the operand, and move it into this order twice.
     take_parts<Tr>({x[0], x[2], x[1], x[3]}, high, low, kTf32Bits | static_cast<uint32_t>(a.zero));
+    float w_high[Tr::steps][2], w_low[Tr::steps][2];
+    unrolled<2>([&](int tile) {
+      const auto w = weight.template vector<Run<E, Tr::steps>>(column.at(2 * pair + tile) + Tr::steps * at.group);
+      unrolled<Tr::steps>([&](int step) { two_parts<Tr, E>(w.value[step], w_high[step][tile], w_low[step][tile]); });
+    });
     unrolled<Tr::steps>([&](int step) {
-      float w_high[2], w_low[2];
-      unrolled<2>([&](int tile) {
-        const E w = weight[column.at(2 * pair + tile) + kStep * step + at.group];
-        two_parts<Tr, E>(w, w_high[tile], w_low[tile]);
-      });
       Accumulator(&to)[Tr::parts] = sum[step][odd];
-      pair == 0 ? gpu::mma_tf32_from_zero(to[0], high, w_high) : gpu::mma_tf32(to[0], high, w_high);
+      pair == 0 ? gpu::mma_tf32_from_zero(to[0], high, w_high[step]) : gpu::mma_tf32(to[0], high, w_high[step]);
       if constexpr (Tr::exact) {
-        pair == 0 ? gpu::mma_tf32_from_zero(to[1], low, w_high) : gpu::mma_tf32(to[1], low, w_high);
-        if constexpr (std::is_same_v<E, float>) gpu::mma_tf32(to[1], high, w_low);
+        pair == 0 ? gpu::mma_tf32_from_zero(to[1], low, w_high[step]) : gpu::mma_tf32(to[1], low, w_high[step]);
+        if constexpr (std::is_same_v<E, float>) gpu::mma_tf32(to[1], high, w_low[step]);
       }
     });
   });
   const int K = static_cast<int>(a.in.K);
-  unrolled<Tr::steps, 2>([&](int step, int row) {
+  unrolled<2>([&](int row) {
+    constexpr int kCount = 2 * Tr::steps;
     const int64_t sample = of.sample(at, row);
-    const int k = kStep * step + 2 * at.quad;
+    const int k = kCount * at.quad;
     if (sample >= a.in.B || k >= K) return;
     // A masked input capsule has no gradient, whatever the weight holds.
     const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
-    float x[2];
-    unrolled<2>([&](int n) {
-      x[n] = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
-      if constexpr (Tr::exact) x[n] += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
+    Run<float, kCount> x;
+    unrolled<2, Tr::steps>([&](int n, int step) {
+      float to = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
+      if constexpr (Tr::exact) to += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
+      x.value[Tr::steps * n + step] = kept ? to * a.unscale : 0.0f;
     });
-    write_two<Tr>(
-        a.du, (sample * a.in.I + of.i) * K + k, k, K, kept ? x[0] * a.unscale : 0.0f, kept ? x[1] * a.unscale : 0.0f);
+    write_run<Tr>(a.du, (sample * a.in.I + of.i) * K + k, k, K, x);
   });
 }
 
