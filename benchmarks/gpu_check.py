@@ -295,8 +295,8 @@ class Steps:
             words += ["--kernel-name-exclude", "kns=at6native,kns=cub"] if kind != "initcheck" else []
             for name in self.families:
                 watched = self.own("smoke", 120, "--family", name, "--few")
-                # One allocation for each tensor, so that no other tensor lies behind it.
-                more = {**watched.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+                # One allocation for each tensor and each part of the scratch memory, so that nothing lies behind it.
+                more = {**watched.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CAPSFAST_SCRATCH_APART": "1"}
                 command = [*words * (not self.rehearse), *watched.command]
                 steps.append(Step(f"{kind} {name}", command, 120, more, why_not, quiet=True))
         return steps

@@ -117,8 +117,9 @@ def test_ways_to_cut_the_work(shape: Shape, device: dict[str, Any], case: Case) 
     emulator.take_launches()
     with emulator.device(**device):
         check(make(shape, case, dtype=torch.float32), BACKEND)
-    clusters = {name for name in emulator.take_launches(ways=True) if " cluster4" in name}
-    assert clusters == ({"rows::AccumulateArgs cluster4 cooperative"} if shape.B in (100, 1024) else set())
+    clusters = {name: count for name, count in emulator.take_launches(ways=True).items() if " cluster4" in name}
+    # The forward, and the backward without its gradient pass.
+    assert clusters == ({"rows::AccumulateArgs cluster4 cooperative": 2} if shape.B in (100, 1024) else {})
 
 
 @pytest.mark.rows(2)
@@ -147,7 +148,7 @@ def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -
         assert torch.equal(value, apart[name]), name
 
 
-# Prints the launches of a call, and its results bit by bit.
+# Prints the launches of a call, how many tensors it asked for, and its results bit by bit.
 ALONE = """
 import hashlib
 
@@ -157,30 +158,34 @@ from tests.support.backends import Shape
 from tests.support.problems import LOADED, make, run
 
 emulator.install()
-with emulator.device(multiprocessors=6, shared_bytes_together=228 * 1024):
+with emulator.device(multiprocessors=6, shared_bytes_together=228 * 1024), torch.profiler.profile() as profile:
     results = run(make(Shape(33, 130, 3, 16, 8), LOADED, dtype=torch.float32), emulator.NAME)
 print(*sorted(emulator.take_launches(ways=True)), sep="|")
+print(sum(event.count for event in profile.key_averages() if event.key == "aten::new_empty"))
 print({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in results.items()})
 """
 
 
 @pytest.mark.slow
-def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
-    def in_a_new_process(value: str) -> tuple[set[str], str]:
-        environment = os.environ | {"CAPSFAST_COOPERATIVE": value}
+def test_the_environment_forbids_cooperative_launches_and_cuts_the_scratch_memory() -> None:
+    def in_a_new_process(cooperative: str, apart: str = "") -> tuple[set[str], str, str]:
+        environment = os.environ | {"CAPSFAST_COOPERATIVE": cooperative, "CAPSFAST_SCRATCH_APART": apart}
         ran = subprocess.run(
             [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120
         )
         assert ran.returncode == 0, ran.stderr
-        launched, results = ran.stdout.splitlines()
-        return set(launched.split("|")), results
+        launched, tensors, results = ran.stdout.splitlines()
+        return set(launched.split("|")), tensors, results
 
     together, apart = in_a_new_process(""), in_a_new_process("0")
     assert "rows::AccumulateArgs cluster4 cooperative" in together[0]
     assert "rows::AccumulateArgs cluster4" in apart[0]
     assert not any("cooperative" in name for name in apart[0])
-    assert together[1] == apart[1]
+    assert together[1:] == apart[1:]
     assert in_a_new_process("1") == together
+    parts = in_a_new_process("", "1")
+    assert int(parts[1]) > int(together[1])
+    assert (parts[0], parts[2]) == (together[0], together[2])
 
 
 @pytest.mark.parametrize("B", [3, 20])

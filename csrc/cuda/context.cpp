@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "check.h"
 
@@ -38,7 +39,7 @@ int attribute_of(int device) {
 struct Context::Held {
   torch::stable::accelerator::DeviceGuard guard;
   const torch::stable::Tensor& like;
-  torch::stable::Tensor scratch;
+  std::vector<torch::stable::Tensor> scratch;
 };
 
 Context::Context(const torch::stable::Tensor& like)
@@ -58,9 +59,9 @@ Context::Context(const torch::stable::Tensor& like)
 Context::~Context() = default;
 
 unsigned char* Context::scratch(int64_t bytes) const {
-  held_->scratch =
-      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte);
-  return static_cast<unsigned char*>(held_->scratch.data_ptr());
+  held_->scratch.push_back(
+      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte));
+  return static_cast<unsigned char*>(held_->scratch.back().data_ptr());
 }
 
 }  // namespace capsfast::gpu

@@ -26,6 +26,16 @@ inline bool cooperative_wanted(bool capturing) {
   return asked == "1" || (asked != "0" && !capturing);
 }
 
+// Whether each part of the scratch memory of a call is a tensor of its own: CAPSFAST_SCRATCH_APART=1. Then
+// compute-sanitizer sees an access beyond a part. The environment variable is read once.
+inline bool scratch_apart() {
+  static const bool apart = [] {
+    const char* value = std::getenv("CAPSFAST_SCRATCH_APART");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return apart;
+}
+
 class Context {
  public:
   // Makes the device of `like` the current one for the life of this object, and takes torch's current stream there.
@@ -39,9 +49,9 @@ class Context {
   // Whether the device has clusters, and whether it has cooperative launches and they are wanted.
   bool clusters = false, cooperative = false;
 
-  // Uninitialised memory from torch's allocator; to be called once. It lives until this object ends, which may be before
-  // the kernels have run: the caching allocator reuses memory in the order of the stream. Never null, because to a
-  // kernel a null pointer means an absent argument.
+  // Uninitialised memory from torch's allocator. It lives until this object ends, which may be before the kernels have
+  // run: the caching allocator reuses memory in the order of the stream. Never null, because to a kernel a null pointer
+  // means an absent argument.
   unsigned char* scratch(int64_t bytes) const;
 
  private:

@@ -253,8 +253,8 @@ CAPSFAST_DEVICE void copies_wait_but_last() { asm volatile("cp.async.wait_group 
 // Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are multiples
 // of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how many bytes to
 // expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first use and after
-// the last one thread begins and ends it, with barriers between. Before architecture 9.0 the assembler would refuse this
-// code, so a kernel must ask has_bulk_copies(); then the compiler drops it.
+// the last one thread begins and ends it, with barriers between. Before architecture 9.0 an Arrival does nothing, so a
+// kernel must ask has_bulk_copies().
 CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
 #ifdef CAPSFAST_CLUSTERS
   return true;
@@ -266,28 +266,36 @@ class Arrival {
  public:
   CAPSFAST_DEVICE explicit Arrival(int offset) : at_(address(shared<unsigned char>(offset, 8))) {}
   CAPSFAST_DEVICE void begin() const {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(at_)
-                 : "memory");
+    if constexpr (has_bulk_copies())
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(at_)
+                   : "memory");
   }
-  CAPSFAST_DEVICE void end() const { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(at_) : "memory"); }
+  CAPSFAST_DEVICE void end() const {
+    if constexpr (has_bulk_copies()) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(at_) : "memory");
+  }
   CAPSFAST_DEVICE void expect(int bytes) const {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at_), "r"(bytes) : "memory");
+    if constexpr (has_bulk_copies())
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at_), "r"(bytes) : "memory");
   }
   CAPSFAST_DEVICE void copy(Shared<unsigned char> to, Global<const unsigned char> from, int64_t n, int bytes) const {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-        "l"(__cvta_generic_to_global(&from[n])), "r"(bytes), "r"(at_)
-        : "memory");
+    if constexpr (has_bulk_copies())
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+          "l"(__cvta_generic_to_global(&from[n])), "r"(bytes), "r"(at_)
+          : "memory");
   }
   CAPSFAST_DEVICE void wait(bool odd) const {
-    asm volatile(
-        "{\n\t.reg .pred arrived;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n\t@!arrived bra again;\n\t}" ::"r"(at_),
-        "r"(odd ? 1 : 0)
-        : "memory");
+    if constexpr (has_bulk_copies())
+      asm volatile(
+          "{\n\t.reg .pred arrived;\n"
+          "again: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n\t@!arrived bra again;\n\t}" ::"r"(at_),
+          "r"(odd ? 1 : 0)
+          : "memory");
   }
   // What this thread has written to shared memory, bulk copies that follow the next barrier may overwrite.
-  static CAPSFAST_DEVICE void release_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  static CAPSFAST_DEVICE void release_writes() {
+    if constexpr (has_bulk_copies()) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
 
  private:
   static CAPSFAST_DEVICE uint32_t address(Shared<unsigned char> x) {

@@ -1,7 +1,6 @@
 // How much of a device a kernel gets: its shared memory, and how many of its blocks run at the same time.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -71,13 +70,10 @@ class Limits {
     about(kernel);
     const int64_t answer = size == 0 ? Driver::max_active_blocks(kernel, threads, shared_bytes)
                                      : Driver::max_active_clusters(kernel, size, threads, shared_bytes);
-    if (active_.size() >= kMostAnswers) active_.clear();
     return active_[question] = answer;
   }
 
  private:
-  static constexpr size_t kMostAnswers = 1024;  // then starts anew: there are any number of shapes
-
   struct Known : Driver::Known {
     int preferred;
   };
@@ -93,7 +89,7 @@ class Limits {
   using Question = std::tuple<const void*, int, int, int, int>;
   std::mutex mutex_;
   std::map<std::pair<const void*, int>, Known> known_;
-  std::map<Question, int64_t> active_;
+  std::map<Question, int64_t> active_;  // few: memory depends on how a block is cut, not on the sizes of a call
 };
 
 inline Limits& limits() {

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "machine.h"
 
@@ -11,7 +12,7 @@ namespace capsfast::gpu {
 
 struct Context::Held {
   const torch::stable::Tensor& like;
-  torch::stable::Tensor scratch;
+  std::vector<torch::stable::Tensor> scratch;
 };
 
 Context::Context(const torch::stable::Tensor& like) : held_(new Held{like, {}}) {
@@ -24,9 +25,9 @@ Context::Context(const torch::stable::Tensor& like) : held_(new Held{like, {}}) 
 Context::~Context() = default;
 
 unsigned char* Context::scratch(int64_t bytes) const {
-  held_->scratch =
-      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte);
-  return static_cast<unsigned char*>(held_->scratch.data_ptr());
+  held_->scratch.push_back(
+      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte));
+  return static_cast<unsigned char*>(held_->scratch.back().data_ptr());
 }
 
 }  // namespace capsfast::gpu

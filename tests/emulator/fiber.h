@@ -40,8 +40,9 @@ class Fiber {
   using Side = void*;  // the stack pointer
 
   // Saves the callee-saved registers and the stack pointer of one side and loads the other side's. swapcontext() makes
-  // two system calls each time, which would take most of the run time of a kernel with many shuffles.
-  [[gnu::naked, gnu::noinline]] static void switch_sides(Side* /*from*/, Side* /*to*/) {
+  // two system calls each time, which would take most of the run time of a kernel with many shuffles. noipa: else the
+  // compiler may think that other registers keep their values, because it sees no use of them here.
+  [[gnu::naked, gnu::noinline, gnu::noipa]] static void switch_sides(Side* /*from*/, Side* /*to*/) {
     asm("pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
         "  movq %rsp, (%rdi)\n"
         "  movq (%rsi), %rsp\n"

@@ -11,7 +11,8 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   const bool logits = out.dlogits.data != nullptr, wanted = wants_gradient(p, out);
   Call<T> call(p, like, true, inputs.dcoupling.data != nullptr || logits);
   const GeneralPlan& plan = call.plan;
-  typename Call<T>::Gradient gradient;
+  typename Call<T>::Gradient gradient{};
+  if (wanted) gradient = call.plan_gradient(out);
   BackwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;
@@ -29,7 +30,7 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
     if (p.softmax_in()) steps.mean = call.template take<T>(p.iterations * call.scalars());
     steps.parts = call.take_parts(false, steps.passes() > 0);
     if (plan.row_norm_apart || plan.gradient_row_norm_apart) call.take_row_norms(p.iterations);
-    if (wanted) gradient = call.take_gradient(out);
+    call.take_sums(&gradient);
   });
   if (p.softmax_in()) {
     const int64_t count = p.iterations * call.scalars();

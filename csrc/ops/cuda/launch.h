@@ -1,9 +1,12 @@
 // What forward and backward share: arguments of kernels, scratch memory, launches.
 #pragma once
 
+#include <torch/headeronly/util/Exception.h>
+
 #include <initializer_list>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "../../cuda/context.h"
 #include "engine.h"
@@ -72,21 +75,24 @@ class Call {
   }
 
   // Calls describe(), which takes() all scratch memory of this call, twice: without memory, to add up what it takes, and
-  // with it. So torch's allocator is asked once.
+  // with it. So torch's allocator is asked once. If scratch_apart(), each part asks the allocator.
   template <class F>
   void with_scratch(const F& describe) {
     describe();
-    memory_ = context.scratch(taken_);
-    taken_ = 0;
+    if (gpu::scratch_apart()) return;
+    held_ = std::exchange(taken_, 0);
+    memory_ = context.scratch(held_);
     describe();
+    STD_TORCH_CHECK(taken_ == held_, "capsfast: ", taken_, " bytes of scratch memory taken, ", held_, " described");
   }
   // Uninitialised or zeroed memory that is released with this object.
   template <class N>
   Global<N> take(int64_t count, bool zeroed = false) {
     constexpr int64_t kAlignment = 256;
-    unsigned char* at = memory_ == nullptr ? nullptr : memory_ + taken_;
     const int64_t bytes = count * static_cast<int64_t>(sizeof(N));
+    unsigned char* at = gpu::scratch_apart() ? context.scratch(bytes) : memory_ == nullptr ? nullptr : memory_ + taken_;
     taken_ += divide_up(bytes, kAlignment) * kAlignment;
+    STD_TORCH_CHECK(memory_ == nullptr || taken_ <= held_, "capsfast: scratch memory taken that was not described");
     if (at != nullptr && zeroed) gpu::set_zero(at, bytes, context.stream);
     return {reinterpret_cast<N*>(at), count};
   }
@@ -157,7 +163,7 @@ class Call {
     int64_t weights, logits;      // numbers in a part
     bool direct;                  // the only part of dweight is dweight itself
   };
-  Gradient take_gradient(const BackwardOutputs& out) {
+  Gradient plan_gradient(const BackwardOutputs& out) const {
     Gradient to{};
     GradientArgs<T>& args = to.args;
     args.in = in;
@@ -180,14 +186,15 @@ class Call {
       to.parts = to.by_rows.parts;
     }
     to.weight_parts = to.parts * (p.shared_weight ? blocks : 1);
-    if (to.logits > 0) args.dlogits = take<double>(to.parts * to.logits);
-    if (to.weights > 0 && !by_rows) args.dweight = take<double>(to.weight_parts * to.weights);
-    if (to.weights > 0 && by_rows) {
-      to.direct = to.weight_parts == 1 && out.dweight.storage == Storage::f32;
-      args.dweight_rows = to.direct ? Global<float>(static_cast<float*>(out.dweight.data), to.weights)
-                                    : take<float>(to.weight_parts * to.weights);
-    }
+    to.direct = by_rows && to.weights > 0 && to.weight_parts == 1 && out.dweight.storage == Storage::f32;
+    if (to.direct) args.dweight_rows = {static_cast<float*>(out.dweight.data), to.weights};
     return to;
+  }
+  void take_sums(Gradient* of) {
+    const int64_t weights = of->direct ? 0 : of->weight_parts * of->weights;
+    if (of->logits > 0) of->args.dlogits = take<double>(of->parts * of->logits);
+    if (weights > 0 && by_rows) of->args.dweight_rows = take<float>(weights);
+    if (weights > 0 && !by_rows) of->args.dweight = take<double>(weights);
   }
 
   // Runs the gradient pass and adds up its partial sums.
@@ -267,7 +274,7 @@ class Call {
     Global<T> max, scale, mean;
   } row_norms_;
   unsigned char* memory_ = nullptr;  // of the scratch tensor
-  int64_t taken_ = 0;                // bytes
+  int64_t held_ = 0, taken_ = 0;     // bytes
 };
 
 // Whether a gradient pass has anything to write: du, dweight or dvotes, or dlogits.

@@ -117,26 +117,29 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
   });
 }
 
-// Writes elements n and n + 1 of a contiguous tensor with a last axis of K; the elements are components k and k + 1.
-template <class Tr>
-CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
+// Writes neighbouring elements, from n on, of a contiguous tensor with a last axis of K; the first is component k. n is
+// unsigned, because the compiler divides unsigned numbers by a single shift.
+template <class Tr, int kCount>
+CAPSFAST_DEVICE void write_run(const Operand& to, uint64_t n, int k, int K, const Run<float, kCount>& x) {
   with_element<Tr>(to.storage, [&](auto e) {
     using E = decltype(e);
-    Run<E, 2> two;
-    two.value[0] = narrowed<E>(x);
-    two.value[1] = narrowed<E>(y);
-    if (K % 2 == 0) {
-      to.data.as<Run<E, 2>>()[n / 2] = two;
+    Run<E, kCount> run;
+    unrolled<kCount>([&](int m) { run.value[m] = narrowed<E>(x.value[m]); });
+    if (K % kCount == 0) {
+      to.data.as<Run<E, kCount>>()[static_cast<int64_t>(n / kCount)] = run;
       return;
     }
-    to.data.as<E>()[n] = two.value[0];
-    if (k + 1 < K) to.data.as<E>()[n + 1] = two.value[1];
+    unrolled<kCount>([&](int m) {
+      if (k + m < K) to.data.as<E>()[static_cast<int64_t>(n) + m] = run.value[m];
+    });
   });
 }
 
 // du [16 samples, K] = dvotes [16, columns] weight [columns, K]. Columns may come in any order, so a lane's dvotes are its
 // part of the left operand. Products of high parts, and of even and odd columns, have sums of their own, because the
-// tensor core adds towards zero: short sums of numbers of one size lose the least.
+// tensor core adds towards zero: short sums of numbers of one size lose the least. Column n of the product of step s is
+// component steps n + s, so what a lane reads and writes are neighbours. (With two steps, lanes of quads 0 and 1, and of
+// 2 and 3, read the same banks: rows of 16 floats start in two banks only, and bulk copies leave no gaps.)
 template <class Tr, class E>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
@@ -147,34 +150,35 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, co
     float high[4], low[4];
     // If the compiler knew the mask, it would use x itself as the operand, and move it into this order twice.
     take_parts<Tr>({x[0], x[2], x[1], x[3]}, high, low, kTf32Bits | static_cast<uint32_t>(a.zero));
+    float w_high[Tr::steps][2], w_low[Tr::steps][2];
+    unrolled<2>([&](int tile) {
+      const auto w = weight.template vector<Run<E, Tr::steps>>(column.at(2 * pair + tile) + Tr::steps * at.group);
+      unrolled<Tr::steps>([&](int step) { two_parts<Tr, E>(w.value[step], w_high[step][tile], w_low[step][tile]); });
+    });
     unrolled<Tr::steps>([&](int step) {
-      float w_high[2], w_low[2];
-      unrolled<2>([&](int tile) {
-        const E w = weight[column.at(2 * pair + tile) + kStep * step + at.group];
-        two_parts<Tr, E>(w, w_high[tile], w_low[tile]);
-      });
       Accumulator(&to)[Tr::parts] = sum[step][odd];
-      pair == 0 ? gpu::mma_tf32_from_zero(to[0], high, w_high) : gpu::mma_tf32(to[0], high, w_high);
+      pair == 0 ? gpu::mma_tf32_from_zero(to[0], high, w_high[step]) : gpu::mma_tf32(to[0], high, w_high[step]);
       if constexpr (Tr::exact) {
-        pair == 0 ? gpu::mma_tf32_from_zero(to[1], low, w_high) : gpu::mma_tf32(to[1], low, w_high);
-        if constexpr (std::is_same_v<E, float>) gpu::mma_tf32(to[1], high, w_low);
+        pair == 0 ? gpu::mma_tf32_from_zero(to[1], low, w_high[step]) : gpu::mma_tf32(to[1], low, w_high[step]);
+        if constexpr (std::is_same_v<E, float>) gpu::mma_tf32(to[1], high, w_low[step]);
       }
     });
   });
-  const int K = static_cast<int>(a.in.K);
-  unrolled<Tr::steps, 2>([&](int step, int row) {
-    const int64_t sample = of.sample(at, row);
-    const int k = kStep * step + 2 * at.quad;
-    if (sample >= a.in.B || k >= K) return;
+  constexpr int kCount = 2 * Tr::steps;
+  const int I = static_cast<int>(a.in.I), K = static_cast<int>(a.in.K), k = kCount * at.quad, b0 = of.b0 + at.group;
+  const int64_t first = (int64_t{b0} * I + of.i) * K + k, step = int64_t{8 * K} * I;  // elements of du
+  unrolled<2>([&](int row) {
+    const int sample = b0 + 8 * row;
+    if (sample >= static_cast<int>(a.in.B) || k >= K) return;
     // A masked input capsule has no gradient, whatever the weight holds.
     const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
-    float x[2];
-    unrolled<2>([&](int n) {
-      x[n] = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
-      if constexpr (Tr::exact) x[n] += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
+    Run<float, kCount> x;
+    unrolled<2, Tr::steps>([&](int n, int step) {
+      float to = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
+      if constexpr (Tr::exact) to += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
+      x.value[Tr::steps * n + step] = kept ? to * a.unscale : 0.0f;
     });
-    write_two<Tr>(
-        a.du, (sample * a.in.I + of.i) * K + k, k, K, kept ? x[0] * a.unscale : 0.0f, kept ? x[1] * a.unscale : 0.0f);
+    write_run<Tr>(a.du, static_cast<uint64_t>(first + row * step), k, K, x);
   });
 }
 
@@ -249,20 +253,20 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>
 // has warps of its own. A thread has the same elements each time. It loads several before it adds to the first, because a
 // load takes long.
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int64_t part,
-                                   int64_t i, bool first, int count) {
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int part, int i,
+                                   bool first, int count) {
   constexpr int kTogether = 5;
   static_assert(kMostGradientStrips == 2);
   const ThreadCoord at = thread_coord();
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
-  const int stream = at.warp >> a.shape.strips_log;
+  const int I = static_cast<int>(a.in.I), stream = at.warp >> a.shape.strips_log;
   const int capsule = a.shared_weight ? 0 : stream, more = a.shared_weight ? count : 1;  // sums in each element
   const int begin = a.shared_weight ? at.warp : at.warp & (a.shape.strips() - 1);
   const int step = a.shared_weight ? a.shape.warps() : a.shape.strips();
   if (capsule >= count) return;
-  const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
-  const Global<float> to =
-      a.dweight_rows.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
+  const int64_t row = a.shared_weight ? part : int64_t{part} * I + i + capsule;
+  const int size = J * D * K;
+  const Global<float> to = a.dweight_rows.from(row * size, size).reread();  // one address in registers
   const bool whole = K % 4 == 0;
 #pragma unroll 1
   for (int four = at.lane; four < kMostD * Tr::components / 4; four += 32) {
@@ -394,7 +398,7 @@ gradient_kernel(GradientArgs a) {
       next = load(i + shape.chunk + stream);
       if (!a.dweight_rows && !a.dlogits) return;
       gpu::barrier();
-      const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
+      const int row = a.shared_weight ? part * splits + split : part;
       // The barrier before the next chunk keeps its sums from overwriting these too early.
       if (a.dweight_rows) write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
