@@ -45,7 +45,7 @@ class Family(NamedTuple):
 
 # Full tiles of columns; padded ones; enough input capsules for clusters, with weights in bulk copies as in the first.
 # Sizes for the general kernels only; many outputs.
-ROWS = ((33, 63, 10, 16, 8), (1, 33, 12, 12, 16), (2, 6000, 5, 16, 8))
+ROWS = ((33, 63, 10, 16, 8), (1, 33, 10, 12, 16), (2, 6000, 5, 16, 8))
 GENERAL = ((17, 21, 5, 23, 3), (33, 9, 300, 4, 4))
 VOTES = ((17, 21, 5, 7, 1), (4, 2520, 10, 16, 1))
 FAMILIES = {

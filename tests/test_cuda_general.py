@@ -62,7 +62,7 @@ def test_a_gpu_before_tensor_cores_of_tf32(case: Case, dtype: torch.dtype) -> No
 
 
 def test_a_block_may_have_shared_memory_that_no_plan_asked_for() -> None:
-    shape = Shape(33, 2, 12, 16, 16)
+    shape = Shape(33, 2, 10, 16, 16)
 
     def plans(kib: int, fixed: int) -> list[dict[str, int]]:
         with emulator.device(shared_bytes=kib * 1024, fixed_shared_bytes=fixed):

@@ -43,7 +43,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
         LAYER._replace(B=100),  # a partial tile, and a warp without a tile
         Shape(8, 20_000, 10, 16, 8),  # one tile of samples; clusters share its input capsules
         Shape(40, 2000, 5, 8, 4),
-        Shape(130, 1500, 12, 16, 16),
+        Shape(130, 1500, 10, 16, 16),
     ],
     ids=str,
 )
@@ -108,7 +108,7 @@ def write_results(path: str) -> None:
         make(LAYER, QUIET, dtype=torch.bfloat16, device="cuda"),
         make(LAYER, LOADED, dtype=torch.float32, device="cuda"),
         make(Shape(33, 63, 10, 16, 8), LOADED_OUT, dtype=torch.float32, device="cuda"),
-        make(Shape(2, 6000, 12, 16, 16), QUIET, dtype=torch.float16, device="cuda"),
+        make(Shape(2, 6000, 10, 16, 16), QUIET, dtype=torch.float16, device="cuda"),
     ]
     results = [{name: value.cpu() for name, value in run(problem, "cuda").items()} for problem in problems]
     torch.save({"results": results, "launches": accumulating_kernels(problems[0])}, path)

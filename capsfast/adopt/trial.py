@@ -87,7 +87,7 @@ class Trial:
 
     def gradient_difference(self, candidate: Identification, inputs: Inputs) -> float:
         inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
-        # Hooks such as torch.nn.utils.weight_norm compute a tensor from parameters. Without hooks, as in the probe, this
+        # A hook such as torch.nn.utils.weight_norm computes a tensor from parameters. The probe has no hooks: there this
         # tensor is a leaf.
         read = (self.probe.tensor(name) for name in candidate.names)
         computed = [each.requires_grad_() for each in read if each.is_leaf and each.is_floating_point()]

@@ -14,25 +14,25 @@ class Tensor;
 
 namespace capsfast::gpu {
 
+// An environment variable, or "". Callers read it once.
+inline std::string_view environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
 // Whether launches may be cooperative. A cooperative launch needs the whole device, so it waits for kernels that stay
 // on some multiprocessors for long, such as communication kernels. In a graph that is captured a refusal would come when
 // the graph is instantiated, too late for another kind of launch; there only CAPSFAST_COOPERATIVE=1 makes launches
-// cooperative, and 0 never. The environment variable is read once.
+// cooperative, and 0 never.
 inline bool cooperative_wanted(bool capturing) {
-  static const std::string_view asked = [] {
-    const char* value = std::getenv("CAPSFAST_COOPERATIVE");
-    return std::string_view(value == nullptr ? "" : value);
-  }();
+  static const std::string_view asked = environment("CAPSFAST_COOPERATIVE");
   return asked == "1" || (asked != "0" && !capturing);
 }
 
 // Whether each part of the scratch memory of a call is a tensor of its own: CAPSFAST_SCRATCH_APART=1. Then
-// compute-sanitizer sees an access beyond a part. The environment variable is read once.
+// compute-sanitizer sees an access beyond a part.
 inline bool scratch_apart() {
-  static const bool apart = [] {
-    const char* value = std::getenv("CAPSFAST_SCRATCH_APART");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
+  static const bool apart = environment("CAPSFAST_SCRATCH_APART") == "1";
   return apart;
 }
 

@@ -268,9 +268,11 @@ class Arrival {
   CAPSFAST_DEVICE void begin() const {
     if constexpr (has_bulk_copies())
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(at_)
-                 : "memory");
+                   : "memory");
   }
-  CAPSFAST_DEVICE void end() const { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(at_) : "memory"); }
+  CAPSFAST_DEVICE void end() const {
+    if constexpr (has_bulk_copies()) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(at_) : "memory");
+  }
   CAPSFAST_DEVICE void expect(int bytes) const {
     if constexpr (has_bulk_copies())
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at_), "r"(bytes) : "memory");
@@ -278,20 +280,22 @@ class Arrival {
   CAPSFAST_DEVICE void copy(Shared<unsigned char> to, Global<const unsigned char> from, int64_t n, int bytes) const {
     if constexpr (has_bulk_copies())
       asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
-        "l"(__cvta_generic_to_global(&from[n])), "r"(bytes), "r"(at_)
-        : "memory");
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+          "l"(__cvta_generic_to_global(&from[n])), "r"(bytes), "r"(at_)
+          : "memory");
   }
   CAPSFAST_DEVICE void wait(bool odd) const {
     if constexpr (has_bulk_copies())
       asm volatile(
-        "{\n\t.reg .pred arrived;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n\t@!arrived bra again;\n\t}" ::"r"(at_),
-        "r"(odd ? 1 : 0)
-        : "memory");
+          "{\n\t.reg .pred arrived;\n"
+          "again: mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n\t@!arrived bra again;\n\t}" ::"r"(at_),
+          "r"(odd ? 1 : 0)
+          : "memory");
   }
   // What this thread has written to shared memory, bulk copies that follow the next barrier may overwrite.
-  static CAPSFAST_DEVICE void release_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+  static CAPSFAST_DEVICE void release_writes() {
+    if constexpr (has_bulk_copies()) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
 
  private:
   static CAPSFAST_DEVICE uint32_t address(Shared<unsigned char> x) {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..emulator import backend as emulator
 from ..emulator.build import library
 from ..support.backends import Shape
-from ..support.problems import PLAIN, make
+from ..support.problems import Case, make
 from ..support.problems import run as run_op
 
 Floats = NDArray[np.float32]
@@ -204,7 +204,7 @@ def test_threads_ask_the_device_once() -> None:
 
 def test_ops_run_on_the_emulated_device() -> None:
     emulator.install()
-    problem = make(Shape(1, 200, 10, 16, 8), PLAIN, dtype=torch.float32)
+    problem = make(Shape(1, 200, 10, 16, 8), Case(coupling=False), dtype=torch.float32)
     with pytest.raises(RuntimeError, match="a block can have 1024"), emulator.device(shared_bytes=1024):
         run_op(problem, emulator.NAME)
     emulator.take_launches()

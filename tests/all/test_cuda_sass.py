@@ -17,8 +17,7 @@ from ..support import sass
 
 GENERAL = ("accumulate_kernel", "row_norm_kernel", "gradient_kernel")
 SIZES = ((12, 1), (20, 1), (20, 2), (24, 1))
-SIZES_WITH_OPTIONS = ((20, 1), (24, 2))
-# Bytes a thread. With 24 tiles, two steps or options some numbers of a loop lie in memory.
+# Bytes a thread. With 24 tiles or two steps some numbers of a loop lie in memory.
 MUCH_STACK = 64
 
 # A loop with a branch for numbers that are far apart; each instruction has its address.
@@ -71,9 +70,7 @@ def test_what_is_computed_is_counted(exact: bool) -> None:
 
 def rows_kernels() -> list[str]:
     """Labels of the kernels of the rows family."""
-    all_traits = [
-        f"Rows<{tiles}, {steps}, {exact}, plain>" for tiles, steps in SIZES for exact in ("true", "false")
-    ] + [f"Rows<{tiles}, {steps}, true, {options}>" for tiles, steps in SIZES_WITH_OPTIONS for options in ("any", "in")]
+    all_traits = [f"Rows<{tiles}, {steps}, {exact}>" for tiles, steps in SIZES for exact in ("true", "false")]
     accumulate = [f"accumulate_kernel<{traits}, {way}>" for traits in all_traits for way in ("forward", "backward")]
     return accumulate + [f"gradient_kernel<{traits}>" for traits in all_traits]
 

@@ -136,6 +136,7 @@ def test_every_family_runs_in_every_mode_and_every_gpu_file_is_tested(tmp_path: 
         for mode in modes if family.op != "em" else [""]:
             assert {f"smoke {name} {direction}{mode}" for direction in ("forward", "both")} <= smoke.keys()
     assert smoke["smoke cuda-rows both not-cooperative"].environment["CAPSFAST_COOPERATIVE"] == "0"
+    assert {step.environment["CAPSFAST_SCRATCH_APART"] for step in steps.sanitizers()} == {"1"}
     marked = [path.stem for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text()]
     assert {step.name for step in steps.tests()} == set(marked)
 

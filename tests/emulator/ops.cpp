@@ -29,9 +29,9 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
   std::copy(strides, strides + 4, p.weight.stride);
   const cuda::Inputs in = cuda::inputs_of(p);
   const gpu::Context context{torch::stable::Tensor()};
-  const cuda::rows::Launcher launcher(p, in, backward, false, context);
+  const cuda::rows::Launcher launcher(p, in, backward, context);
   const cuda::rows::AccumulatePlan plan = launcher.plan();
-  const cuda::rows::GradientPlan gradient = launcher.plan_gradient(false);
+  const cuda::rows::GradientPlan gradient = launcher.plan_gradient();
   const int64_t found[] = {plan.shape.strips(),  plan.work.groups,        plan.work.units, plan.cluster,
                            gradient.shape.chunk, gradient.shape.strips(), gradient.parts,  gradient.splits};
   std::copy(found, found + 8, values);

@@ -70,7 +70,7 @@ class Kernel(NamedTuple):
 
     @property
     def name(self) -> str:
-        # _ZN8capsfast4cuda4rows15gradient_kernelINS1_4RowsILi20ELi1ELb1ELNS1_7OptionsE0EEEEEvNS1_12GradientArgsE
+        # _ZN8capsfast4cuda4rows15gradient_kernelINS1_4RowsILi20ELi1ELb1EEEEEvNS1_12GradientArgsE
         found = re.search(r"\d([a-z_]+?_kernel)", self.symbol)
         assert found is not None, self.symbol
         return found[1]
@@ -78,11 +78,10 @@ class Kernel(NamedTuple):
     @property
     def traits(self) -> str:
         """The traits of a kernel of the rows family, as the source spells them; else ""."""
-        found = re.search(r"4RowsILi(\d+)ELi(\d)ELb([01])ELNS\w*?7OptionsE([012])E", self.symbol)
+        found = re.search(r"4RowsILi(\d+)ELi(\d)ELb([01])E", self.symbol)
         if found is None:
             return ""
-        exact, options = ("false", "true")[int(found[3])], ("plain", "any", "in")[int(found[4])]
-        return f"Rows<{found[1]}, {found[2]}, {exact}, {options}>"
+        return f"Rows<{found[1]}, {found[2]}, {('false', 'true')[int(found[3])]}>"
 
     @property
     def label(self) -> str:
@@ -268,8 +267,8 @@ class Executed(NamedTuple):
         return sum(self.counts.values())
 
 
-def plain_kernel(name: str, exact: bool, way: str = "", file: str | None = None) -> Kernel:
-    label = f"{name}<Rows<{TILES}, 1, {str(exact).lower()}, plain>{', ' if way else ''}{way}>"
+def rows_kernel(name: str, exact: bool, way: str = "", file: str | None = None) -> Kernel:
+    label = f"{name}<Rows<{TILES}, 1, {str(exact).lower()}>{', ' if way else ''}{way}>"
     return next(kernel for kernel in kernels(file) if (kernel.architecture, kernel.label) == (ARCHITECTURE, label))
 
 
@@ -294,7 +293,7 @@ def _around(found: Code, inner: Loop) -> Loop:
 
 def accumulating(exact: bool, way: str, weighted: bool, file: str | None = None) -> Executed:
     """A pass that accumulates. Without weights, the first, a turn of the loop takes two input capsules."""
-    kernel = plain_kernel("accumulate_kernel", exact, way, file)
+    kernel = rows_kernel("accumulate_kernel", exact, way, file)
     found = code(kernel.symbol, file=file)
     capsules = 1 if weighted else 2
     products = 3 * TILES  # three products, or one for each of three types
@@ -308,7 +307,7 @@ def accumulating(exact: bool, way: str, weighted: bool, file: str | None = None)
 
 def gradients(exact: bool, file: str | None = None) -> Executed:
     """The gradient pass: votes, the loop over iterations 1 and later, du, dweight, and its sum in memory."""
-    kernel = plain_kernel("gradient_kernel", exact, file=file)
+    kernel = rows_kernel("gradient_kernel", exact, file=file)
     found = code(kernel.symbol, file=file)
     (loop,) = (
         loop

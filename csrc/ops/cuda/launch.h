@@ -61,7 +61,7 @@ inline Inputs inputs_of(const Problem& p) {
 template <class T>
 class Call {
  public:
-  // with_coupling: see rows::choose().
+  // with_coupling: see rows::why_not().
   Call(const Problem& problem, const Tensor& like, bool backward, bool with_coupling)
       : p(problem),
         context(like),
@@ -69,8 +69,8 @@ class Call {
         plan(plan_general<T>(problem, context.multiprocessors)),
         squash{problem.squash, operand(problem.bias, {problem.J, problem.D})} {
     if constexpr (kNarrow) {
-      if (rows::why_not(problem, gpu::limits().of(join_kernel<float>).architecture) == nullptr)
-        by_rows.emplace(p, in, backward, with_coupling, context);
+      if (rows::why_not(problem, with_coupling, gpu::limits().of(join_kernel<float>).architecture) == nullptr)
+        by_rows.emplace(p, in, backward, context);
     }
   }
 
@@ -181,7 +181,7 @@ class Call {
     int64_t blocks = plan.gradient_blocks;
     to.parts = plan.gradient_splits;
     if (by_rows) {
-      to.by_rows = by_rows->plan_gradient(to.logits > 0);
+      to.by_rows = by_rows->plan_gradient();
       blocks = to.by_rows.splits;
       to.parts = to.by_rows.parts;
     }

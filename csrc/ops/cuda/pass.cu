@@ -19,14 +19,13 @@ void check(const Problem& p) {
   STD_TORCH_CHECK(lacking == nullptr, "capsfast: the CUDA kernels of a pass do not serve ", lacking);
 }
 
-// Adds to `steps` what forward and backward share. Takes memory for the query.
+// Adds to `steps` what forward and backward share.
 template <class T, class Steps>
 void describe(Call<T>& call, const PassInputs& inputs, Steps* steps) {
   const Problem& p = call.p;
   call.in.prior = operand(inputs.prior, {p.B, p.J});
   steps->in = call.in;
   steps->query = operand(inputs.query, {p.B, p.J, p.D});
-  if (inputs.query.data != nullptr) steps->V = call.template take<T>(call.vectors());
 }
 
 }  // namespace
@@ -46,8 +45,9 @@ void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const Pass
     steps.max = norm.from(0, call.scalars());
     steps.scale = norm.from(call.scalars(), call.scalars());
   }
+  describe(call, inputs, &steps);
   call.with_scratch([&] {
-    describe(call, inputs, &steps);
+    if (steps.query.data) steps.V = call.template take<T>(call.vectors());
     steps.parts = call.take_parts(p.softmax_in());
     if (call.plan.row_norm_apart) call.take_row_norms(1);
   });
@@ -73,8 +73,10 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   steps.scoring.dcoupling = operand(saved.dweights, {p.B, p.I, p.J});
   steps.scoring.dmass = operand(saved.dmass, {p.B, p.J});
   steps.scoring.dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
+  describe(call, inputs, &steps);
+  if (wanted) gradient = call.plan_gradient(out.common);
   call.with_scratch([&] {
-    describe(call, inputs, &steps);
+    if (steps.query.data) steps.V = call.template take<T>(call.vectors());
     steps.ds = call.template take<T>(call.vectors());
     if (p.softmax_in()) steps.mean = call.template take<T>(call.scalars());
     steps.parts = call.take_parts(false, steps.passes() > 0);

@@ -12,10 +12,7 @@
 
 namespace capsfast::cuda::rows {
 
-// One pass. The arguments of all families, except that V is always there, even if the pass does not score with it.
-struct Pass : cuda::AccumulateArgs<float> {
-  bool scored;  // whether votes are scored with V: not in the first iteration
-};
+using Pass = cuda::AccumulateArgs<float>;
 
 // Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these passes and the steps
 // between and after them; begin = -1 adds the step before pass 0. Else the launch has one pass and no steps.
@@ -27,8 +24,7 @@ struct AccumulateArgs {
   int begin, end;
 
   CAPSFAST_DEVICE Pass pass(int n) const {
-    Pass pass{steps.pass(n), false};
-    pass.scored = static_cast<bool>(pass.scoring.V);
+    Pass pass = steps.pass(n);
     // Always set, even if the pass does not score with V: a choice would take a register.
     if constexpr (!kBackward) pass.scoring.V = steps.V;
     return pass;
@@ -36,28 +32,19 @@ struct AccumulateArgs {
 };
 
 // Shared memory of a block after the last chunk of a segment: half of the sums of some of its warps, Tr::vectors / 2
-// floats each. All of them at once would take so much that V and ds no longer fit the L1 cache. With a running maximum
-// then two numbers for each warp's columns [16][Tr::outputs], and the block's maxima.
+// floats each. All of them at once would take so much that V and ds no longer fit the L1 cache.
 template <class Tr>
 class JoinMemory {
  public:
-  static constexpr int columns = kSamples * Tr::outputs, tiles = Tr::tiles / 2, fours = tiles * 32;
+  static constexpr int tiles = Tr::tiles / 2, fours = tiles * 32;
 
   CAPSFAST_HOST_DEVICE explicit JoinMemory(const Shape& shape)
-      : strips_(shape.strips()), warps_(shape.warps()), slots_(warps_ / 2 > strips_ ? warps_ / 2 : strips_) {}
-  CAPSFAST_HOST_DEVICE int bytes() const {
-    return kArrivalBytes + 16 * slots_ * fours + (Tr::in ? 4 * (2 * warps_ + strips_) * columns : 0);
-  }
+      : slots_(shape.warps() / 2 > shape.strips() ? shape.warps() / 2 : shape.strips()) {}
+  CAPSFAST_HOST_DEVICE int bytes() const { return kArrivalBytes + 16 * slots_ * fours; }
   CAPSFAST_DEVICE Shared<Four> sums() const { return gpu::shared<Four>(kArrivalBytes, slots_ * fours); }
-  CAPSFAST_DEVICE Shared<float> max() const { return columns_from(0, warps_); }
-  CAPSFAST_DEVICE Shared<float> total() const { return columns_from(warps_, warps_); }
-  CAPSFAST_DEVICE Shared<float> block_max() const { return columns_from(2 * warps_, strips_); }
 
  private:
-  CAPSFAST_DEVICE Shared<float> columns_from(int first, int count) const {
-    return gpu::shared<float>(kArrivalBytes + 16 * slots_ * fours + 4 * first * columns, count * columns);
-  }
-  int strips_, warps_, slots_;
+  int slots_;
 };
 
 template <class Tr>
@@ -66,53 +53,14 @@ CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) 
   return ring > join ? ring : join;
 }
 
-// Calls f(slot, row, n) for this lane's columns, where n is the index in an array [16][Tr::outputs]. A column that two
-// lanes share belongs to the first lane, except for reads.
-template <class Tr, class F>
-CAPSFAST_DEVICE void each_column(const ThreadCoord& at, bool reads, const F& f) {
-  unrolled<Tr::slots, 2>([&](int slot, int row) {
-    if (reads || slot < Tr::groups || at.quad % 2 == 0)
-      f(slot, row, (at.group + 8 * row) * Tr::outputs + output_of<Tr>(at, slot));
-  });
-}
-
-// Rescales the sums of all warps of the cluster that share a strip to a common maximum. Leaves the totals in shared
-// memory.
-template <class Tr>
-CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at, Accumulation<Tr>* mine) {
-  const JoinMemory<Tr> memory(shape);
-  const int strip = at.warp & (shape.strips() - 1), from = at.warp * memory.columns, to = strip * memory.columns;
-  const Shared<float> max = memory.max(), total = memory.total(), block_max = memory.block_max();
-  each_column<Tr>(at, false, [&](int slot, int row, int n) { max[from + n] = mine->max[slot][row]; });
-  gpu::barrier();
-  if (at.warp < shape.strips()) {
-    each_column<Tr>(at, false, [&](int, int, int n) {
-      float m = Extreme<float>::lowest;
-      for (int warp = strip; warp < shape.warps(); warp += shape.strips())
-        m = std::fmax(m, static_cast<float>(max[warp * memory.columns + n]));
-      block_max[to + n] = m;
-    });
-  }
-  gpu::cluster_barrier();
-  Scores<Tr> factor;
-  each_column<Tr>(at, true, [&](int slot, int row, int n) {
-    float m = Extreme<float>::lowest;
-    for (int rank = 0; rank < gpu::cluster_size(); ++rank) m = std::fmax(m, block_max.read_from(rank, to + n));
-    factor[slot][row] = exponential(mine->max[slot][row] - m);
-  });
-  each_column<Tr>(
-      at, false, [&](int slot, int row, int n) { total[from + n] = mine->total[slot][row] * factor[slot][row]; });
-  rescale<Tr>(factor, mine->sum);
-}
-
 // Adds up half of the sums of the warps of a block that share a strip, pairs of warps first; leaves it in shared memory.
 template <class Tr>
-CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, int half, Accumulation<Tr>* mine) {
+CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, int half, Accumulator (&sum)[Tr::tiles]) {
   using Memory = JoinMemory<Tr>;
   const Shared<Four> sums = Memory(shape).sums();
   const auto each = [&](int slot, const auto& f) {
     unrolled<Memory::tiles>([&](int tile) {
-      f(slot * Memory::fours + tile * 32 + at.lane, mine->sum[half * Memory::tiles + tile]);
+      f(slot * Memory::fours + tile * 32 + at.lane, sum[half * Memory::tiles + tile]);
     });
   };
   const auto put = [&](int n, Accumulator& sum) { sums[n] = four(sum); };
@@ -153,65 +101,30 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Shape& shape, int64_t segme
         a.to.sum_rows[work.row(segment, b, column.j, J) * D + column.d] = sum.value[2 * row + odd];
     });
   }
-  if constexpr (Tr::in) {
-    if (!a.to.max || half == 0) return;
-    const Shared<float> max = memory.block_max(), total = memory.total();
-    const int columns = shape.strips() * memory.columns;
-    for (int n = first; n < columns; n += step) {
-      const int j = n % Tr::outputs;
-      const int64_t b = b0 + n / Tr::outputs, row = work.row(segment, b, j, J);
-      if (b >= in.B || j >= J) continue;
-      float m = Extreme<float>::lowest;
-      double sum = 0.0;
-      for (int rank = 0; rank < size; ++rank) {
-        m = std::fmax(m, max.read_from(rank, n));
-        for (int stream = 0; stream < shape.streams; ++stream)
-          sum += static_cast<double>(total.read_from(rank, stream * columns + n));
-      }
-      a.to.max[row] = m;
-      a.to.total[row] = sum;
-    }
-  }
 }
 
 // One input capsule of a warp.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const ScoreCoord& of,
-                                 const Global<const float>& V, const Global<const float>& ds, unsigned counts,
-                                 const Accumulator (&votes)[Tr::tiles], Accumulation<Tr>* mine) {
-  const Inputs& in = a.in;
-  Scores<Tr> b = {}, dc;
-  if (Tr::plain || a.scored) dot<Tr>(votes, V.reread(), b);
+CAPSFAST_DEVICE void add_capsule(const Global<const float>& V, const Global<const float>& ds, unsigned counts,
+                                 const Accumulator (&votes)[Tr::tiles], Accumulator (&sum)[Tr::tiles]) {
+  Scores<Tr> b, dc;
+  dot<Tr>(votes, V.reread(), b);
   if constexpr (kBackward) dot<Tr>(votes, ds.reread(), dc);
-  if constexpr (!Tr::plain) apply_options<Tr, kBackward>(in, a.scoring.dcoupling, kBackward, at, of, b, dc);
-  if constexpr (Tr::in) {
-    if (!kBackward && a.to.max) {
-      follow_maximum<Tr>(mine, b);
-    } else {
-      softmax_known<Tr, kBackward>(in, a.norm, at, of, b, dc);
-    }
-  } else {
-    softmax_out<Tr, kBackward>(counts, in.leaky, b, dc);
-  }
-  if constexpr (!Tr::plain && !kBackward) {
-    if (a.coupling.data) write_scores<Tr>(in, a.coupling, at, of, b);
-    gpu::warp_barrier();  // products follow, which take the whole warp
-    if (Tr::in && !a.to.sum_rows) return;
-  }
+  softmax<Tr, kBackward>(counts, b, dc);
   const Scores<Tr>& c = kBackward ? dc : b;
-  unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += c[tile / 8][n / 2] * votes[tile][n]; });
+  unrolled<Tr::tiles, 4>([&](int tile, int n) { sum[tile][n] += c[tile / 8][n / 2] * votes[tile][n]; });
 }
 
 // The input capsules [begin, end) of a block, for the samples from b0 on.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int begin, int end, const ThreadCoord& at,
-                                Accumulation<Tr>* mine) {
+                                Accumulator (&sum)[Tr::tiles]) {
   const Weights<Tr> weights(a.in, shape);
   const int strip = at.warp & (shape.strips() - 1), stream = at.warp >> shape.strips_log;
-  const ScoreCoord samples{b0 + kSamples * strip, 0};
+  const int first = b0 + kSamples * strip;  // sample of the strip
   const int64_t vectors = static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors + at.lane * 4;
   // A strip beyond the batch has no vectors; nothing that it computes is written.
-  const bool idle = samples.b0 >= a.in.B;
+  const bool idle = first >= a.in.B;
   Global<const float> V, ds;
   if (!idle) {
     V = lane_vectors<Tr>(a.scoring.V, vectors, at);
@@ -220,7 +133,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
   // The poses of the warp's next input capsule are on their way while it works on one. A block of a cluster may have no
   // input capsule of a short segment; then it loads, and does not use, one that exists.
-  const Poses<Tr> poses(a.in, shape, at, samples.b0);
+  const Poses<Tr> poses(a.in, shape, at, first);
   const int last = begin < end ? end - 1 : begin;
   const auto load = [&](int i) { return poses.load(at, i < last ? i : last); };
   typename Poses<Tr>::Raw next = load(begin + stream);
@@ -231,14 +144,14 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
   };
   weights.walk(begin, end, [&](int i, int count, int stage) {
     if (idle) return;
-    if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
+    if (!kBackward && a.unweighted) {
       // The tensor core adds up only two input capsules, because its additions round towards zero.
 #pragma unroll 1
       for (int capsule = stream; capsule < count; capsule += 2 * shape.streams) {
         Accumulator votes[Tr::tiles];
         votes_of(i, stage, capsule, std::false_type(), votes);
         if (capsule + shape.streams < count) votes_of(i, stage, capsule + shape.streams, std::true_type(), votes);
-        unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
+        unrolled<Tr::tiles, 4>([&](int tile, int n) { sum[tile][n] += votes[tile][n]; });
       }
       return;
     }
@@ -246,14 +159,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
     for (int capsule = stream; capsule < count; capsule += shape.streams) {
       Accumulator votes[Tr::tiles];
       votes_of(i, stage, capsule, std::false_type(), votes);
-      if constexpr (!Tr::plain) {
-        drop_masked<Tr>(a.in, samples.b0, i + capsule, at, votes);
-        if (!kBackward && a.unweighted) {
-          unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
-          continue;
-        }
-      }
-      add_capsule<Tr, kBackward>(a, at, {samples.b0, i + capsule}, V, ds, counts, votes, mine);
+      add_capsule<Tr, kBackward>(V, ds, counts, votes, sum);
     }
   });
 }
@@ -275,29 +181,17 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Shape& shape) {
     const int g = n / I, i = n - g * I, b0 = g * static_cast<int>(work.group);
     const int count = last - n < I - i ? last - n : I - i;
     const ThreadCoord at = thread_coord();
-    Accumulation<Tr> mine{};
-    if constexpr (Tr::in) {
-      const bool leaky = a.in.leaky && i == 0 && rank == 0 && at.warp < shape.strips();  // the leaky entry counts once
-      unrolled<Tr::slots, 2>([&](int slot, int row) {
-        mine.max[slot][row] = leaky ? 0.0f : Extreme<float>::lowest;
-        mine.total[slot][row] = leaky ? 1.0f : 0.0f;
-      });
-    }
+    Accumulator sum[Tr::tiles] = {};
     if (n > begin) gpu::cluster_barrier();
     accumulate<Tr, kBackward>(
-        a, shape, b0, i + part_of(count, rank, size), i + part_of(count, rank + 1, size), at, &mine);
-    if (a.to.sum_rows) {
-      const ThreadCoord reread = thread_coord();
-      if constexpr (Tr::in) {
-        if (a.to.max) agree_on_maximum<Tr>(shape, reread, &mine);
-      }
-      unrolled<2>([&](int half) {
-        if (half == 1) gpu::cluster_barrier();
-        join_warps<Tr>(shape, reread, half, &mine);
-        gpu::cluster_barrier();
-        write_sums<Tr>(a, shape, work.segment(unit, g), b0, half);
-      });
-    }
+        a, shape, b0, i + part_of(count, rank, size), i + part_of(count, rank + 1, size), at, sum);
+    const ThreadCoord reread = thread_coord();
+    unrolled<2>([&](int half) {
+      if (half == 1) gpu::cluster_barrier();
+      join_warps<Tr>(shape, reread, half, sum);
+      gpu::cluster_barrier();
+      write_sums<Tr>(a, shape, work.segment(unit, g), b0, half);
+    });
     n += count;
   }
 }

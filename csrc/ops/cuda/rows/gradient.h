@@ -1,4 +1,4 @@
-// The gradient pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the
+// The gradient pass of the backward, for all iterations at once: du and dweight, on tensor cores, with the
 // mapping of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t +
 // db_t V[t], one iteration after the other, and writes du = dvotes W. dweight = dvotes^T u is a sum over samples. Warps
 // of a block that share an input capsule leave their sums in shared memory; a thread for each element adds them up in a
@@ -16,12 +16,12 @@ struct GradientArgs : cuda::GradientArgs<float> {
   int zero;       // always 0. The compiler does not know, and so reads V and ds anew for the sums
   Shape shape;    // chunk == streams, two stages
   int64_t all;    // elements of V of one iteration
-  float scale;    // of dvotes: J in plain kernels, so that coefficients of iteration 0 become 1, else 1
+  float scale;    // of dvotes: J, so that coefficients of iteration 0 become 1
   float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
-// Shared memory of a block, after Weights: [warps][turn] fours, [warps][Tr::weight] sums of dweight in the order of a
-// weight, and [warps][Tr::outputs] sums of dlogits.
+// Shared memory of a block, after Weights: [warps][turn] fours, and [warps][Tr::weight] sums of dweight in the order of a
+// weight.
 template <class Tr>
 class GradientMemory {
  public:
@@ -32,69 +32,48 @@ class GradientMemory {
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
       : warps(shape.warps()),
         turned_at(Weights<Tr>(in, shape).bytes()),
-        sums_at(turned_at + 16 * warps * turn),
-        dlogits_at(sums_at + 4 * warps * Tr::weight) {}
-  CAPSFAST_HOST_DEVICE int bytes(bool with_dlogits) const {
-    return dlogits_at + (with_dlogits ? 4 * warps * Tr::outputs : 0);
-  }
+        sums_at(turned_at + 16 * warps * turn) {}
+  CAPSFAST_HOST_DEVICE int bytes() const { return sums_at + 4 * warps * Tr::weight; }
   CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_at, warps * turn); }
   CAPSFAST_DEVICE Shared<float> poses(int warp) const {
     return gpu::shared<float>(turned_at + 16 * warp * turn, kSamples * Tr::components);
   }
   CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at, warps * Tr::weight); }
-  CAPSFAST_DEVICE Shared<float> dlogits() const { return gpu::shared<float>(dlogits_at, warps * Tr::outputs); }
 
  private:
-  const int warps, turned_at, sums_at, dlogits_at;  // the last three in bytes
+  const int warps, turned_at, sums_at;  // the last two in bytes
 };
 
-// dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the
-// iterations. vectors_at: where these samples begin in V and ds of one iteration.
+// dvotes of a warp's samples for one input capsule, in the order of V, times a.scale. vectors_at: where these samples
+// begin in V and ds of one iteration.
 template <class Tr>
-CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
-                                 unsigned counts, const Accumulator (&votes)[Tr::tiles],
-                                 Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
+CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, int64_t vectors_at, unsigned counts,
+                                 const Accumulator (&votes)[Tr::tiles], Accumulator (&dvotes)[Tr::tiles]) {
   // ds is read for the dot products and again for its sum. kKept fours of ds stay in registers: as many as fit beside
   // votes and dvotes before the compiler spills.
-  constexpr int kSpare = Tr::plain ? (Tr::exact ? 51 : 48) - 2 * Tr::tiles : 0;
+  constexpr int kSpare = (Tr::exact ? 51 : 48) - 2 * Tr::tiles;
   constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
-  const Inputs& in = a.in;
-  const int64_t scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
+  const int64_t mine = vectors_at + at.lane * 4;
   const int iterations = static_cast<int>(a.iterations);
   int t = static_cast<int>(a.first);
-  if constexpr (Tr::plain) {
-    // In iteration 0 every coefficient is 1 / J. Without iteration 0, the sum begins with V[0], which is 0.
-    const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
-    unrolled<Tr::tiles>([&](int tile) {
-      const Four x = begin.template vector<Four>(tile * 128);
-      unrolled<4>([&](int n) { dvotes[tile][n] = x.value[n]; });
-    });
-    if (t == 0) t = 1;
-  } else {
-    unrolled<Tr::tiles, 4>([&](int tile, int n) { dvotes[tile][n] = 0.0f; });
-  }
+  // In iteration 0 every coefficient is 1 / J. Without iteration 0, the sum begins with V[0], which is 0.
+  const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
+  unrolled<Tr::tiles>([&](int tile) {
+    const Four x = begin.template vector<Four>(tile * 128);
+    unrolled<4>([&](int n) { dvotes[tile][n] = x.value[n]; });
+  });
+  if (t == 0) t = 1;
   int64_t vectors = mine + t * a.all;
 #pragma unroll 1
   for (; t < iterations; ++t, vectors += a.all) {
-    Scores<Tr> b = {}, dc;
+    Scores<Tr> b, dc;
     Four kept[Tr::tiles];
-    if (Tr::plain || t > 0) dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
+    dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     dot<Tr, kKept>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc, kept);
-    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == iterations, at, of, b, dc);
-    if constexpr (Tr::in) {
-      softmax_known<Tr, true>(in, a.norm.of(t, scalars), at, of, b, dc);
-    } else {
-      softmax_out<Tr, true>(counts, in.leaky, b, dc, Tr::plain ? a.scale : 1.0f);
-    }
+    softmax<Tr, true>(counts, b, dc, a.scale);
     const int64_t again = vectors + a.zero;
     add_vectors<Tr, kKept>(b, lane_vectors<Tr>(a.ds, again, at), dvotes, kept);
-    // V of iteration 0 is 0, so dvotes do not need its db. Only dlogits do.
-    if ((Tr::plain || t > 0) && !a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
-    if constexpr (!Tr::plain) {
-      unrolled<Tr::slots, 2>([&](int slot, int row) {
-        dlogits[slot][row] = (t == a.first ? 0.0f : dlogits[slot][row]) + dc[slot][row];
-      });
-    }
+    if (!a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
   }
 }
 
@@ -117,19 +96,20 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
   });
 }
 
-// Writes neighbouring elements, from n on, of a contiguous tensor with a last axis of K; the first is component k.
+// Writes neighbouring elements, from n on, of a contiguous tensor with a last axis of K; the first is component k. n is
+// unsigned, because the compiler divides unsigned numbers by a single shift.
 template <class Tr, int kCount>
-CAPSFAST_DEVICE void write_run(const Operand& to, int64_t n, int k, int K, const Run<float, kCount>& x) {
+CAPSFAST_DEVICE void write_run(const Operand& to, uint64_t n, int k, int K, const Run<float, kCount>& x) {
   with_element<Tr>(to.storage, [&](auto e) {
     using E = decltype(e);
     Run<E, kCount> run;
     unrolled<kCount>([&](int m) { run.value[m] = narrowed<E>(x.value[m]); });
     if (K % kCount == 0) {
-      to.data.as<Run<E, kCount>>()[n / kCount] = run;
+      to.data.as<Run<E, kCount>>()[static_cast<int64_t>(n / kCount)] = run;
       return;
     }
     unrolled<kCount>([&](int m) {
-      if (k + m < K) to.data.as<E>()[n + m] = run.value[m];
+      if (k + m < K) to.data.as<E>()[static_cast<int64_t>(n) + m] = run.value[m];
     });
   });
 }
@@ -140,8 +120,8 @@ CAPSFAST_DEVICE void write_run(const Operand& to, int64_t n, int k, int K, const
 // component steps n + s, so what a lane reads and writes are neighbours. (With two steps, lanes of quads 0 and 1, and of
 // 2 and 3, read the same banks: rows of 16 floats start in two banks only, and bulk copies leave no gaps.)
 template <class Tr, class E>
-CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at,
-                              const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
+CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at, int b0, int i,
+                              const Accumulator (&dvotes)[Tr::tiles]) {
   Accumulator sum[Tr::steps][2][Tr::parts];
   unrolled<Tr::pairs, 2>([&](int pair, int odd) {
     const ColumnPlace<Tr> column(2 * at.quad + odd);
@@ -163,37 +143,31 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, co
       }
     });
   });
-  const int K = static_cast<int>(a.in.K);
+  constexpr int kCount = 2 * Tr::steps;
+  const int I = static_cast<int>(a.in.I), K = static_cast<int>(a.in.K), k = kCount * at.quad;
+  const int64_t first = (int64_t{b0 + at.group} * I + i) * K + k, step = int64_t{8 * K} * I;  // elements of du
   unrolled<2>([&](int row) {
-    constexpr int kCount = 2 * Tr::steps;
-    const int64_t sample = of.sample(at, row);
-    const int k = kCount * at.quad;
-    if (sample >= a.in.B || k >= K) return;
-    // A masked input capsule has no gradient, whatever the weight holds.
-    const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
+    if (b0 + at.group + 8 * row >= static_cast<int>(a.in.B) || k >= K) return;
     Run<float, kCount> x;
     unrolled<2, Tr::steps>([&](int n, int step) {
       float to = sum[step][0][0][2 * row + n] + sum[step][1][0][2 * row + n];
       if constexpr (Tr::exact) to += sum[step][0][1][2 * row + n] + sum[step][1][1][2 * row + n];
-      x.value[Tr::steps * n + step] = kept ? to * a.unscale : 0.0f;
+      x.value[Tr::steps * n + step] = to * a.unscale;
     });
-    write_run<Tr>(a.du, (sample * a.in.I + of.i) * K + k, k, K, x);
+    write_run<Tr>(a.du, static_cast<uint64_t>(first + row * step), k, K, x);
   });
 }
 
 // Leaves the poses of a strip for make_dweight(), [16 samples][Tr::components], where the warp transposes dvotes later.
-// Masked poses become 0, even if they hold NaN.
 template <class Tr>
 CAPSFAST_DEVICE void keep_poses(const Inputs& in, const typename Poses<Tr>::Raw& poses, const Shared<float>& to,
-                                const ThreadCoord& at, const ScoreCoord& of) {
+                                const ThreadCoord& at) {
   constexpr int kCount = Poses<Tr>::count;
   gpu::warp_barrier();  // all lanes have read what is overwritten now
   with_element<Tr>(in.u.storage, [&](auto e) {
     unrolled<2>([&](int row) {
-      const int64_t sample = of.sample(at, row);
-      const bool kept = Tr::plain || (sample < in.B && in.mask.at(sample, of.i));
       Run<float, kCount> x;
-      unrolled<kCount>([&](int n) { x.value[n] = kept ? poses.template get<decltype(e)>(row, n) : 0.0f; });
+      unrolled<kCount>([&](int n) { x.value[n] = poses.template get<decltype(e)>(row, n); });
       to.write((at.group + 8 * row) * Tr::components + kCount * at.quad, x);
     });
   });
@@ -252,20 +226,20 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>
 // has warps of its own. A thread has the same elements each time. It loads several before it adds to the first, because a
 // load takes long.
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int64_t part,
-                                   int64_t i, bool first, int count) {
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int part, int i,
+                                   bool first, int count) {
   constexpr int kTogether = 5;
   static_assert(kMostGradientStrips == 2);
   const ThreadCoord at = thread_coord();
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
-  const int stream = at.warp >> a.shape.strips_log;
+  const int I = static_cast<int>(a.in.I), stream = at.warp >> a.shape.strips_log;
   const int capsule = a.shared_weight ? 0 : stream, more = a.shared_weight ? count : 1;  // sums in each element
   const int begin = a.shared_weight ? at.warp : at.warp & (a.shape.strips() - 1);
   const int step = a.shared_weight ? a.shape.warps() : a.shape.strips();
   if (capsule >= count) return;
-  const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
-  const Global<float> to =
-      a.dweight_rows.from(row * J * D * K, int64_t{J} * D * K).reread();  // one address in registers
+  const int64_t row = a.shared_weight ? part : int64_t{part} * I + i + capsule;
+  const int size = J * D * K;
+  const Global<float> to = a.dweight_rows.from(row * size, size).reread();  // one address in registers
   const bool whole = K % 4 == 0;
 #pragma unroll 1
   for (int four = at.lane; four < kMostD * Tr::components / 4; four += 32) {
@@ -316,36 +290,6 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
   }
 }
 
-// dlogits [B, I, J] of a warp's samples, or their sum over these samples, in shared memory.
-template <class Tr>
-CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, const ThreadCoord& at,
-                                 const ScoreCoord& of, const Scores<Tr>& dlogits) {
-  if (a.dlogits_sample.data) write_scores<Tr>(a.in, a.dlogits_sample, at, of, dlogits);
-  if (!a.dlogits) return;
-  unrolled<Tr::slots>([&](int slot) {
-    float sum = 0.0f;
-    unrolled<2>([&](int row) { sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f; });
-    for (int mask = 4; mask < 32; mask *= 2) sum += gpu::shuffle_xor(sum, mask);
-    if (stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) && at.group == 0)
-      memory.dlogits()[at.warp * Tr::outputs + output_of<Tr>(at, slot)] = sum;
-  });
-}
-
-template <class Tr>
-CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int strips, int64_t part,
-                                   int64_t i, bool first, int count) {
-  const int J = static_cast<int>(a.in.J);
-  const Shared<float> sums = memory.dlogits();
-  for (int n = gpu::thread(); n < count * J; n += gpu::threads()) {
-    const int capsule = n / J, j = n - capsule * J;
-    double sum = 0.0;
-    for (int strip = 0; strip < strips; ++strip)
-      sum += static_cast<double>(sums[((capsule << a.shape.strips_log) + strip) * Tr::outputs + j]);
-    double& to = a.dlogits[(part * a.in.I + i + capsule) * J + j];
-    to = first ? sum : to + sum;
-  }
-}
-
 // A block walks over the groups of samples of one part of the batch and the input capsules of one split. Parts are the
 // fast axis of the grid, so blocks that read the same weights are neighbours.
 template <class Tr>
@@ -372,37 +316,27 @@ gradient_kernel(GradientArgs a) {
     typename Poses<Tr>::Raw next = load(begin + stream);
     weights.walk(begin, end, [&](int i, int count, int stage) {
       if (stream < count && strip < strips) {
-        const ScoreCoord of{b0 + kSamples * strip, i + stream};
         Accumulator dvotes[Tr::tiles];
-        Scores<Tr> dlogits;
         {
           Accumulator votes[Tr::tiles];
           make_votes<Tr, false>(a.in, weights, stage, stream, next, at, votes);
-          if (a.dweight_rows) keep_poses<Tr>(a.in, next, memory.poses(at.warp), at, of);
-          if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
-          make_dvotes<Tr>(
-              a, at, of, static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors, counts, votes, dvotes, dlogits);
-        }
-        if constexpr (!Tr::plain) {
-          if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
-          gpu::warp_barrier();  // products follow, which take the whole warp
+          if (a.dweight_rows) keep_poses<Tr>(a.in, next, memory.poses(at.warp), at);
+          make_dvotes<Tr>(a, at, static_cast<int64_t>(b0 / kSamples + strip) * Tr::vectors, counts, votes, dvotes);
         }
         if (a.du.data) {
           with_element<Tr>(a.in.matrix.storage, [&](auto e) {
-            write_du<Tr>(a, weights.template at<decltype(e)>(stage, stream), thread_coord(), of, dvotes);
+            write_du<Tr>(a, weights.template at<decltype(e)>(stage, stream), thread_coord(), b0 + kSamples * strip,
+                             i + stream, dvotes);
           });
         }
         if (a.dweight_rows) make_dweight<Tr>(memory.poses(at.warp), memory.turned(), sums, thread_coord(), dvotes);
       }
       next = load(i + shape.chunk + stream);
-      if (!a.dweight_rows && !a.dlogits) return;
+      if (!a.dweight_rows) return;
       gpu::barrier();
-      const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
+      const int row = a.shared_weight ? part * splits + split : part;
       // The barrier before the next chunk keeps its sums from overwriting these too early.
-      if (a.dweight_rows) write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
-      if constexpr (!Tr::plain) {
-        if (a.dlogits) write_dlogits<Tr>(a, memory, strips, part, i, first, count);
-      }
+      write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
     });
   }
 }

@@ -33,11 +33,11 @@ struct GradientPlan {
 
 class Launcher {
  public:
-  Launcher(const Problem& problem, const Inputs& inputs, bool backward, bool with_coupling, const gpu::Context& context)
+  Launcher(const Problem& problem, const Inputs& inputs, bool backward, const gpu::Context& context)
       : p(problem),
         in(inputs),
         on(context),
-        kernels(choose(problem, with_coupling)),
+        kernels(choose(problem)),
         accumulating_(backward ? gpu::AnyKernel(std::get<1>(kernels.accumulate)) : std::get<0>(kernels.accumulate)),
         shared_bytes_(
             std::min(gpu::limits().of(accumulating_).shared_bytes, gpu::limits().of(kernels.gradient).shared_bytes)),
@@ -60,9 +60,9 @@ class Launcher {
                            args, {plan_.cluster, together});
   }
 
-  GradientPlan plan_gradient(bool with_dlogits) const {
+  GradientPlan plan_gradient() const {
     GradientPlan plan{};
-    const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
+    const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape); };
     plan.shape = shape_for(kMostGradientStrips, false, bytes);
     const int64_t blocks = gpu::limits().max_active(kernels.gradient, 0, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
@@ -83,9 +83,9 @@ class Launcher {
   }
 
   void gradient(const cuda::GradientArgs<float>& with, const GradientPlan& by) const {
-    GradientArgs args{with, 0, by.shape, order().size(p.B), kernels.plain ? static_cast<float>(p.J) : 1.0f, 1.0f};
+    GradientArgs args{with, 0, by.shape, order().size(p.B), static_cast<float>(p.J), 1.0f};
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
-    const int bytes = kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits));
+    const int bytes = kernels.gradient_bytes(in, by.shape);
     gpu::limits().prefer_shared(kernels.gradient, bytes);
     gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(), bytes, on.stream, args);
   }

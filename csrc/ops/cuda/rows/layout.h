@@ -48,18 +48,13 @@ constexpr int kMostCluster = 4;  // blocks that add up their sums; more would no
 constexpr int kMostGradientStrips = 2;
 constexpr int kMostWarps = 8;  // of a block: 255 registers a thread leave a multiprocessor no more
 
-// The options that a kernel is compiled for. plain: softmax "out" without masks, logits, leaky entry, and gradient or
-// output of the coupling, so its loop tests no option. any: softmax "out" with all options. in: softmax "in" with all
-// options.
-enum class Options : int { plain, any, in };
-
 // What a kernel is compiled for. kTiles: tiles of votes. kSteps: steps of a product, for K up to 8 kSteps. kExact:
 // splits float32 numbers into two TF32 parts; three TF32 products are as accurate as a float32 product. Else one
 // product.
-template <int kTiles, int kSteps, bool kExact, Options kOptions>
+template <int kTiles, int kSteps, bool kExact>
 struct Rows {
   static constexpr int tiles = kTiles, steps = kSteps;
-  static constexpr bool exact = kExact, plain = kOptions == Options::plain, in = kOptions == Options::in;
+  static constexpr bool exact = kExact;
   static constexpr int groups = kTiles / 8;  // of four output capsules
   static constexpr bool paired = kTiles % 8 != 0;
   static constexpr int slots = groups + (paired ? 1 : 0);  // output capsules of a lane, for each of its two samples

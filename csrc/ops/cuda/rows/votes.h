@@ -8,11 +8,10 @@
 
 namespace capsfast::cuda::rows {
 
-// Calls f with a value of the type that poses and weights have in memory. Plain kernels with exact products are only for
-// float.
+// Calls f with a value of the type that poses and weights have in memory. Exact products are only for float.
 template <class Tr, class F>
 CAPSFAST_DEVICE void with_element(Storage storage, const F& f) {
-  if ((Tr::exact && Tr::plain) || storage == Storage::f32) {
+  if (Tr::exact || storage == Storage::f32) {
     f(0.0f);
   } else if (storage == Storage::bf16) {
     f(BFloat16{});
@@ -153,20 +152,6 @@ CAPSFAST_DEVICE void make_votes(const Inputs& in, const Weights<Tr>& weights, in
 // A number for each output capsule of a lane and each of its two samples.
 template <class Tr>
 using Scores = float[Tr::slots][2];
-
-// Makes votes of masked input capsules 0, even if the weight holds NaN. Not in plain kernels.
-template <class Tr>
-CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
-                                 Accumulator (&votes)[Tr::tiles]) {
-  if (!in.mask.data) return;
-  bool kept[2];
-  unrolled<2>([&](int row) {
-    const int sample = b0 + at.group + 8 * row;
-    kept[row] = sample < in.B && in.mask.at(sample, i);
-  });
-  unrolled<Tr::tiles, 4>([&](int tile, int n) { votes[tile][n] = kept[n / 2] ? votes[tile][n] : 0.0f; });
-  gpu::warp_barrier();  // products follow, which take the whole warp
-}
 
 // This lane's elements of the vectors of 16 samples; its first is element `from`. Four for each tile, one tile after
 // the other.
