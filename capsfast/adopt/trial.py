@@ -87,8 +87,8 @@ class Trial:
 
     def gradient_difference(self, candidate: Identification, inputs: Inputs) -> float:
         inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
-        # A hook such as torch.nn.utils.weight_norm computes a tensor from parameters. The probe has no hooks: there this
-        # tensor is a leaf.
+        # A hook such as torch.nn.utils.weight_norm computes a tensor from parameters. The probe has no hooks, so this
+        # tensor is a leaf there.
         read = (self.probe.tensor(name) for name in candidate.names)
         computed = [each.requires_grad_() for each in read if each.is_leaf and each.is_floating_point()]
         parameters = [each for each in self.probe.layer.parameters() if each.requires_grad]

@@ -30,9 +30,7 @@ class GradientMemory {
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
-      : warps(shape.warps()),
-        turned_at(Weights<Tr>(in, shape).bytes()),
-        sums_at(turned_at + 16 * warps * turn) {}
+      : warps(shape.warps()), turned_at(Weights<Tr>(in, shape).bytes()), sums_at(turned_at + 16 * warps * turn) {}
   CAPSFAST_HOST_DEVICE int bytes() const { return sums_at + 4 * warps * Tr::weight; }
   CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_at, warps * turn); }
   CAPSFAST_DEVICE Shared<float> poses(int warp) const {
@@ -326,7 +324,7 @@ gradient_kernel(GradientArgs a) {
         if (a.du.data) {
           with_element<Tr>(a.in.matrix.storage, [&](auto e) {
             write_du<Tr>(a, weights.template at<decltype(e)>(stage, stream), thread_coord(), b0 + kSamples * strip,
-                             i + stream, dvotes);
+                         i + stream, dvotes);
           });
         }
         if (a.dweight_rows) make_dweight<Tr>(memory.poses(at.warp), memory.turned(), sums, thread_coord(), dvotes);
