@@ -5,7 +5,6 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -182,19 +181,6 @@ def test_a_weight_of_sizes_in_another_order_says_how_its_layer_is_called(
     with pytest.raises(RuntimeError) as found:
         nn.Sequential(layer).load_state_dict({f"0.{name}": torch.zeros(shape)})
     assert f"{type(layer).__name__}{said}" in str(found.value) and "see docs/migration.md" in str(found.value)
-
-
-def test_the_checkpoint_of_an_optimizer_has_the_shape_of_the_parameter() -> None:
-    layer = compat.DynamicRouting(I, J, K, D)
-    optimizer = torch.optim.Adam(layer.parameters())
-    layer(torch.randn(B, I, K)).sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    for turned, fits in ((lambda value: value[0], False), (lambda value: value[0][None], True)):
-        of_W = {name: turned(value) if value.dim() else value for name, value in state["state"][0].items()}
-        optimizer.load_state_dict({**state, "state": {0: of_W}})
-        with nullcontext() if fits else pytest.raises(RuntimeError, match="shape"):
-            optimizer.step()
 
 
 class Derived(compat.DynamicRouting):

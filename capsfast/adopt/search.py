@@ -14,9 +14,9 @@ from .. import checks
 from . import squashes, structures
 from .identification import Identification, unwrapped
 from .inputs import Inputs
-from .misses import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
 from .orders import follow, steps_to
 from .probe import Run, modes_swapped, same
+from .squashes import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
 from .trace import BATCHES, BranchError, UntraceableError
 from .trial import OP, SAME, SAME_ON_REAL, Trial, backend_for, capsules, relative
 
