@@ -11,6 +11,7 @@ import types
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..nn._layer import hooked
@@ -51,7 +52,7 @@ def kept(value: Any, reason: str) -> Any:
 
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
     if type(now) in NAMESPACES and type(before) is dict:
-        # Name by name, because torch.compile can't list the names before torch 2.13 (tried: 2.10).
+        # Name by name: torch.compile can't list them before torch 2.13.
         now = {name: getattr(now, name, None) for name in before}
     try:
         one, other = _compared(now, owner), _compared(before, owner)
@@ -75,23 +76,18 @@ def _compared(value: Any, owner: nn.Module | None) -> Any:
 class State:
     """The options of a layer and its modules at one moment. Tensors count by their presence only.
 
-    An attribute that the layer gets later is no change, unless it hides a method or an attribute of the class: the
-    forward that was traced reads no other.
-
     Attributes:
         modules: for each module by its path: its class (None for the layer itself), its attributes by name, and the
             names of its methods.
+        written: dotted names of attributes that the layer's own forward writes; they are ignored.
     """
 
     modules: dict[str, tuple[type[nn.Module] | None, dict[str, Any], tuple[str, ...]]]
+    written: frozenset[str]
 
     @staticmethod
     def of(layer: nn.Module, written: Collection[str] = ()) -> "State":
         """The current state of the layer.
-
-        Args:
-            layer: any module.
-            written: dotted names of attributes that the layer's own forward writes; they are ignored.
 
         Raises:
             LeftAloneError: an attribute can't be compared between calls.
@@ -106,11 +102,11 @@ class State:
                     f"its `{name}` holds {{}}, and a change of that later would not be seen",
                 )
                 for name in (*names, *_of_class(type(module), PLAIN))
-                if (f"{path}.{name}" if path else name) not in written
+                if _dotted(path, name) not in written
             }
             methods = [name for name in ("forward", *_of_class(type(module), types.FunctionType)) if name not in held]
             modules[path] = (type(module) if path else None, held, tuple(methods))
-        return State(modules)
+        return State(modules, frozenset(written))
 
     def changed(self, layer: nn.Module) -> str | None:
         """The name of the first attribute or module that changed, or that got a hook; None if there is none."""
@@ -127,7 +123,16 @@ class State:
                 # Reading a method makes torch.compile compile again if the method is replaced on the object.
                 if getattr(module, name) is not None and name in vars(module):
                     return name
+            # torch.compile can't list attributes before torch 2.13 (tried: 2.10).
+            attributes: dict[str, Any] = {} if torch.compiler.is_compiling() else vars(module)
+            for name in attributes:
+                if name not in held and name not in OWN and _dotted(path, name) not in self.written:
+                    return name
         return None
+
+
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _of_class(kind: type[nn.Module], wanted: Any) -> list[str]:
