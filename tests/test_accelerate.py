@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import capsfast
 from capsfast.adopt import undo
-from capsfast.adopt.timing import Speed
+from capsfast.adopt.beside import Speed
 
 from .support import published_layers as layers
 from .support import published_variants as variants
@@ -69,6 +69,12 @@ def test_the_report_says_what_was_found(images: Tensor) -> None:
     assert "routing_module  " not in text
     with pytest.raises(KeyError, match=r"no layer '0\.conv'"):
         report["0.conv"]
+
+
+def test_around_a_layer_of_capsfast_there_is_nothing_to_fuse() -> None:
+    for own, u in ((capsfast.DynamicRouting(7, 4, 6, 5), example()), (capsfast.nn.RoutingByAgreement(), VOTES)):
+        report = accelerate(nn.Sequential(Around(own, lambda self, u: self.caps(u))), u)
+        assert [(each.name, each.status) for each in report.layers] == [("0.caps", "already fused")]
 
 
 def test_a_model_without_routing(images: Tensor) -> None:
@@ -162,6 +168,7 @@ def test_models_around_a_layer(name: str) -> None:
         assert_same(model, plain, made(u))
 
 
+VOTES = torch.randn(3, 7, 4, 5)
 MASK = torch.ones(5, 7, dtype=torch.bool)
 MASK[1, 4:] = False
 
@@ -205,19 +212,6 @@ def patched() -> nn.Module:
     return layer
 
 
-class Pretends(Plain):
-    @property
-    def __class__(self) -> Any:
-        return nn.Module
-
-
-class Named(Plain):
-    """A layer whose subclasses need a keyword."""
-
-    def __init_subclass__(cls, *, kind: str) -> None:
-        super().__init_subclass__()
-
-
 def result(make: Callable[[Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
     """A layer whose result is computed from its output and its input."""
     return lambda: variant(forward=lambda self, u: make(Plain.forward(self, u), u))
@@ -237,8 +231,6 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "patched": (patched, example(), "replaced by other code"),
     "hooks": (hooked_inside, example(), "hooks of to_votes"),
     "one sample": (Plain, example(1), "one sample"),
-    "no subclass": (lambda: Named(), example(), "no class can be derived"),
-    "pretends": (Pretends, example(), "no class can be derived"),
 }
 
 
@@ -305,7 +297,7 @@ def test_a_mask_behind_a_softmax_over_the_inputs_is_fused(mask: Tensor) -> None:
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_a_layer_that_would_be_slower_stays(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     speed = Speed(1e-3 * ratio, 1e-3, 5)
-    monkeypatch.setattr("capsfast.adopt.timing.speeds", lambda *_: (speed, speed))
+    monkeypatch.setattr("capsfast.adopt.beside.speeds", lambda *_: (speed, speed))
     report = accelerate(Plain(), example(), only_faster=True)
     assert report.fused == (("",) if ratio > 1 else ())
     assert ratio > 1 or ("takes longer" in report.left_alone[""] and report[""].both == speed)
@@ -317,7 +309,7 @@ def test_a_layer_that_would_be_slower_stays(ratio: float, monkeypatch: pytest.Mo
 def test_under_ddp_the_first_rank_decides(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """If ranks decided from their own times, they could reduce different gradients."""
     speed = Speed(1e-3 * ratio, 1e-3, 5)
-    monkeypatch.setattr("capsfast.adopt.timing.speeds", lambda *_: (speed, speed))
+    monkeypatch.setattr("capsfast.adopt.beside.speeds", lambda *_: (speed, speed))
 
     def heard(objects: list[Any], source: int, group: Any) -> None:
         assert source == 0 and objects == [["module"] if ratio < 1 else []]
@@ -334,7 +326,7 @@ def test_under_ddp_the_first_rank_decides(ratio: float, monkeypatch: pytest.Monk
 
 
 def test_votes_in_memory_are_mentioned() -> None:
-    report = accelerate(layers.DynamicRouting(3), (torch.randn(3, 7, 4, 5), 3))
+    report = accelerate(layers.DynamicRouting(3), (VOTES, 3))
     assert report.fused == ("",) and "one capsfast.DynamicRouting in the place of both" in str(report)
 
 

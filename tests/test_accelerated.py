@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import capsfast
@@ -314,59 +313,6 @@ def test_a_model_that_was_low_before() -> None:
     assert report.fused == ("",), report
     assert layer(u).dtype == plain(u).dtype and relative(layer(u), plain(u)) < TOLERANCE[torch.bfloat16]
     assert capsfast.identify(layer, u) == report[""].identification
-
-
-class Digits(nn.Module):
-    """The network of the paper for images of 8 x 8, as in popular code: each layer of capsules is a class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 8, 3)
-        self.primary = layers.CapsuleLayer(4, -1, 8, 4, kernel_size=3, stride=2)
-        self.digits = layers.CapsuleLayer(10, 16, 4, 8)
-        self.decoder = nn.Sequential(nn.Linear(80, 32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        v = self.digits(self.primary(F.relu(self.conv(images)))).squeeze().transpose(0, 1)
-        lengths = v.norm(dim=-1)
-        chosen = F.one_hot(lengths.argmax(1), 10)[:, :, None]
-        return lengths, self.decoder((v * chosen).flatten(1))
-
-
-def descend(model: Digits, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    losses = []
-    for images, labels in batches:
-        lengths, made = model(images)
-        present = F.one_hot(labels, 10)
-        margin = present * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - present) * F.relu(lengths - 0.1) ** 2
-        loss = margin.sum(1).mean() + 0.05 * (made - images.flatten(1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.slow
-def test_training_on_digits_goes_on_as_it_would_have() -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
-    data = datasets.load_digits()
-    images = torch.tensor(data.images[:768] / 16, dtype=torch.float32).unsqueeze(1)
-    batches = list(zip(images.split(32), torch.tensor(data.target[:768]).split(32), strict=True))
-    curves = {}
-    for fused in (False, True):
-        torch.manual_seed(3)
-        model = Digits()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-        losses = descend(model, optimizer, batches[:8])
-        moments = optimizer.state[model.digits.route_weights]["exp_avg"]
-        if fused:
-            assert accelerate(model, batches[0][0]).fused == ("digits",)
-            assert optimizer.state[model.digits.route_weights]["exp_avg"] is moments
-        curves[fused] = torch.tensor(losses + descend(model, optimizer, batches))
-    assert curves[False][-5:].mean() < 0.7 * curves[False][:5].mean()
-    torch.testing.assert_close(curves[True], curves[False], rtol=2e-3, atol=2e-4)
-    assert not torch.equal(curves[True][9:], curves[False][9:])  # sums have another order
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")

@@ -1,10 +1,11 @@
 """Recognises routing layers of other code and replaces them by capsfast."""
 
-from .entry import identify
-from .identification import Identification, Sizes
-from .refusal import NotReproduced
+from .identification import Identification
+from .orders import Sizes
 from .replacement import accelerate
 from .report import Acceleration, LayerReport, undo
+from .search import identify
+from .trial import NotReproduced
 
 __all__ = [
     "Acceleration",

@@ -1,15 +1,17 @@
-"""Compares a layer's own forward with capsfast's call, in the dtypes in which the layer is used."""
+"""Compares and times a layer's own forward and capsfast's call, in the dtypes in which the layer is used."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..bench.timing import interleave
 from .calls import Signature
 from .fused import Dtypes
 from .identification import Identification
 from .probe import private_copy, take_hooks_off
-from .refusal import LeftAloneError
+from .state import LeftAloneError
 from .trace import first_line
 from .trial import relative
 
@@ -18,6 +20,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 # Enough samples for a comparison; a layer that takes only one number of samples gets that number.
 SAMPLES = 4
 LOW = (torch.bfloat16, torch.float16)
+LEAST_ROUNDS = 3
+# The first timing takes so many samples.
+TIMED = 8
+# If the ratio with a few samples is farther from 1 than this, no larger batch is timed.
+CLEAR = 1.5
 
 # The tensors of a call, the capsules or votes first.
 Given = tuple[Tensor, ...]
@@ -143,3 +150,48 @@ def _to(given: Given, dtype: torch.dtype) -> Given:
 def _under(autocast: torch.dtype | None, given: Given) -> torch.autocast:
     # Without autocast's cache, which would return tensors cast to bfloat16 for float16.
     return torch.autocast(given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median seconds of a call with ``samples`` samples: of the layer's own forward, and of capsfast's call."""
+
+    own: float
+    fused: float
+    samples: int
+
+    @property
+    def ratio(self) -> float:
+        return self.own / self.fused
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.1f}x ({1e3 * self.own:.3g} to {1e3 * self.fused:.3g} ms, B={self.samples})"
+
+
+def speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> tuple[Speed, Speed]:
+    """Times forward, and forward plus backward, in turns; on the whole batch if a few samples give no clear result."""
+    found = _speeds(beside, beside.few(given, TIMED), autocast, seconds)
+    if 1 / CLEAR < found[1].ratio < CLEAR and found[1].samples < given[0].shape[0]:
+        found = _speeds(beside, given, autocast, seconds)
+    return found
+
+
+def _speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> tuple[Speed, Speed]:
+    copies = (given[0].detach().clone().requires_grad_(), *given[1:])
+    inputs = [each for each in (*copies, *beside.layer.parameters()) if each.requires_grad]
+    ways = {"own": beside.own, "fused": beside.fused}
+
+    def forward(way: str) -> None:
+        with torch.no_grad():
+            ways[way](copies, autocast)
+
+    def both(way: str) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(ways[way](copies, autocast)[0].sum(), inputs, allow_unused=True)
+
+    found = []
+    for run in (forward, both):
+        steps = {way: lambda way=way, run=run: run(way) for way in ways}
+        timings = interleave(steps, given[0].device, seconds, LEAST_ROUNDS)
+        found.append(Speed(timings["own"].median, timings["fused"].median, len(given[0])))
+    return found[0], found[1]

@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .refusal import LeftAloneError
-from .state import kept, same
+from .state import LeftAloneError, kept, same
 
 
 class Slot(NamedTuple):

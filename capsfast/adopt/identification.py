@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,19 +12,10 @@ from ..functional import dynamic_routing
 from ..kinds import NO_EPS, spelled
 from ..nn import DynamicRouting, RoutingByAgreement
 from ..options import Options
-from .orders import Steps, as_code, check, follow, kept, letters, steps_from, steps_to
+from .orders import Sizes, Steps, as_code, check, follow, letters, steps_from, steps_to
 
 # Roles of further arguments of a forward that the call does not read.
 UNREAD = ("unused", "constant")
-
-
-class Sizes(NamedTuple):
-    """I, J: numbers of input and output capsules. K, D: sizes of an input and an output capsule; K is 0 for votes."""
-
-    I: int
-    J: int
-    D: int
-    K: int
 
 
 @dataclass(frozen=True)
@@ -142,14 +133,14 @@ class Identification:
         """The arguments of the function, by position and by name."""
         op = "capsfast.adopt.Identification"
         given: dict[str, Any] = dict(self.options)
-        for role, name, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
-            if name is not None:
-                given[role] = follow(check(op, name, parameters[name], order), _steps(role, order, self.sizes))
-        for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
-            if role not in UNREAD and value is not None:
-                value = follow(check(op, role, value, order), _steps(role, order, self.sizes))
+        values = [value for role, value in zip(self.arguments, others, strict=False) if role not in UNREAD]
+        reads = [(*read, parameters[read[1]]) for read in self._read_tensors()]
+        reads += [(*read, value) for read, value in zip(self._read_arguments(), values, strict=False)]
+        for role, name, order, value in reads:
+            if value is not None:
+                value = follow(check(op, name, value, order), self._steps(role, order))
                 # A factor keeps its values; of a mask only the zeros count.
-                given[role.removesuffix("_after")] = value != 0 if role.endswith("mask") else value
+                given[role.removesuffix("_after")] = value != 0 if role == "mask" else value
         u = follow(check(op, "u", u, self.input_order), self._input_steps())
         if self.weight is None:
             return (u,), given
@@ -177,13 +168,27 @@ class Identification:
         made.load_state_dict({name: value.detach() for name, value in state.items()})
         return made, u
 
+    def _read_tensors(self) -> list[tuple[str, str, str]]:
+        """Role, name and axes of the layer's tensors besides the weight that the call reads."""
+        tensors = (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order))
+        return [(role, name, order) for role, name, order in tensors if name is not None]
+
+    def _read_arguments(self) -> list[tuple[str, str, str]]:
+        """The same for the further arguments of the forward; their role is their name."""
+        given = zip(self.arguments, self.argument_orders, strict=True)
+        return [(role, role, order) for role, order in given if role not in UNREAD]
+
+    def _steps(self, role: str, order: str) -> Steps:
+        """Steps from the layer's axes to the function's axes."""
+        return steps_from(order, *AXES[role], self.sizes)
+
     def _weight_steps(self, outputs_known: bool) -> Steps:
         """Steps from the layer's weight to the function's; expands J if no other argument gives its size."""
         expanded = "J" not in letters(self.weight_order) and not outputs_known
-        return _steps("weight, all J" if expanded else "weight", self.weight_order, self.sizes)
+        return self._steps("weight, all J" if expanded else "weight", self.weight_order)
 
     def _input_steps(self) -> Steps:
-        return _steps("votes" if self.weight is None else "input", self.input_order, self.sizes)
+        return self._steps("votes" if self.weight is None else "input", self.input_order)
 
     def describe(self) -> str:
         """What the layer computes, in words, and the call as code."""
@@ -207,14 +212,11 @@ class Identification:
             given.append("weight")
         if self.num_iterations != DEFAULTS["num_iterations"]:
             given.append(str(self.num_iterations))
-        for role, named, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
-            if named is not None:
-                given.append(f"{role}={layer}.{named}{as_code(_steps(role, order, self.sizes))}")
-        for role, order in zip(self.arguments, self.argument_orders, strict=True):
-            if role not in UNREAD:
-                truth = " != 0" if role.endswith("mask") else ""
-                name = role.removesuffix("_after")
-                given.append(f"{name}={name}{as_code(_steps(role, order, self.sizes))}{truth}")
+        for role, name, order in self._read_tensors():
+            given.append(f"{role}={layer}.{name}{as_code(self._steps(role, order))}")
+        for role, _, order in self._read_arguments():
+            name, truth = role.removesuffix("_after"), " != 0" if role == "mask" else ""
+            given.append(f"{name}={name}{as_code(self._steps(role, order))}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
         if self.averaged or "mask_after" in self.arguments:
@@ -239,22 +241,12 @@ class Identification:
 
     def _deviations(self) -> list[str]:
         """Deviations from procedure 1 of Sabour, Frosst, Hinton 2017, in words."""
-        found = []
-        if self.softmax == "in":
-            found.append("softmax over the input capsules: not the paper's")
-        if self.leaky:
-            found.append("one more entry of logit 0 in every softmax (leaky): not the paper's")
-        if self.gradient == "last":
-            found.append("gradient through the last iteration only")
+        found = [words for (name, value), words in DEVIATIONS.items() if getattr(self, name) == value]
         if self.squash != "paper":
             found.append(f'squash "{self.squash}": not the paper\'s')
-        if not self.squash_last:
-            found.append("no squash after the last iteration")
         if self.eps != DEFAULTS["eps"] and self.squash != "identity":
             none = " (the layer adds none)" if self.eps <= NO_EPS else ""
             found.append(f"eps of the squash {self.eps:g}{none}; the default is {DEFAULTS['eps']:g}")
-        if self.averaged:
-            found.append("logits averaged over the batch: a sample's output depends on the others")
         if self.logits is not None:
             found.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
         if self.bias is not None:
@@ -271,20 +263,16 @@ class Identification:
 
 
 DEFAULTS: dict[str, Any] = Options()._asdict()
-# The axes of the function's arguments, and the axes to which a smaller tensor is expanded.
-AXES = {"votes": "BIJD", "input": "BIK", "weight": "IJDK", "weight, all J": "IJDK", "logits": "IJ", "bias": "JD"}
-AXES |= {"mask": "BI", "mask_after": "BI"}
-EXPANDED = {"weight, all J": "J", "logits": "IJ", "bias": "JD"}
-
-
-@kept
-def _steps(role: str, order: str, sizes: Sizes) -> Steps:
-    """Steps from the layer's axes to the function's axes."""
-    steps, wanted = steps_from(order, AXES[role], sizes._asdict()), EXPANDED.get(role, "")
-    if set(wanted) <= set(letters(order)):
-        return steps
-    missing = {*wanted} - {*letters(order)}
-    return (*steps, ("expand", tuple(getattr(sizes, each) if each in missing else -1 for each in AXES[role])))
+DEVIATIONS: dict[tuple[str, Any], str] = {
+    ("softmax", "in"): "softmax over the input capsules: not the paper's",
+    ("leaky", True): "one more entry of logit 0 in every softmax (leaky): not the paper's",
+    ("averaged", True): "logits averaged over the batch: a sample's output depends on the others",
+    ("gradient", "last"): "gradient through the last iteration only",
+    ("squash_last", False): "no squash after the last iteration",
+}
+# The axes of the function's arguments, and those to which a smaller tensor is expanded.
+AXES = {"votes": ("BIJD", ""), "input": ("BIK", ""), "weight": ("IJDK", ""), "weight, all J": ("IJDK", "J")}
+AXES |= {"logits": ("IJ", "IJ"), "bias": ("JD", "JD"), "mask": ("BI", ""), "mask_after": ("BI", "")}
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:

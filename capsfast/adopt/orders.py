@@ -5,8 +5,8 @@ letter fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -16,6 +16,16 @@ from ..kinds import spelled
 
 # Methods of a tensor with their arguments, one after the other.
 Steps = tuple[tuple[str, tuple[object, ...]], ...]
+
+
+class Sizes(NamedTuple):
+    """I, J: numbers of input and output capsules. K, D: sizes of an input and an output capsule; K is 0 for votes."""
+
+    I: int
+    J: int
+    D: int
+    K: int
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,17 +53,10 @@ def letters(order: str) -> str:
     return "".join(axes(order)).replace("1", "")
 
 
-def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
-    """Views that turn ``order`` into the axes ``wanted``; missing axes get length 1.
-
-    sizes: sizes of the letters; I and B are not needed.
-    """
-    return _steps_from(order, wanted, tuple(sizes.items()))
-
-
 @kept
-def _steps_from(order: str, wanted: str, of_letters: tuple[tuple[str, int], ...]) -> Steps:
-    sizes = dict(of_letters)
+def steps_from(order: str, wanted: str, expanded: str, sizes: Sizes) -> Steps:
+    """Views that turn ``order`` into the axes ``wanted``. Missing axes in ``expanded`` get their size, others 1."""
+    lengths = sizes._asdict()
     found: list[tuple[str, tuple[object, ...]]] = []
     place = 0
     for axis in axes(order):
@@ -63,13 +66,15 @@ def _steps_from(order: str, wanted: str, of_letters: tuple[tuple[str, int], ...]
         if len(axis) > 1:
             # One length can be left open: B or I, which may differ between calls.
             opened = next((each for each in "BI" if each in axis), axis[0])
-            found.append(("unflatten", (place, tuple(-1 if each == opened else sizes[each] for each in axis))))
+            found.append(("unflatten", (place, tuple(-1 if each == opened else lengths[each] for each in axis))))
         place += len(axis)
     present = [each for each in wanted if each in letters(order)]
     turn = tuple(letters(order).index(each) for each in present)
     if turn != tuple(range(len(turn))):
         found.append(("permute", turn))
     found += [("unsqueeze", (n,)) for n, each in enumerate(wanted) if each not in present]
+    if missing := {*expanded} - {*present}:
+        found.append(("expand", tuple(lengths[each] if each in missing else -1 for each in wanted)))
     return tuple(found)
 
 

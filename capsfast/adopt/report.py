@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from .beside import Speed
 from .fused import Calls, FusedLayer, is_fused, restore
 from .identification import Identification
 from .state import COUNT
-from .timing import Speed
 
 FUSED, TO_BE_FUSED, ALREADY, LEFT_ALONE = "fused", "to be fused", "already fused", "left alone"
 HEADER = ("layer", "class", "", "forward", "forward+backward", "difference")

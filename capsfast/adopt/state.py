@@ -8,22 +8,16 @@ import functools
 import inspect
 import numbers
 import types
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import constant_while_tracing
 from ..nn._layer import hooked
-from .refusal import LeftAloneError
-
-# Before torch 2.13 (tried: 2.10) torch.compile can't list the attributes of a module: a compiled call sees a changed
-# attribute, and not a new one.
-LISTS_ATTRIBUTES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 # Class attributes of these types count as options.
-PLAIN = (numbers.Number, str, bytes, enum.Enum)
+PLAIN = (numbers.Number, str, bytes, enum.Enum, type(None))
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 # The attributes where a fused layer keeps its :class:`Fused` and its :class:`Calls`.
 RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
@@ -31,8 +25,10 @@ RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
 # torch.compile) add them to modules that they compile or replicate.
 OF_TOOLS = {"_compiled_call_impl", "_is_torch_compile", "_is_replica", "_former_parameters", "_compile_kwargs"}
 OWN = frozenset({*vars(nn.Module()), RECORD, COUNT} | OF_TOOLS)
-# Values of these types cannot change, and may not equal themselves or a copy (NaN, a scripted function).
-ATOMS = (float, torch.jit.ScriptFunction)
+
+
+class LeftAloneError(Exception):
+    """A layer is not fused. The text is the reason in the report."""
 
 
 def kept(value: Any, reason: str) -> Any:
@@ -43,8 +39,6 @@ def kept(value: Any, reason: str) -> Any:
             the value holds tensors or modules.
     """
     memo: dict[int, Any] = {}
-    if isinstance(value, ATOMS):
-        return value
     try:
         found = copy.deepcopy(value, memo)
     except Exception:  # other people's classes
@@ -57,20 +51,14 @@ def kept(value: Any, reason: str) -> Any:
 
 
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
-    if isinstance(now, ATOMS) and now is before:
-        return True
-    if type(now) in NAMESPACES and type(before) is dict and _blind():
+    if type(now) in NAMESPACES and type(before) is dict:
+        # Name by name: torch.compile can't list them before torch 2.13.
         now = {name: getattr(now, name, None) for name in before}
     try:
         one, other = _compared(now, owner), _compared(before, owner)
         return type(one) is type(other) and bool(one == other)  # True == 1, but they index differently
     except Exception:  # other people's classes, arrays, a list that holds itself
         return False
-
-
-def _blind() -> bool:
-    """Whether torch.compile follows the call and can't list attributes."""
-    return not LISTS_ATTRIBUTES and torch.compiler.is_compiling()
 
 
 def _compared(value: Any, owner: nn.Module | None) -> Any:
@@ -86,66 +74,69 @@ def _compared(value: Any, owner: nn.Module | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The attributes of a layer and its modules at one moment. Tensors count by their presence only.
+    """The options of a layer and its modules at one moment. Tensors count by their presence only.
 
     Attributes:
-        modules: for each module by its path: its class (None for the layer itself), and its attributes by name.
+        modules: for each module by its path: its class (None for the layer itself), its attributes by name, and the
+            names of its methods.
         written: dotted names of attributes that the layer's own forward writes; they are ignored.
     """
 
-    modules: dict[str, tuple[type[nn.Module] | None, dict[str, Any]]]
+    modules: dict[str, tuple[type[nn.Module] | None, dict[str, Any], tuple[str, ...]]]
     written: frozenset[str]
 
     @staticmethod
-    def of(layer: nn.Module, written: Iterable[str] = ()) -> "State":
+    def of(layer: nn.Module, written: Collection[str] = ()) -> "State":
         """The current state of the layer.
 
         Raises:
             LeftAloneError: an attribute can't be compared between calls.
         """
-        ignored, modules = frozenset(written), {}
+        modules = {}
         for path, module in layer.named_modules(remove_duplicate=False):
+            places = (vars(module), module._parameters, module._buffers, module._modules)
+            names = [name for place in places for name in place if name not in OWN]
             held = {
                 name: kept(
                     _compared(getattr(module, name), module),
                     f"its `{name}` holds {{}}, and a change of that later would not be seen",
                 )
-                for name in (*_names(module, path, ignored), *_of_class(type(module), PLAIN))
+                for name in (*names, *_of_class(type(module), PLAIN))
+                if _dotted(path, name) not in written
             }
-            modules[path] = (type(module) if path else None, held)
-        return State(modules, ignored)
+            methods = [name for name in ("forward", *_of_class(type(module), types.FunctionType)) if name not in held]
+            modules[path] = (type(module) if path else None, held, tuple(methods))
+        return State(modules, frozenset(written))
 
-    def changed(self, layer: nn.Module) -> Any:
+    def changed(self, layer: nn.Module) -> str | None:
         """The name of the first attribute or module that changed, or that got a hook; None if there is none."""
-        for path, (kind, held) in self.modules.items():
+        for path, (kind, held, methods) in self.modules.items():
             module: Any = layer
             for name in path.split(".") if path else ():
                 module = None if module is None else module._modules.get(name)
             if kind is not None and (type(module) is not kind or hooked(module)):
                 return path
-            for name in (*(() if _blind() else _names(module, path, self.written)), *held):
-                if name not in held or not same(getattr(module, name, None), held[name], module):
+            for name, value in held.items():
+                if not same(getattr(module, name, None), value, module):
                     return name
-            if torch.compiler.is_compiling():
+            for name in methods:
                 # Reading a method makes torch.compile compile again if the method is replaced on the object.
-                for name in _of_class(type(module), types.FunctionType):
-                    if getattr(module, name) is not None and name in vars(module) and name not in held:
-                        return name
+                if getattr(module, name) is not None and name in vars(module):
+                    return name
+            # torch.compile can't list attributes before torch 2.13 (tried: 2.10).
+            attributes: dict[str, Any] = {} if torch.compiler.is_compiling() else vars(module)
+            for name in attributes:
+                if name not in held and name not in OWN and _dotted(path, name) not in self.written:
+                    return name
         return None
 
 
-@constant_while_tracing
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _of_class(kind: type[nn.Module], wanted: Any) -> list[str]:
     """Names of the attributes of a class and its bases that are of this type, without torch's classes."""
     own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
     names = {name: None for each in own for name in vars(each) if not name.startswith(("__", "_abc_", "_capsfast"))}
     return [name for name in names if isinstance(inspect.getattr_static(kind, name), wanted)]
-
-
-def _names(module: nn.Module, path: str, written: frozenset[str]) -> list[str]:
-    return [
-        name
-        for part in (vars(module), module._parameters, module._buffers, module._modules)
-        for name in part
-        if name not in OWN and not (written and (f"{path}.{name}" if path else name) in written)
-    ]

@@ -6,8 +6,8 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
-from .identification import Identification, Sizes
-from .orders import axes
+from .identification import Identification
+from .orders import Sizes, axes
 
 Found = tuple[str, dict[str, int]]
 

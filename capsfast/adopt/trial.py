@@ -10,7 +10,6 @@ from .identification import Identification
 from .inputs import Draw, Inputs
 from .orders import follow, steps_from
 from .probe import Probe, Run
-from .refusal import NotReproduced
 
 OP = "capsfast.identify"
 # Largest relative differences that count as equal; the second for own parameters and u: saturation costs digits.
@@ -18,6 +17,26 @@ SAME, SAME_ON_REAL = 1e-10, 1e-8
 VOTE_LENGTH = 1.5
 # A tensor with no larger number counts as 0.
 TINY = 1e-30
+
+
+class NotReproduced(ValueError):  # noqa: N818
+    """No options of capsfast compute what the layer computes.
+
+    Attributes:
+        reason: the reason in words, without the name of the layer.
+        nearest: the call that came nearest, None if no call could be tried.
+        difference: the relative difference of its values or gradients from the layer's; None without a nearest call.
+    """
+
+    def __init__(
+        self, op: str, layer: str, reason: str, nearest: Identification | None = None, difference: float | None = None
+    ) -> None:
+        self.reason, self.nearest, self.difference = reason, nearest, difference
+        text = f"{op}: {layer} is not reproduced: {reason}"
+        if nearest is not None:
+            call = nearest.code().replace("\n", "; ")
+            text += f". The nearest call differs by {difference:.1e} (relative): {call}"
+        super().__init__(text)
 
 
 class Trial:
@@ -108,7 +127,7 @@ def backend_for(inputs: Inputs) -> str | None:
 
 def capsules(candidate: Identification, output: Tensor) -> Tensor:
     """The output of a layer as ``[B, J, D]``."""
-    return follow(output, steps_from(candidate.output_order, "BJD", candidate.sizes._asdict()))
+    return follow(output, steps_from(candidate.output_order, "BJD", "", candidate.sizes))
 
 
 def relative(one: Tensor, other: Tensor) -> float:

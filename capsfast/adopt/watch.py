@@ -13,7 +13,7 @@ from . import structures
 from .calls import Signature
 from .fused import FusedLayer, autocast_of
 from .probe import preserved
-from .refusal import LeftAloneError
+from .state import LeftAloneError
 
 # From this size on, two equal last axes are probably axes of capsules, not of a convolution's window.
 LARGE_KERNEL = 12
@@ -95,7 +95,10 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         if _written_by(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
             continue
         candidate = found.get(module)
-        if candidate is None or not _owns_what_routing_needs(candidate):
+        inner = [found[each] for each in module.modules() if each is not module and each in found]
+        # Around a layer of capsfast there is nothing to fuse.
+        around = not ours(type(module)) and any(ours(type(each.layer)) and _routes(each) for each in inner)
+        if candidate is None or around or not _routes(candidate):
             candidate = Candidate("", module, why_not=_holds_a_weight(module))
         candidate.name = name
         if candidate.call or candidate.why_not:
@@ -127,7 +130,7 @@ def looks_like_routing(u: Tensor, v: Tensor) -> bool:
     return len(made) in (1, 2) and len(given) in (1, 2, 3)
 
 
-def _owns_what_routing_needs(candidate: Candidate) -> bool:
+def _routes(candidate: Candidate) -> bool:
     """Whether a tensor of the layer can be the weight by its shape, or its input can be votes."""
     layer = candidate.layer
     if isinstance(layer, FusedLayer):

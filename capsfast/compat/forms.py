@@ -77,8 +77,6 @@ class FormLayer(Layer):
         bound.apply_defaults()
         given = bound.arguments
         self._form, self._named = form, {**form.named}
-        # The shape of the weight in the loaded checkpoint, if it differs from the parameter's shape.
-        self._saved_as: tuple[int, ...] | None = None
         self._check(form, given)
         for name, value in given.items():
             if name != "bias":  # bias becomes a parameter or None
@@ -167,10 +165,7 @@ class FormLayer(Layer):
             if there in ((1, *here), here[1:] if here[0] == 1 else None):
                 # The parameter keeps its shape, because an optimizer and copies of the parameter depend on it.
                 state_dict[key] = state_dict[key].view(here)
-                self._saved_as = there
-            elif there == here:
-                self._saved_as = None
-            else:
+            elif there != here:
                 lists[-1].extend(self._foreign(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
@@ -193,12 +188,6 @@ class FormLayer(Layer):
                 got = f"{key.removeprefix(prefix)} {checks.shape_of(value)}"
                 found.append(f"{self._op}: got {got}, which is the weight of {' or '.join(likely)}; see {kinds.TABLE}")
         return found
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        key = f"{prefix}{self._form.weight_name}"
-        if self._saved_as and not keep_vars and key in destination:
-            destination[key] = destination[key].view(self._saved_as)
 
     def extra_repr(self) -> str:
         given = [(name, getattr(self, name)) for name in self._form.letters]

@@ -143,14 +143,6 @@ def test_a_gradient_that_depends_on_the_mode(training: bool, part: float) -> Non
 
 
 LOOKS: dict[str, tuple[Any, str]] = {
-    "zeros": (
-        {"couple": lambda self, b: b.masked_fill(b == 9, float("-inf")).softmax(1)},
-        "applies eq",
-    ),
-    "weight": (
-        {"votes": lambda self, u: torch.einsum("ijdk,bik->bijd", self.W.clamp(-2, 2), u)},
-        "applies clamp",
-    ),
     "no_grad": (
         {"forward": lambda self, u: Plain.forward(self, u, 3 if torch.is_grad_enabled() else 1)},
         "under torch.no_grad",
@@ -160,10 +152,6 @@ LOOKS: dict[str, tuple[Any, str]] = {
     "large": (
         {"forward": lambda self, u: Plain.forward(self, u, 1 if u.shape[0] > 700 else 3)},
         "the number B of samples: B <= 700",
-    ),
-    "int": (
-        {"forward": lambda self, u: Plain.forward(self, u, 1 if int(u.shape[0]) > 16 else 3)},
-        "the number B of samples",
     ),
     "range": (
         {"forward": lambda self, u: Plain.forward(self, u, len(range(min(3, 20 - min(19, u.shape[0])))))},
