@@ -212,6 +212,19 @@ def patched() -> nn.Module:
     return layer
 
 
+class Pretends(Plain):
+    @property
+    def __class__(self) -> Any:
+        return nn.Module
+
+
+class Named(Plain):
+    """A layer whose subclasses need a keyword."""
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+
+
 def result(make: Callable[[Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
     """A layer whose result is computed from its output and its input."""
     return lambda: variant(forward=lambda self, u: make(Plain.forward(self, u), u))
@@ -231,6 +244,8 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "patched": (patched, example(), "replaced by other code"),
     "hooks": (hooked_inside, example(), "hooks of to_votes"),
     "one sample": (Plain, example(1), "one sample"),
+    "no subclass": (lambda: Named(), example(), "no class can be derived"),
+    "pretends": (Pretends, example(), "no class can be derived"),
 }
 
 

@@ -201,6 +201,13 @@ def fuse(layer: nn.Module, fused: Fused) -> None:
     vars(layer)[RECORD] = fused
 
 
+def can_be_fused(layer: nn.Module) -> None:
+    """Replaces the class of the layer and restores it; raises the error if that is impossible."""
+    own = type(layer)
+    _set_class(layer, fused_class(own))
+    _set_class(layer, own)
+
+
 def restore(layer: nn.Module) -> None:
     """Undoes :func:`fuse`.
 

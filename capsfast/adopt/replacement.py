@@ -16,7 +16,7 @@ from . import beside as timing
 from . import report
 from .beside import TOLERANCE, Beside
 from .calls import Signature
-from .fused import Fused, FusedLayer, fuse, is_fused, restore
+from .fused import Fused, FusedLayer, can_be_fused, fuse, is_fused, restore
 from .identification import Identification
 from .report import Acceleration, LayerReport
 from .search import Search, searched
@@ -224,6 +224,10 @@ def _checked_call(candidate: Candidate) -> Call:
         raise LeftAloneError("its forward was replaced by other code; restore it first")
     if candidate.call is None:
         raise LeftAloneError(candidate.why_not)
+    try:
+        can_be_fused(layer)
+    except Exception as error:  # the class may have any metaclass, __init_subclass__ or __class__
+        raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")
