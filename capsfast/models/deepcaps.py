@@ -28,17 +28,17 @@ class CapsCell(Layer):
     Shapes: ``[B, in_channels, H, W]`` to ``[B, types, dim, ceil(H / 2), ceil(W / 2)]``.
     """
 
-    def __init__(self, in_channels: int, types: int, dim: int, skip: nn.Module | None, **made: Any) -> None:
+    def __init__(self, in_channels: int, types: int, dim: int, skip: WindowLayer | None, **made: Any) -> None:
         super().__init__()
         made |= {"bias": False, "flatten": False}
         self.down = PrimaryCaps(in_channels, types, dim, 3, 2, 0, **made)
-        self.first, self.second = (PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) for _ in range(2))
-        self.skip = PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) if skip is None else skip
-        for each in self.children():
-            if isinstance(each, PrimaryCaps):
-                # Glorot's bound, but both fans are the root of the number of weights, as in the authors' code.
-                bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
-                nn.init.uniform_(each.conv.weight, -bound, bound)
+        same = [PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) for _ in range(2 if skip else 3)]
+        self.first, self.second, *_ = same
+        self.skip, self.routed = skip or same[2], skip is not None
+        for each in (self.down, *same):
+            # Glorot's bound, but both fans are the root of the number of weights, as in the authors' code.
+            bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
+            nn.init.uniform_(each.conv.weight, -bound, bound)
 
     def forward(self, maps: Tensor) -> Tensor:
         height, width = maps.shape[2:]
@@ -46,7 +46,7 @@ class CapsCell(Layer):
         halved = self.down(F.pad(maps, (width % 2, 1, height % 2, 1)))
         channels = halved.flatten(1, 2)
         deep = self.second(self.first(channels).flatten(1, 2))
-        skipped = through(self.skip, halved) if isinstance(self.skip, WindowLayer) else self.skip(channels)
+        skipped = through(self.skip, halved) if self.routed else self.skip(channels)
         return deep + skipped  # type: ignore[no-any-return]
 
 
@@ -114,7 +114,7 @@ class DeepCaps(DecodedCapsules):
         if routing == "dynamic":
             options |= {"gradient": gradient, "eps": eps}
             window |= {"gradient": gradient, "eps": eps, "squash": squash, "softmax": "everywhere", "bias": True}
-            skip: nn.Module = SlimConvCaps2d(types, types, dim, dim, init_std=(2 / (9 * dim)) ** 0.5, **window)
+            skip: WindowLayer = SlimConvCaps2d(types, types, dim, dim, init_std=(2 / (9 * dim)) ** 0.5, **window)
         else:
             skip = ConvCaps2d(types, types, dim, dim, routing=routing, **window, **routing_options)
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from .. import checks
 from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
+from . import _arguments
 from ._layer import Layer
 from .routing.base import Capsules, lengths
 
@@ -39,6 +40,15 @@ class WindowLayer(Layer):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+
+    def _hold_window(self, axes: int, **window: int | Sequence[int]) -> None:
+        """Holds kernel_size, stride, padding and dilation, each with a number for every axis of positions."""
+        for name, value in window.items():
+            setattr(self, name, _arguments.for_axes(self._op, name, value, axes, least=0 if name == "padding" else 1))
+
+    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The size of the output for an input of ``size``."""
+        return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def capsules(self, poses: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
         """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""

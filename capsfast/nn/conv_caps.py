@@ -67,11 +67,6 @@ class ConvCaps2d(WindowLayer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
     def __init__(
         self,
         in_types: int,
@@ -99,10 +94,7 @@ class ConvCaps2d(WindowLayer):
         _arguments.divides(op, "in_types", in_types, groups)
         _arguments.divides(op, "out_types", out_types, groups)
         self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
-        self.kernel_size = _arguments.pair(op, "kernel_size", kernel_size)
-        self.stride = _arguments.pair(op, "stride", stride)
-        self.padding = _arguments.pair(op, "padding", padding, least=0)
-        self.dilation = _arguments.pair(op, "dilation", dilation)
+        self._hold_window(2, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
         if (competition, start) == ("window", "window"):
             raise ValueError(
                 f"{op}: start='window' needs competition='child', got competition='window', which starts so anyway; "
@@ -132,12 +124,6 @@ class ConvCaps2d(WindowLayer):
             dtype=dtype,
             **options,
         )
-
-    def grid(self, size: Sequence[int]) -> tuple[int, int]:
-        """(H', W') for an input of ``size`` (H, W)."""
-        op = self._op
-        height, width = _arguments.window_grid(op, size, self.kernel_size, self.stride, self.padding, self.dilation)
-        return height, width
 
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""

@@ -93,10 +93,7 @@ class SlimConvCaps2d(WindowLayer):
         op, axes = self._op, self._image.count(",") + 1
         self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
         self.shared, self.conv_bias = shared, conv_bias
-        self.kernel_size = _arguments.for_axes(op, "kernel_size", kernel_size, axes)
-        self.stride = _arguments.for_axes(op, "stride", stride, axes)
-        self.padding = _arguments.for_axes(op, "padding", padding, axes, least=0)
-        self.dilation = _arguments.for_axes(op, "dilation", dilation, axes)
+        self._hold_window(axes, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         reached = self._reached()
         self.uses_poses_alone = routing == "dynamic"
@@ -134,10 +131,6 @@ class SlimConvCaps2d(WindowLayer):
         nn.init.trunc_normal_(self.conv.weight, std=self._std, a=-2 * self._std, b=2 * self._std)
         if self.conv.bias is not None:
             nn.init.zeros_(self.conv.bias)
-
-    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The size of the output for an input of ``size``."""
-        return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
         """``[B, in_types, in_dim, *spatial]`` to the convolution's ``votes [B, I, J, D, *spatial']``.

@@ -21,11 +21,11 @@ class Windows(NamedTuple):
     """
 
     size: tuple[int, int]
-    grid: tuple[int, int]
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    grid: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
 
     @property
     def places(self) -> int:

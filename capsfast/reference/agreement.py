@@ -1,14 +1,16 @@
 """Routing by agreement as single passes: the sums that a pass returns, and the loop over passes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .options import Options
-from .reference.squash import squash
+from ..arguments import Call, PassParameters
+from ..options import Options, PassOptions
+from .squash import squash
 
 
 class Moments(NamedTuple):
@@ -47,14 +49,13 @@ def agree(
         moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``. Called without gradients.
         shrink: a squash that replaces the one in the options.
-        temperature: divides the logits in the softmax.
+        temperature: divides the agreement, before it is added to ``logits``.
         accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
         passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
     if shrink is None:
         shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
-    logits = logits if logits is None or temperature == 1 else logits / temperature
     query: Tensor | None = None
     for t in range(o.num_iterations):
         last = t + 1 == o.num_iterations
@@ -62,7 +63,8 @@ def agree(
         if o.gradient == "last" and last and query is not None and differentiated:
             # As a query, the agreement would be differentiated with respect to the votes as well.
             with torch.no_grad():
-                constant = agreement(query)
+                # Forward-mode derivatives pass no_grad, but not detach.
+                constant = agreement(query).detach()
             score, prior = None, constant if prior is None else prior + constant
         asked = {**passed, "return_weights": True} if return_weights and last else passed
         with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
@@ -72,3 +74,39 @@ def agree(
             step = v if temperature == 1 else v / temperature
             query = query + step if accumulate and query is not None else step
     return v, found
+
+
+def by_passes(
+    call: Call, run: Callable[[Call, bool], tuple[Tensor, ...]], return_coupling: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Dynamic routing of a call: ``v [B, J, D]``, and the last coupling or None.
+
+    Args:
+        run: runs the pass of a call; returns mass, first, second and weights. The flag says that weights are needed.
+    """
+    given, masks = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
+
+    def moments(
+        *,
+        query: Tensor | None = None,
+        logits: Tensor | None = None,
+        normalize: str = "none",
+        leaky: bool = False,
+        return_weights: bool = False,
+    ) -> Moments:
+        parameters = PassParameters(query=query, logits=logits, **masks)
+        one = replace(call, parameters=parameters, options=PassOptions(normalize, leaky, False))
+        mass, first, _, weights, *_ = run(one, return_weights)
+        return Moments(mass, first, weights=weights)
+
+    def agreement(query: Tensor) -> Tensor:
+        weights = moments(query=query, return_weights=True).weights
+        assert weights is not None
+        return weights
+
+    v, last = agree(
+        moments, agreement, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling
+    )
+    if given.out_mask is not None:
+        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
+    return v, last.weights
