@@ -94,7 +94,7 @@ $(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc $(shell find csrc
 
 # Changes when what is asked of the build does.
 build/settings: force
-	@mkdir -p build && echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(TORCH)' | cmp -s - $@ || \
-	echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(TORCH)' > $@
+	@mkdir -p build && echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(CFLAGS) $(LDFLAGS) $(TORCH)' | cmp -s - $@ || \
+	echo '$(CAPSFAST_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CXX) $(CFLAGS) $(LDFLAGS) $(TORCH)' > $@
 
 force:

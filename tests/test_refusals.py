@@ -55,6 +55,14 @@ votes_pass(zeros(2, 3, 4, 5, 6, 7), query=zeros(2, 4, 5, 7, 6))
     ValueError: capsfast.votes_pass: query must be…positions [6, 7], got [2, 4, 5, 7, 6]…
 
 # Weights
+ConvCaps2d(4, 6, 3, 5, weight=Groups(4))
+    ValueError: capsfast.nn.ConvCaps2d: groups must divide out_types, got groups=4 and out_types=6
+DynamicRouting(12, 6, 3, 4, weight=Groups(4))
+    ValueError: capsfast.DynamicRouting: groups must divide out_caps, got groups=4 and out_caps=6
+RoutedCaps(3, 2, 4, 6, pose_rows=4)
+    ValueError: capsfast.nn.RoutedCaps: pose_rows must divide out_dim=6, got 4
+ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True)
+    TypeError: capsfast.nn.ClassCaps2d: shared_weight is not an option; all places share the weight of a type
 LowRank(0)
     ValueError: capsfast.nn.LowRank: rank must be at least 1, got 0
 LowRank(2, "VU")
@@ -398,7 +406,11 @@ InvertedAttentionCapsNet(primary_dim=1)
 MatrixCapsNet(form="variational", activation_std=3.0)
     ValueError: capsfast.models.MatrixCapsNet: activation_std needs form='em': a norm would undo it; leave it out
 MatrixCapsNet(windows=(5, 3, 3))
-    TypeError: capsfast.models.MatrixCapsNet: windows must be a sequence of ints, got 5
+    TypeError: capsfast.models.MatrixCapsNet: windows must be three pairs (kernel size, stride), got (5, 3, 3)
+MatrixCapsNet(windows=3)
+    TypeError: capsfast.models.MatrixCapsNet: windows must be three pairs (kernel size, stride), got 3
+MatrixCapsNet(windows=[(3, 1)] * 2)
+    ValueError: capsfast.models.MatrixCapsNet: windows must be three pairs (kernel size, stride), got …
 MatrixCapsNet(1, 4, windows=[(3, 1)] * 3)
     ValueError: capsfast.models.MatrixCapsNet: a window of 3 x 3 … must fit …, got 2 x 2 with padding 0 x 0; …
 MatrixCapsNet().reconstruct(zeros(2, 4, 4))
@@ -419,6 +431,14 @@ SegCaps(1, 9, 3)(zeros(1, 1, 9, 9), zeros(1, 3, 9, 9))
     TypeError: capsfast.models.SegCaps: classes must be bool, got float32; convert with classes.bool()
 stacked.SetTransformer(3, 8, 2, num_heads=3)
     ValueError: capsfast.nn.stacked.SetTransformer: num_heads must divide dim=16, got 3
+
+# Samples
+InterestCapsules(3, 6, 4, max_length=24)(clicks, tensor([4]))
+    ValueError: capsfast.nn.InterestCapsules: lengths must be [5], one for each user, got [1]
+InterestCapsules(3, 6, 4, max_length=24)([1.0], None)
+    TypeError: capsfast.nn.InterestCapsules: behaviours must be a torch.Tensor [B, I, K], got list
+Decoder(4, 3, (1, 4, 4))(zeros(2, 4, 3), tensor([5, 1]))
+    ValueError: capsfast.nn.Mask: labels must be in [0, 3], got 5
 
 # Programs
 export.program(Length(), clicks)

@@ -36,7 +36,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
         "family_model_stepping": "-".join(numbers) if all(numbers) else None,
-        "cores": len(os.sched_getaffinity(0)),
+        # macOS and Windows can't say which cores the process may use.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -81,8 +81,10 @@ def bench(
         for backend, reason in absent.items():
             say(f"{OURS}{backend} is not measured: {reason}")
         say(describe(surroundings))
+        lasts = {(case.op, case.routing): case for case in cases}.values()
         for case in cases:
-            with_memory = memory and (name != "quick" or case == cases[-1])
+            # Of the quick cases, the last of each op and routing.
+            with_memory = memory and (name != "quick" or case in lasts)
             fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
             if json is not None:
                 record.save(json, surroundings, [*rows, *fresh])

@@ -105,7 +105,7 @@ class Command(LightningCLI):
         if fixed:
             raise ValueError(
                 f"capsfast {command}: the checkpoint holds model{', data and seed' * (command == 'fit')}; leave out "
-                f"{', '.join(fixed)}"
+                f"{', '.join(fixed)}{', or mistyped options of the trainer' * (command != 'fit')}"
             )
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
@@ -121,10 +121,10 @@ class Command(LightningCLI):
             return []
         try:
             told = dict(yaml.safe_load(path.read_text()))
+            names = ("trainer", "checkpoint_every", "patience")
+            return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
         except (yaml.YAMLError, TypeError, ValueError):
             raise ValueError(f"capsfast fit: {path} can't be read; mend it, or remove it") from None
-        names = ("trainer", "checkpoint_every", "patience")
-        return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

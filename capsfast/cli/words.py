@@ -20,6 +20,8 @@ SHORT = {
     "resume": "ckpt_path",
 }
 OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "print_config", "ckpt_path", "help")
+# Options of Lightning's commands themselves.
+LIGHTNINGS = ("trainer", "verbose", "weights_only")
 # Options of a model whose values come from the data set.
 LINKED: dict[str, Callable[[ImageData], Any]] = {
     "in_channels": lambda images: images.sets.channels,
@@ -62,7 +64,7 @@ TAKEN = {
 def full_name(word: str) -> str:
     """The name of an option on LightningCLI's command line, without dashes."""
     name = word.replace("-", "_")
-    if "." in name or name in OWN or name in SHORT:
+    if "." in name or name in (*OWN, *LIGHTNINGS, *SHORT):
         return SHORT.get(name, name)
     groups = (each.partition(".")[0] for each in TAKEN if each.partition(".")[2] == name.rstrip("+"))
     return f"{next(groups, 'model.options')}.{name}"
@@ -109,8 +111,9 @@ def spelled_out(command: str, words: Sequence[str]) -> list[str]:
 def by_short_names(text: str) -> str:
     """A message with the short names of its options."""
     for name, full in SHORT.items():
-        text = text.replace(f"--{full}", f"--{name.replace('_', '-')}")
-    return re.sub(r"--(?:model\.options|model|data|trainer)\.(\w+)", lambda it: f"--{it[1].replace('_', '-')}", text)
+        text = re.sub(rf"--{re.escape(full)}(?![\w.])", f"--{name.replace('_', '-')}", text)
+    whole = r"--(?:model\.options|model|data|trainer)\.(\w+)(?![\w.])"
+    return re.sub(whole, lambda it: f"--{it[1].replace('_', '-')}", text)
 
 
 def in_a_line(error: Exception) -> str:

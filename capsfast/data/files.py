@@ -51,13 +51,14 @@ def picture(path: str, channels: int = 0) -> tuple[str, tuple[int, int], Any]:
         raise ValueError(f"{OP}: {path} can't be read as a picture ({first}); replace or remove it") from None
 
 
-def read_picture(path: str, channels: int) -> Tensor:
+def read_picture(path: str, channels: int, size: tuple[int, int] | None = None) -> Tensor:
     """A picture as ``[C, H, W]``: uint8, or float32 in [0, 1] from 16 bits.
 
     Raises:
-        ValueError: as :func:`picture`, or a picture of floats or of 32 bits.
+        ValueError: as :func:`picture`, a picture of floats or of 32 bits, or not of this width and height.
     """
-    mode, _, values = picture(path, channels)
+    mode, got, values = picture(path, channels)
+    _check_size(path, got, size)
     deep = mode.startswith("I")
     if mode == "F" or (mode == "I" and values.max() < 256):
         rule = "must have 8 or 16 bits, or colours"
@@ -84,12 +85,18 @@ def read_pictures(folder: Path, image_size: int | None) -> Split:
         mode, got, _ = picture(path)
         modes.add(mode)
         size = size or got
-        if image_size is None and got != size:
-            (w, h), (width, height) = got, size
-            raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
+        _check_size(path, got, size if image_size is None else None)
     for each in sets:
-        each.loader = partial(read_picture, channels=1 if modes <= GREY else 3)
+        each.loader = partial(
+            read_picture, channels=1 if modes <= GREY else 3, size=size if image_size is None else None
+        )
     return parted([Images(each, name=each.root, image_size=image_size) for each in sets])
+
+
+def _check_size(path: object, got: tuple[int, int], wanted: tuple[int, int] | None) -> None:
+    if wanted is not None and got != wanted:
+        (w, h), (width, height) = got, wanted
+        raise ValueError(f"{OP}: {path} must be {width} x {height} as others are, got {w} x {h}; give image_size")
 
 
 def _image_folder(folder: Path) -> Any:

@@ -86,10 +86,16 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
     for kind in (Learner, ImageData):
-        taken = inspect.signature(kind.__init__).parameters
+        taken, given = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]
+        # An option of an earlier version that is off changes nothing.
+        content[kind.CHECKPOINT_HYPER_PARAMS_KEY] = {
+            name: value for name, value in given.items() if value or name in taken
+        }
         if unknown := content[kind.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
             names = ", ".join(sorted(unknown))
-            raise ValueError(f"{op} has options that this version of capsfast does not have: {names}")
+            raise ValueError(
+                f"{op} has options that this version of capsfast does not have: {names}; use the version that wrote it"
+            )
     return content
 
 

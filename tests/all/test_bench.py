@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,11 @@ def test_a_record_knows_its_machine_and_has_no_paths() -> None:
     assert surroundings["commit"] is None or len(surroundings["commit"]["hash"]) == 40
     assert not any(part.startswith("/") for part in str(surroundings).replace("'", " ").split())
     assert without_paths("cannot open /a/b-c/d.e/file.so: and/or 1/2") == "cannot open file.so: and/or 1/2"
+
+
+def test_a_machine_that_cannot_say_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS and Windows
+    assert record.environment(CPU)["machine"]["cores"] == os.cpu_count()
 
 
 def rows_of(cases: list[Case], **more: Any) -> list[Row]:

@@ -270,7 +270,10 @@ def test_options_that_are_gone(folder: Path, tmp_path: Path) -> None:
     content = torch.load(tmp_path / "last.ckpt")
     for kind, key in ((Learner, "hyper_parameters"), (ImageData, "datamodule_hyper_parameters")):
         assert key == kind.CHECKPOINT_HYPER_PARAMS_KEY
-        torch.save(content | {key: content[key] | {"caps_dropout": 0.0, "adversarial": None}}, tmp_path / "x.ckpt")
+        off = content[key] | {"rotation": 0.0, "cutout": None}
+        torch.save(content | {key: off}, tmp_path / "x.ckpt")
+        assert read_checkpoint(tmp_path / "x.ckpt")[key] == content[key]
+        torch.save(content | {key: off | {"caps_dropout": 0.1, "adversarial": "fgsm"}}, tmp_path / "x.ckpt")
         with pytest.raises(ValueError, match=r"x\.ckpt has options that .* does not have: adversarial, caps_dropout"):
             read_checkpoint(tmp_path / "x.ckpt")
 
