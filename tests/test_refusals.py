@@ -36,7 +36,7 @@ routing_pass(zeros(2, 3, 6), zeros(1, 1, 5, 6))
 votes_pass(zeros(2, 3, 1, 5))
     ValueError: capsfast.votes_pass: …another argument must say how many there are, got none of query…
 votes_pass(zeros(2, 3, 1, 5), query=zeros(2, 4, 5), prior=zeros(2, 5))
-    ValueError: capsfast.votes_pass: prior must be [B, J] = [2, 4], got [2, 5]
+    ValueError: capsfast.votes_pass: prior must be [B, J] = [2, 4], got [2, 5] (votes [2, 3, 1, 5])
 route_votes(zeros(2, 3, 4, 5, device="meta"), eps=-1)
     ValueError: capsfast.route_votes: eps must be positive…
 route_votes(zeros(2, 3, 6), zeros(3, 4, 5, 6))
@@ -46,7 +46,7 @@ votes_pass(zeros(2, 3, 4, 5), backend="cuda")
 routing_pass(zeros(2, 3, 4, 5), zeros(3, 6, 7, 5))
     ValueError: capsfast.routing_pass: weight must be [I, J, Q, R] with Q=5…got 7…
 routing_pass(zeros(2, 3, 4, 5), zeros(3, 6, 5, 7), query=zeros(2, 6, 7))
-    ValueError: capsfast.routing_pass: query must be [B, J, D] = [2, 6, 28], got [2, 6, 7]
+    ValueError: capsfast.routing_pass: query must be [B, J, D] = [2, 6, 28], got [2, 6, 7] (u [2, 3, 20])
 dynamic_routing(zeros(2, 3, 0, 5), zeros(3, 6, 5, 7))
     ValueError: capsfast.dynamic_routing: …must not be empty, got u [2, 3, 0, 5]…
 route_votes(zeros(2, 3, 4, 5, 6, 7), mask=ones(2, 3, 42).bool())
@@ -88,9 +88,9 @@ RoutedCaps(5, 3, 4, 6, routing="em", identity=True)
 
 # Fully connected layers
 DynamicRouting(12, 6, 3, 4, weight=Groups(3))(zeros(5, 12, 3), mask=ones(5, 6).bool())
-    ValueError: capsfast.DynamicRouting: mask must be [B, I] = [5, 12], got [5, 6]
+    ValueError: capsfast.DynamicRouting: mask must be [B, I] = [5, 12], got [5, 6] (u [5, 12, 3])
 DynamicRouting(12, 6, 3, 4, weight=Groups(3))(zeros(5, 12, 3), out_mask=ones(5, 12).bool())
-    ValueError: capsfast.DynamicRouting: out_mask must be [B, J] = [5, 6], got [5, 12]
+    ValueError: capsfast.DynamicRouting: out_mask must be [B, J] = [5, 6], got [5, 12] (u [5, 12, 3])
 DynamicRouting(12, 6, 3, 4, weight=Groups(3))(zeros(5, 12, 3), logits=ones(12, 3))
     ValueError: capsfast.dynamic_routing: logits must be [I, J] = [4, 2] or [B, I, J] = [5, 4, 2], got [4, 3]…
 DynamicRouting(12, 6, 3, 4, weight=LowRank(2))(zeros(5, 12, 3).double())
@@ -220,7 +220,7 @@ EMRouting(5, 3, 4, 4)(votes, zeros(2, 5, 2, 3))
 EMRouting(5, 3, 4, 4)(votes, [0.5])
     TypeError: capsfast.EMRouting: activation must be a torch.Tensor, got list
 CosineRouting(5, 3, 4, 4)(votes[..., 0, 0], zeros(9, 9))
-    ValueError: capsfast.CosineRouting: activation must be [B, I] = [2, 5], got [9, 9]
+    ValueError: capsfast.CosineRouting: activation must be [B, I] = [2, 5], got [9, 9] (votes [2, 5, 3, 4])
 couplings(Length(), zeros(1))
     TypeError: capsfast.nn.couplings: layer must be a routing layer, got Length
 
@@ -490,6 +490,7 @@ def test_every_row_is_read() -> None:
 @pytest.mark.rows(len(ROWS))
 @pytest.mark.parametrize(("call", "error", "said"), ROWS, ids=[call for call, _, _ in ROWS])
 def test_refused(call: str, error: str, said: str) -> None:
-    with pytest.raises(getattr(builtins, error), match="^" + ".*".join(map(re.escape, said.split("…")))) as caught:
+    with pytest.raises(getattr(builtins, error), match=f"^{'.*'.join(map(re.escape, said.split('…')))}$") as caught:
         eval(call, NAMES)
+    assert type(caught.value) is getattr(builtins, error)
     assert not re.search(r"\{|  ", str(caught.value)), "a message that was not filled in"
