@@ -51,7 +51,7 @@ def kept(value: Any, reason: str) -> Any:
 
 
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
-    if type(now) in NAMESPACES and type(before) is dict:
+    if torch.compiler.is_compiling() and type(now) in NAMESPACES and type(before) is dict:
         # Name by name: torch.compile can't list them before torch 2.13.
         now = {name: getattr(now, name, None) for name in before}
     try:
