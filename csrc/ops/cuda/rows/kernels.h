@@ -42,7 +42,8 @@ inline const char* why_not(const Problem& p, bool with_coupling, int architectur
   if (architecture < 80) return "tensor cores multiply TF32 numbers from compute capability 8.0 on";
   if (p.votes_given) return "votes are given";
   if (p.softmax_in() || p.leaky) return "it has softmax 'in' or a leaky entry";
-  if (p.logits.data != nullptr || p.mask.data != nullptr || p.out_mask.data != nullptr) return "it has logits or a mask";
+  if (p.logits.data != nullptr || p.mask.data != nullptr || p.out_mask.data != nullptr)
+    return "it has logits or a mask";
   if (with_coupling) return "it needs the coupling";
   if (p.moments) return "it is a pass of its own, with mass";
   if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
