@@ -154,7 +154,5 @@ def test_a_constant_agreement_has_no_forward_derivative() -> None:
         return capsfast.dynamic_routing(u, weight, gradient="last", backend="reference")
 
     expected = torch.einsum("bjdcik,cik->bjd", torch.autograd.functional.jacobian(routed, u), along)
-    for grad_mode in (True, False):
-        with torch.set_grad_enabled(grad_mode):
-            _, found = torch.func.jvp(routed, (u,), (along,))
-        torch.testing.assert_close(found, expected)
+    _, found = torch.func.jvp(routed, (u,), (along,))
+    torch.testing.assert_close(found, expected)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import forward_mode
 from ..arguments import Call, PassParameters
 from ..options import Options, PassOptions
 from .squash import squash
@@ -61,7 +60,7 @@ def agree(
     for t in range(o.num_iterations):
         last = t + 1 == o.num_iterations
         score, prior = query, logits if accumulate or t == 0 else None
-        if o.gradient == "last" and last and query is not None and (differentiated or forward_mode()):
+        if o.gradient == "last" and last and query is not None and differentiated:
             # As a query, the agreement would be differentiated with respect to the votes as well.
             with torch.no_grad():
                 # Forward-mode derivatives pass no_grad, but not detach.
