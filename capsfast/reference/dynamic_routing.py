@@ -18,6 +18,6 @@ def dynamic_routing(call: Call) -> tuple[Tensor, Tensor]:
         v, c = dynamic_routing(call.as_samples())
         return from_samples(v, B, S), from_samples(c, B, S)
     made = replace(call, u=votes(call), weight=None, P=1)
-    v, last = by_passes(made, lambda one, _: routing_pass(one, with_lse=False), True)
+    v, last = by_passes(made, lambda one, _: routing_pass(one), True)
     assert last is not None
     return v, last

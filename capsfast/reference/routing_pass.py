@@ -9,15 +9,15 @@ from .coupling import coupling_coefficients, log_sum_exp, valid_pairs
 from .votes import votes
 
 
-def routing_pass(call: Call, with_lse: bool = True) -> tuple[Tensor, ...]:
+def routing_pass(call: Call) -> tuple[Tensor, ...]:
     """mass ``[B, J]``, first and second ``[B, J, D]``, weights ``[B, I, J]`` and lse.
 
     lse is the log-sum-exp of the softmax, ``[B, I]`` for "out" and ``[B, J]`` for "in". It is an empty vector without
-    a softmax or with_lse, and so is second if it is not requested.
+    a softmax, and so is second if it is not requested.
     """
     if call.weight is None and call.u.dim() == 5:
         B, S = call.u.shape[0], call.u.shape[4]
-        found = routing_pass(call.as_samples(), with_lse)
+        found = routing_pass(call.as_samples())
         return tuple(value if value.dim() == 1 else from_samples(value, B, S) for value in found)
     o, J = call.options, call.J
     mask, out_mask = call.parameters.mask, call.parameters.out_mask
@@ -42,8 +42,8 @@ def routing_pass(call: Call, with_lse: bool = True) -> tuple[Tensor, ...]:
     x = x.expand(B, I, J, D)
     first = torch.einsum("bij,bijd->bjd", r, x)
     second = torch.einsum("bij,bijd->bjd", r, x * x) if o.second else first.new_empty(0)
-    with_lse = with_lse and o.normalize in ("out", "in")
-    return r.sum(1), first, second, r, log_sum_exp(score, valid, o.normalize, o.leaky) if with_lse else x.new_empty(0)
+    softmax = o.normalize in ("out", "in")
+    return r.sum(1), first, second, r, log_sum_exp(score, valid, o.normalize, o.leaky) if softmax else x.new_empty(0)
 
 
 def _without_masked(given: PassParameters) -> PassParameters:
