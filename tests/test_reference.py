@@ -145,14 +145,3 @@ def test_votes_that_output_capsules_share_are_repeated_votes(case: Case | PassCa
     wanted[f"d{name}"] = wanted[f"d{name}"].sum(axis, keepdim=True)
     for each, value in alike.items():
         torch.testing.assert_close(value, wanted[each], msg=each)
-
-
-def test_a_constant_agreement_has_no_forward_derivative() -> None:
-    u, weight, along = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 5, 4), (5, 3, 6, 4), (2, 5, 4)))
-
-    def routed(u: Tensor) -> Tensor:
-        return capsfast.dynamic_routing(u, weight, gradient="last", backend="reference")
-
-    expected = torch.einsum("bjdcik,cik->bjd", torch.autograd.functional.jacobian(routed, u), along)
-    _, found = torch.func.jvp(routed, (u,), (along,))
-    torch.testing.assert_close(found, expected)

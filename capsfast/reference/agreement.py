@@ -63,8 +63,7 @@ def agree(
         if o.gradient == "last" and last and query is not None and differentiated:
             # As a query, the agreement would be differentiated with respect to the votes as well.
             with torch.no_grad():
-                # Forward-mode derivatives pass no_grad, but not detach.
-                constant = agreement(query).detach()
+                constant = agreement(query)
             score, prior = None, constant if prior is None else prior + constant
         asked = {**passed, "return_weights": True} if return_weights and last else passed
         with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
