@@ -16,13 +16,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks, functional, passes
+from .agreement import Moments, agree
 from .arguments import RoutingParameters
 from .functional import CoupledKeywords, RoutingKeywords
 from .ops import sharding
 from .options import Options
 from .passes import PassKeywords
 from .precision import wide_dtype
-from .reference.agreement import Moments, agree
 
 if not dist.is_available():
     raise ImportError("capsfast.distributed: this torch was built without torch.distributed; install one that has it")

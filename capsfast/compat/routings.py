@@ -8,11 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _keywords, arguments, checks
+from ..agreement import Moments, agree
 from ..arguments import Call, RoutingParameters
 from ..options import OptionKeywords, Options
 from ..passes import routing_pass, votes_pass
 from ..precision import in_wide_dtype
-from ..reference.agreement import Moments, agree
 from ..reference.coupling import coupling_coefficients
 
 Linear = Callable[[Tensor], Tensor]

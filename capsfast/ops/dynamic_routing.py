@@ -21,14 +21,16 @@ tf32: float32 products may be rounded to TF32; no effect on the CPU.
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..arguments import Call
+from ..agreement import Moments, agree
+from ..arguments import Call, PassParameters
+from ..options import PassOptions
 from ..precision import in_wide_dtype, wide_dtype
-from ..reference.agreement import by_passes
 from ..reference.dynamic_routing import dynamic_routing as definition
 from . import factored_routing, routing_pass
 from .define import Op, check_fake, fake_sizes
@@ -54,13 +56,33 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` by passes that form no votes."""
+    given, asked = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
 
-    def run_pass(one: Call, return_weights: bool) -> tuple[Tensor, ...]:
-        return without_votes(routing_pass.run, (), one, return_weights, False, backend)
+    def moments(
+        *,
+        query: Tensor | None = None,
+        logits: Tensor | None = None,
+        normalize: str = "none",
+        leaky: bool = False,
+        return_weights: bool = False,
+    ) -> Moments:
+        parameters = PassParameters(query=query, logits=logits, **asked)
+        one = replace(call, parameters=parameters, options=PassOptions(normalize, leaky, False))
+        found = without_votes(routing_pass.run, (), one, return_weights, False, backend)
+        return Moments(found[0], found[1], weights=found[3])
 
-    v, c = by_passes(call, run_pass, return_coupling)
-    assert c is not None
-    return v, c
+    def agreement(query: Tensor) -> Tensor:
+        weights = moments(query=query, return_weights=True).weights
+        assert weights is not None
+        return weights
+
+    v, last = agree(
+        moments, agreement, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling
+    )
+    if given.out_mask is not None:
+        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
+    assert last.weights is not None
+    return v, last.weights
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import arguments, checks, positions
+from ...agreement import agree as agree_by_passes
 from ...arguments import GIVEN
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing
 from ...options import Options
 from ...passes import Moments, routing_pass
-from ...reference.agreement import agree as agree_by_passes
 from ...reference.em_update import inverse
 
 # The cosine of a shorter vote goes to 0 with its length.
@@ -109,7 +109,7 @@ class Votes(ABC):
             self.moments,
             agreement,
             Options(num_iterations, squash=kind, **options),
-            logits=logits if logits is None or temperature == 1 else logits / temperature,
+            logits=logits,
             bias=bias,
             shrink=shrink,
             temperature=temperature,

@@ -1,16 +1,14 @@
 """Routing by agreement as single passes: the sums that a pass returns, and the loop over passes."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import Call, PassParameters
-from ..options import Options, PassOptions
-from .squash import squash
+from .options import Options
+from .reference.squash import squash
 
 
 class Moments(NamedTuple):
@@ -49,13 +47,14 @@ def agree(
         moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``. Called without gradients.
         shrink: a squash that replaces the one in the options.
-        temperature: divides the agreement, before it is added to ``logits``.
+        temperature: divides the logits in the softmax.
         accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
         passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
     if shrink is None:
         shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
+    logits = logits if logits is None or temperature == 1 else logits / temperature
     query: Tensor | None = None
     for t in range(o.num_iterations):
         last = t + 1 == o.num_iterations
@@ -73,39 +72,3 @@ def agree(
             step = v if temperature == 1 else v / temperature
             query = query + step if accumulate and query is not None else step
     return v, found
-
-
-def by_passes(
-    call: Call, run: Callable[[Call, bool], tuple[Tensor, ...]], return_coupling: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Dynamic routing of a call: ``v [B, J, D]``, and the last coupling or None.
-
-    Args:
-        run: runs the pass of a call; returns mass, first, second and weights. The flag says that weights are needed.
-    """
-    given, masks = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
-
-    def moments(
-        *,
-        query: Tensor | None = None,
-        logits: Tensor | None = None,
-        normalize: str = "none",
-        leaky: bool = False,
-        return_weights: bool = False,
-    ) -> Moments:
-        parameters = PassParameters(query=query, logits=logits, **masks)
-        one = replace(call, parameters=parameters, options=PassOptions(normalize, leaky, False))
-        mass, first, _, weights, *_ = run(one, return_weights)
-        return Moments(mass, first, weights=weights)
-
-    def agreement(query: Tensor) -> Tensor:
-        weights = moments(query=query, return_weights=True).weights
-        assert weights is not None
-        return weights
-
-    v, last = agree(
-        moments, agreement, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling
-    )
-    if given.out_mask is not None:
-        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
-    return v, last.weights
