@@ -83,7 +83,7 @@ def bench(
         say(describe(surroundings))
         lasts = {(case.op, case.routing): case for case in cases}.values()
         for case in cases:
-            # Of the quick cases, the last of each op and routing.
+            # The quick sweep measures memory for the last case of each op and routing.
             with_memory = memory and (name != "quick" or case in lasts)
             fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
             if json is not None:
