@@ -55,6 +55,12 @@ votes_pass(zeros(2, 3, 4, 5, 6, 7), query=zeros(2, 4, 5, 7, 6))
     ValueError: capsfast.votes_pass: query must be…positions [6, 7], got [2, 4, 5, 7, 6]…
 
 # Weights
+Weight().shapes("a layer", 3, 2, (4, 5))
+    NotImplementedError: capsfast.nn.Weight: Weight must override shapes
+Weight().start(1.0)
+    NotImplementedError: capsfast.nn.Weight: Weight must override start
+Weight().product(zeros(2, 3, 4))
+    NotImplementedError: capsfast.nn.Weight: Weight must override product
 ConvCaps2d(4, 6, 3, 5, weight=Groups(4))
     ValueError: capsfast.nn.ConvCaps2d: groups must divide out_types, got groups=4 and out_types=6
 DynamicRouting(12, 6, 3, 4, weight=Groups(4))
