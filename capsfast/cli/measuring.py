@@ -38,7 +38,9 @@ def bench(
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Least seconds of timing per case.")] = 1.0,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory; --sweep quick only for the last case of each op.")] = True,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory; --sweep quick only for the last case of each op.")
+    ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure einsum, compiled and eager, too.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file, for report.")] = None,
 ) -> None:
