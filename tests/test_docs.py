@@ -201,7 +201,7 @@ def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
     memory = [results.memory(both, name) or 0 for name in ("capsfast cpp", EAGER, COMPILED)]
     ours, eager, compiled = (size / 2**20 for size in memory)
     networks = [f"{found['ratio']:.1f}" for found in adopted()["networks"] if found["dtype"] == "float32"]
-    text = README.read_text(encoding="utf-8")
+    text = " ".join(README.read_text(encoding="utf-8").split())
     for said in (
         f"capsfast is {results.speedup(both, COMPILED):.1f} times as fast",
         f"forward alone {results.speedup(forward, COMPILED):.1f} times",
