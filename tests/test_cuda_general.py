@@ -13,7 +13,6 @@ from .emulator import backend as emulator
 from .support.accuracy import check
 from .support.backends import EMULATED, Shape
 from .support.passes import (
-    EVERYTHING,
     LINEAR,
     LINEAR_WAYS,
     LOADED,
@@ -25,7 +24,7 @@ from .support.passes import (
     normalized,
 )
 from .support.problems import LOADED as ROUTED_IN
-from .support.problems import LOADED_OUT, PLAIN, Case, registered, run
+from .support.problems import LOADED_OUT, PLAIN, Case, run
 from .support.problems import make as make_routing
 
 
@@ -171,19 +170,3 @@ def test_pose_matrices_and_positions_are_named(op: PassOp, more: dict[str, Any])
     problem = make(op.fit(Shape(2, 3, 4, 6, 5)), replace(LINEAR, **more), op.name, torch.float32)
     with pytest.raises(RuntimeError, match="it does not serve pose matrices, nor votes with axes of positions"):
         run(problem, emulator.NAME)
-
-
-@pytest.mark.parametrize("op", PASS_OPS, ids=str)
-@pytest.mark.parametrize(
-    ("case", "named"),
-    [
-        (EVERYTHING, "precision, center or second moments"),
-        (replace(LINEAR, activation=True), "an activation"),
-        (normalized(LINEAR, "sigmoid"), "normalize 'sigmoid', 'none' or 'lse'"),
-    ],
-    ids=str,
-)
-def test_the_op_itself_refuses(op: PassOp, case: PassCase, named: str) -> None:
-    problem = make(op.fit(SMALL), case, op.name, torch.float32)
-    with pytest.raises(RuntimeError, match=f"capsfast: the CUDA kernels of a pass do not serve {named}"):
-        EMULATED.op(op.name)(*registered(problem))
