@@ -20,7 +20,7 @@ from capsfast.bench.cases import CANONICAL
 from capsfast.bench.contenders import EAGER, OURS, contender
 from capsfast.bench.memory import peak_growth
 
-from .support.accuracy import assert_accurate, plain_results, relative_l2
+from .support.accuracy import relative_l2
 from .support.backends import Backend, Shape, assert_path, available, named, recorded_ops
 from .support.on_gpu import (
     assert_as_accurate_as_einsum,
@@ -148,16 +148,6 @@ def test_compiled_with_cuda_graphs(gpu: Backend) -> None:
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_accuracy_of_the_canonical_layer(gpu: Backend, dtype: torch.dtype, op: str) -> None:
-    problem = make(LAYER, QUIET, op, dtype, "cuda")
-    got, plain = run(problem, gpu.name), plain_results(problem)
-    truth = run(problem.to(torch.float64, "cuda"), "reference")
-    for name, value in got.items():
-        assert_accurate(name, value, truth[name].cpu(), *(results[name] for results in plain))
-
-
 def test_tf32_only_where_torch_allows_it(gpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make(LAYER, QUIET, dtype=torch.float32, device="cuda")
     truth = run(problem.to(torch.float64, "cuda"), "reference")
@@ -201,7 +191,8 @@ def test_fifty_runs_give_the_same_bits(gpu: Backend, case: Case, dtype: torch.dt
     ids=str,
 )
 def test_accuracy_of_large_layers(gpu: Backend, shape: Shape, dtype: torch.dtype) -> None:
-    assert_as_accurate_as_einsum(drawn(shape, dtype), gpu.name)
+    for op in OPS if shape == LAYER else OPS[:1]:
+        assert_as_accurate_as_einsum(drawn(shape, dtype, op), gpu.name)
 
 
 def needs_free(count: int) -> None:
