@@ -19,9 +19,10 @@ def test_accuracy_accepts_the_plain_result_and_rejects_worse(dtype: torch.dtype)
     plain = truth.to(dtype)
     truth = plain.double() if dtype == torch.float64 else truth
     assert_accurate("x", plain, truth, plain)
-    outlier, missing = plain.clone(), plain.clone()
-    outlier[3, 4], missing[:, 7] = math.nan, 0
-    for wrong in (outlier, missing, torch.zeros_like(plain), plain * 1.03, plain[:, :99], plain.to(torch.half)):
+    outlier, missing, hole = plain.clone(), plain.clone(), plain.clone()
+    outlier[3, 4] += 0.1
+    missing[:, 7], hole[0, 0] = 0, math.nan
+    for wrong in (outlier, missing, hole, torch.zeros_like(plain), plain * 1.03, plain[:, :99], plain.to(torch.half)):
         with pytest.raises(AssertionError):
             assert_accurate("x", wrong, truth, plain)
     if dtype == torch.bfloat16:
