@@ -82,7 +82,6 @@ MARKERS = (
     "passes: op is one of the two routing passes",
     "only(weight=..., linear=False): ops with (True) or without a weight; not backends that serve only linear passes",
     "every_op: op is any of the four functions, case a case of this function",
-    "emulated(**values): an emulated backend runs only these values of parameters; route_votes={...}: for this op",
 )
 
 
@@ -133,54 +132,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(names, rows)
 
 
-def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> bool:
-    """Whether the backend serves what the test asks for, and has time for its parameters."""
+def _runs(item: pytest.Item, parameters: dict[str, Any]) -> bool:
+    """Whether op and case fit together, and the backend serves what the test asks for."""
+    backend, op, case = (parameters.get(name) for name in ("backend", "op", "case"))
+    if isinstance(op, Op):
+        if isinstance(case, Case | PassCase) and not op.takes(case):
+            return False
+        for marker in item.iter_markers("only"):
+            if marker.kwargs.get("weight", "weight" in op.tensors) != ("weight" in op.tensors):
+                return False
+    if "backend" not in parameters:
+        return True
     if not isinstance(backend, Backend):
         return False  # how pytest marks a test without a fitting shape
-    if item.get_closest_marker("fused") and not backend.fused:
+    marked = {marker.name for marker in item.iter_markers()}
+    if ("fused" in marked and not backend.fused) or ("against_reference" in marked and backend.name == "reference"):
         return False
-    if item.get_closest_marker("against_reference") and backend.name == "reference":
-        return False
-    if backend == EMULATED and not item.get_closest_marker("kernels"):
+    if backend == EMULATED and "kernels" not in marked:
         return False
     if backend.linear:
-        if any(marker.kwargs.get("linear") is False for marker in item.iter_markers("only")):
+        if "passes" in marked or any(marker.kwargs.get("linear") is False for marker in item.iter_markers("only")):
             return False
-        case = parameters.get("case")
         if isinstance(case, Case | PassCase) and not case.linear:
             return False
-        if item.get_closest_marker("passes"):
-            return False
-    if parameters.get("dtype", backend.dtypes[0]) not in backend.dtypes:
-        return False
-    return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("emulated") if backend.emulated)
-
-
-def _among(values: dict[str, Any], parameters: dict[str, Any]) -> bool:
-    """Whether all parameters are among these values; values named after an op or a backend hold for it alone."""
-    wanted = {name: allowed for name, allowed in values.items() if not isinstance(allowed, dict)}
-    for name in {str(parameters[each]) for each in ("op", "backend") if each in parameters} & values.keys():
-        wanted |= values[name]
-    op = parameters.get("op")
-    return all(
-        _as_of(parameters[name], op) in [_as_of(each, op) for each in allowed] for name, allowed in wanted.items()
-    )
-
-
-def _as_of(value: Any, op: object) -> Any:
-    """A shape as the op takes it; any other value unchanged."""
-    is_shape = isinstance(value, tuple) and len(value) == 5 and all(isinstance(n, int) for n in value)
-    return op.fit(value) if is_shape and isinstance(op, Op) else value
-
-
-def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
-    op, case = parameters.get("op"), parameters.get("case")
-    if isinstance(op, Op) and isinstance(case, Case | PassCase) and not op.takes(case):
-        return False
-    for marker in item.iter_markers("only"):
-        if isinstance(op, Op) and marker.kwargs.get("weight", "weight" in op.tensors) != ("weight" in op.tensors):
-            return False
-    return True
+    return parameters.get("dtype", backend.dtypes[0]) in backend.dtypes
 
 
 def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest.Item]:
@@ -219,57 +194,9 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-# Files whose tests share something slow to make: one process runs all tests of a file.
-TOGETHER = tuple(
-    f"test_{name}.py"
-    for name in (
-        "cli_train",
-        "cli_train_endings",
-        "cuda_resources",
-        "cuda_sass",
-        "distributed",
-        "distributed_routing",
-        "serving",
-        "sharding",
-        "site",
-        "train",
-        "train_stopping",
-        "triton_compile",
-    )
-)
-
-
-# How many tests go to a process at a time: xdist looks through all groups after every test.
-GROUP = 6
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups of neighbours for any process. The larger groups of TOGETHER go first. (xdist's own groups need pytest <
-    9.)
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    group_of: dict[str, str] = {}
-
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", 1)[0]
-            if file.endswith(TOGETHER):
-                return file
-            return group_of.setdefault(nodeid, f"{file} {len(group_of) // GROUP}")
-
-    return Scheduling(config, log)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = config.getoption("--all")
-    kept = []
-    for item in items:
-        parameters = _parameters(item)
-        fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
-        if fits and _has_a_meaning(item, parameters):
-            kept.append(item)
+    kept = [item for item in items if _runs(item, _parameters(item))]
     if not any("::" in arg for arg in config.args):  # a test that is named runs
         kept = _rows_of_the_tier(kept, everything)
     config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))

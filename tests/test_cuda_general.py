@@ -13,10 +13,8 @@ from .emulator import backend as emulator
 from .support.accuracy import check
 from .support.backends import EMULATED, Shape
 from .support.passes import (
-    EVERYTHING,
     LINEAR,
     LINEAR_WAYS,
-    LOADED,
     PASS_OPS,
     SMALL,
     PassCase,
@@ -25,7 +23,7 @@ from .support.passes import (
     normalized,
 )
 from .support.problems import LOADED as ROUTED_IN
-from .support.problems import LOADED_OUT, PLAIN, Case, registered, run
+from .support.problems import LOADED_OUT, PLAIN, Case, run
 from .support.problems import make as make_routing
 
 
@@ -96,15 +94,6 @@ def test_more_than_a_tile(shape: Shape, op: PassOp, case: PassCase, dtype: torch
     check(op.make(shape, case, dtype), EMULATED)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("op", PASS_OPS, ids=str)
-def test_sixteen_bits(op: PassOp, dtype: torch.dtype) -> None:
-    for case in LINEAR_WAYS:
-        found = check(op.make(Shape(17, 4, 4, 8, 4), case, dtype), EMULATED)
-        assert found["mass"].dtype == found["first"].dtype == torch.float32
-        assert found["dquery"].dtype == found["dprior"].dtype == dtype
-
-
 @pytest.mark.parametrize("case", [PassCase(), PassCase(leaky=True, mask=True, out_mask=True), *LINEAR_WAYS], ids=str)
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)
 def test_splits_longer_than_a_tile(op: PassOp, case: PassCase) -> None:
@@ -123,23 +112,6 @@ def test_a_maximum_that_rises_along_the_input_capsules(leaky: bool) -> None:
     with emulator.device(multiprocessors=1):
         found = check(problem, EMULATED, slack=4)
     assert all(value.isfinite().all() for value in found.values())
-
-
-def test_a_pass_is_one_pass() -> None:
-    def launched(case: PassCase, *need: str) -> dict[str, int]:
-        emulator.take_launches()
-        run(make((3, 5, 4, 16, 8), case, dtype=torch.float32), emulator.NAME, need)
-        return emulator.take_launches()
-
-    # Updates copy the query, and the gradients of the moments, and add up sums.
-    assert launched(PassCase()) == {"AccumulateArgs": 1, "UpdateArgs": 1}
-    assert launched(LINEAR) == {"AccumulateArgs": 1, "UpdateArgs": 2}
-    # The weights of a softmax over the input capsules are written when its normaliser is known.
-    assert launched(normalized(LOADED, "in")) == {"AccumulateArgs": 2, "UpdateArgs": 2}
-    assert launched(LINEAR, "u") == {"AccumulateArgs": 1, "UpdateArgs": 3, "GradientArgs": 1}
-    assert launched(LINEAR, "query") == {"AccumulateArgs": 2, "UpdateArgs": 4}
-    both = {"AccumulateArgs": 2, "UpdateArgs": 4, "GradientArgs": 1, "JoinArgs": 1}
-    assert launched(LINEAR, "weight", "query") == both
 
 
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)
@@ -171,19 +143,3 @@ def test_pose_matrices_and_positions_are_named(op: PassOp, more: dict[str, Any])
     problem = make(op.fit(Shape(2, 3, 4, 6, 5)), replace(LINEAR, **more), op.name, torch.float32)
     with pytest.raises(RuntimeError, match="it does not serve pose matrices, nor votes with axes of positions"):
         run(problem, emulator.NAME)
-
-
-@pytest.mark.parametrize("op", PASS_OPS, ids=str)
-@pytest.mark.parametrize(
-    ("case", "named"),
-    [
-        (EVERYTHING, "precision, center or second moments"),
-        (replace(LINEAR, activation=True), "an activation"),
-        (normalized(LINEAR, "sigmoid"), "normalize 'sigmoid', 'none' or 'lse'"),
-    ],
-    ids=str,
-)
-def test_the_op_itself_refuses(op: PassOp, case: PassCase, named: str) -> None:
-    problem = make(op.fit(SMALL), case, op.name, torch.float32)
-    with pytest.raises(RuntimeError, match=f"capsfast: the CUDA kernels of a pass do not serve {named}"):
-        EMULATED.op(op.name)(*registered(problem))

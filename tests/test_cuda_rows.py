@@ -22,7 +22,7 @@ import capsfast
 from .emulator import backend as emulator
 from .support.accuracy import check, relative_l2
 from .support.backends import ALL_DTYPES, Backend, Shape
-from .support.problems import LOADED_OUT, Case, Problem, make, relayout, run
+from .support.problems import LOADED_OUT, Case, Problem, call, make, relayout, run
 
 ROOT = Path(__file__).parent.parent
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
@@ -167,24 +167,17 @@ print({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value
 
 @pytest.mark.slow
 def test_the_environment_forbids_cooperative_launches_and_cuts_the_scratch_memory() -> None:
-    def in_a_new_process(cooperative: str, apart: str = "") -> tuple[set[str], str, str]:
-        environment = os.environ | {"CAPSFAST_COOPERATIVE": cooperative, "CAPSFAST_SCRATCH_APART": apart}
-        ran = subprocess.run(
-            [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
+    found = []
+    for names in ((), ("CAPSFAST_COOPERATIVE", "CAPSFAST_SCRATCH_APART")):
+        environment = os.environ | dict(zip(names, "01", strict=False))
+        command = [sys.executable, "-c", ALONE]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert ran.returncode == 0, ran.stderr
-        launched, tensors, results = ran.stdout.splitlines()
-        return set(launched.split("|")), tensors, results
-
-    together, apart = in_a_new_process(""), in_a_new_process("0")
-    assert "rows::AccumulateArgs cluster4 cooperative" in together[0]
-    assert "rows::AccumulateArgs cluster4" in apart[0]
-    assert not any("cooperative" in name for name in apart[0])
-    assert together[1:] == apart[1:]
-    assert in_a_new_process("1") == together
-    parts = in_a_new_process("", "1")
-    assert int(parts[1]) > int(together[1])
-    assert (parts[0], parts[2]) == (together[0], together[2])
+        found.append(ran.stdout.splitlines())
+    (together, tensors, results), (apart, more_tensors, same_results) = found
+    assert "rows::AccumulateArgs cluster4 cooperative" in together.split("|")
+    assert "rows::AccumulateArgs cluster4" in apart.split("|") and "cooperative" not in apart
+    assert int(more_tensors) > int(tensors) and same_results == results
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -228,9 +221,10 @@ def test_votes_on_tensor_cores_are_as_exact_as_einsum() -> None:
         check(make(Shape(20, 60, 10, 16, 8), QUIET, dtype=torch.float32), BACKEND, slack=1)
 
 
-def errors(problem: Problem) -> dict[str, float]:
+def errors(problem: Problem, function: Callable[..., Any] = call) -> dict[str, float]:
     truth = run(problem.to(torch.float64), "reference")
-    return {name: relative_l2(value.double(), truth[name]) for name, value in run(problem, emulator.NAME).items()}
+    found = run(problem, emulator.NAME, function=function)
+    return {name: relative_l2(value.double(), truth[name]) for name, value in found.items()}
 
 
 @pytest.fixture
@@ -307,8 +301,7 @@ def errors_of_gradients(problem: Problem, scale: float) -> float:
 
 @pytest.mark.parametrize("api", ["set_float32_matmul_precision", "fp32_precision"])
 def test_a_compiled_call_follows_the_setting(api: str) -> None:
-    problem = make(Shape(17, 9, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
-    truth = run(problem.to(torch.float64), "reference")
+    problem = make(Shape(17, 9, 3, 16, 8), QUIET, dtype=torch.float32)
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -316,13 +309,6 @@ def test_a_compiled_call_follows_the_setting(api: str) -> None:
     @partial(torch.compile, fullgraph=True, backend=counter)
     def function(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return capsfast.dynamic_routing(u, weight, backend=emulator.NAME)
-
-    def error() -> float:
-        leaves = [problem.inputs[name].clone().requires_grad_() for name in ("u", "weight")]
-        v = function(*leaves)
-        gradients = torch.autograd.grad(v, leaves, problem.dv)
-        got = {"v": v.detach(), "du": gradients[0], "dweight": gradients[1]}
-        return max(relative_l2(value.double(), truth[name]) for name, value in got.items())
 
     def set_to(allowed: bool) -> None:
         if api == "fp32_precision":
@@ -335,7 +321,7 @@ def test_a_compiled_call_follows_the_setting(api: str) -> None:
         found = []
         for allowed in (False, True, False, True):
             set_to(allowed)
-            found.append(error())
+            found.append(max(errors(problem, lambda problem, inputs, backend: function(**inputs)).values()))
     finally:
         set_to(False)
         torch.backends.cuda.matmul.fp32_precision = before

@@ -122,24 +122,6 @@ def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str,
         assert_accurate(name, value, truth[name], loose[name], slack=20)
 
 
-@pytest.mark.parametrize(
-    ("B", "I", "J", "columns", "D", "K", "taken"),
-    [
-        (1, 50, 4, 1, 64, 64, True),
-        (64, 19, 4, 1, 64, 64, False),  # 20 vectors for the product with W, against 19
-        (64, 50, 4, 1, 2, 256, False),  # sums over u are 128 times as long as sums over votes
-        (1, 64, 4, 1, 1024, 1024, False),
-        (4, 64, 4, 1, 1024, 1024, True),
-        (16, 2048, 32, 32, 32, 32, True),
-        (64, 1152, 10, 10, 16, 8, True),
-        (64, 50, 4, 4, 1, 64, False),  # votes of one number
-    ],
-)
-def test_where_it_serves(B: int, I: int, J: int, columns: int, D: int, K: int, taken: bool) -> None:
-    given = unchecked(torch.empty(B, I, K), torch.empty(1, columns, D, K), RoutingParameters(), PLAIN, J)
-    assert factored_routing.serves(given, None) == taken
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_dynamic_routing_takes_it_where_it_is_less_work(own: bool) -> None:
     def taken(backend: str | None = None, dtype: torch.dtype = torch.float64, **options: Any) -> bool:

@@ -42,9 +42,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rows(emulated=(1, 1))
 @pytest.mark.parametrize("num_iterations", [1, 3])
-@pytest.mark.parametrize("B", [2, 33])
-@pytest.mark.emulated(B=[2], num_iterations=[3])
+@pytest.mark.parametrize("B", [33, 2])
 def test_replaces_a_hand_written_layer(backend: Backend, B: int, num_iterations: int) -> None:
     old = HandWritten(I, J, K, D, num_iterations).to(backend.device)
     new = capsfast.DynamicRouting(I, J, K, D, num_iterations, backend=backend.name, device=backend.device)

@@ -22,7 +22,6 @@ from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, QUADRATIC
 from .support.passes import LOADED as LOADED_PASS
 from .support.problems import (
     CASES,
-    COMBINED,
     EMULATED,
     LOADED,
     LOADED_OUT,
@@ -144,7 +143,6 @@ def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape
 
 @pytest.mark.rows(triton=(4, 20))
 @pytest.mark.parametrize("case", [*CASES, *PASS_CASES, *POSES, *POSITIONS], ids=str)
-@pytest.mark.emulated(route_votes={"case": [*COMBINED, *PASS_CASES]})
 @pytest.mark.against_reference
 def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
     few, many = (5, 11, 4, 6, 3), (19, 9, 3, 16, 8)
@@ -185,7 +183,6 @@ def test_a_shared_weight_without_votes(
 
 @pytest.mark.rows(8, triton=(1, 12))
 @pytest.mark.shapes(*SHAPES)
-@pytest.mark.emulated(shape=EMULATED)
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, op: Op, shape: Shape) -> None:
     moments = PassCase(center=True, second=True)  # of equal coupling
@@ -272,7 +269,6 @@ def test_a_center_near_the_mean_keeps_the_variance(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*FULL, Case(shared=True, gradient="last"), QUADRATIC], ids=str)
-@pytest.mark.emulated(dtype=[torch.bfloat16])
 @pytest.mark.against_reference
 def test_sixteen_bits(backend: Backend, op: Op, case: AnyCase, dtype: torch.dtype) -> None:
     for shape in sizes(backend, case, (5, 63, 10, 16, 8), (17, 31, 5, 17, 4), (16, 9, 6, 1, 33)):

@@ -153,15 +153,6 @@ def package(exported: torch.export.ExportedProgram, tmp_path_factory: pytest.Tem
 
 @pytest.mark.slow
 @needs_extension
-def test_a_package_runs_in_python(served: Served, package: Path) -> None:
-    model = torch._inductor.aoti_load_package(str(package / "model.pt2"))
-    for B in (2, 7):
-        images = torch.rand(B, 1, 8, 8)
-        assert_same(tuple(model(images)), served, images)
-
-
-@pytest.mark.slow
-@needs_extension
 @pytest.mark.parametrize("B", [1, 6])
 def test_a_package_runs_in_a_program_without_python(served: Served, package: Path, B: int) -> None:
     images = torch.rand(B, 1, 8, 8)

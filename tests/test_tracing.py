@@ -124,14 +124,6 @@ class Two(nn.Module):
         return self.get_submodule("1")(self.get_submodule("0")(x), y)
 
 
-def test_a_tracer_notes_where_a_node_is() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Tanh(), capsfast.DynamicRouting(6, 4, 5, 3)))
-    nodes = {node.target: node for node in torch.fx.Tracer().trace(model).nodes if node.op == "call_module"}
-    assert list(nodes) == ["0.0", "0.1"]
-    stack = [*nodes["0.1"].meta["nn_module_stack"].values()]
-    assert [path for path, _ in stack] == ["0", "0.1"] and stack[-1][1] is capsfast.DynamicRouting
-
-
 def test_every_layer_is_a_leaf() -> None:
     public = [getattr(capsfast.nn, name) for name in capsfast.nn.__all__]
     layers = {kind for kind in public if isinstance(kind, type) and issubclass(kind, nn.Module)}

@@ -1,17 +1,24 @@
-"""The CPU kernels on AArch64: compiled for it without torch, run by qemu, compared with plain loops in double."""
+"""The CPU kernels on AArch64: compiled for it without torch, run by qemu, compared with plain torch in float64."""
 
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from torch import Tensor
+
+from ..support import plain
 
 ROOT = Path(__file__).parents[2]
 NATIVE = platform.machine() in ("aarch64", "arm64")
 PREFIX = "" if NATIVE else "aarch64-linux-gnu-"
 EMULATOR = [] if NATIVE else ["qemu-aarch64-static"]
+ITERATIONS = 3
 SOURCES = ("csrc/ops/cpu/routing_portable.cpp", "csrc/ops/cpu/plan.cpp", "tests/support/aarch64.cpp")
 
 for tool in (f"{PREFIX}g++", *EMULATOR):
@@ -37,8 +44,33 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_passes_are_right(program: Path) -> None:
-    ran = subprocess.run([*EMULATOR, program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    for lanes in ("32 bits, 4", "32 bits, 16", "64 bits, 2", "64 bits, 8"):
-        assert ran.stdout.count(f"{lanes} lanes") == 5
+def right(u: Tensor, weight: Tensor, V: Tensor, ds: Tensor) -> Iterator[Tensor]:
+    """The numbers of every pass; V and ds are [r, B, J, D]. Gradients of V and of the votes are those of autograd."""
+    leaves = [each.requires_grad_() for each in (u, weight, V)]
+    x = plain.votes(u, weight)
+    loss = (x.sum(1) / x.shape[2] * ds[0]).sum()
+    for t in range(1, len(V)):
+        c = (x * V[t, :, None]).sum(-1).softmax(2)
+        weighted = (c[..., None] * x).sum(1)
+        loss = loss + (weighted * ds[t]).sum()
+    du, dweight, dV = torch.autograd.grad(loss, leaves)
+    yield from (x.sum(1), weighted, dV[-1], du, dweight)
+
+
+# All and some rows of a block, all and some lanes; K that the kernels have as a constant, and others; J whose votes are
+# held, and whose votes are not.
+@pytest.mark.parametrize(
+    "sizes", [(16, 9, 10, 16, 8), (19, 5, 3, 5, 4), (37, 3, 2, 16, 11), (5, 4, 7, 6, 16), (17, 2, 200, 16, 3)], ids=str
+)
+def test_passes_are_right(program: Path, sizes: tuple[int, ...]) -> None:
+    B, I, J, D, K = sizes
+    shapes = (B, I, K), (I, J, D, K), (ITERATIONS, B, J, D), (ITERATIONS, B, J, D)
+    given = [torch.rand(shape).double() - 0.5 for shape in shapes]  # numbers that both types have
+    data = b"".join(each.numpy().tobytes() for each in (torch.tensor([*sizes, ITERATIONS]), *given))
+    ran = subprocess.run([*EMULATOR, program], input=data, capture_output=True, check=True)
+    wanted = [each.detach() for each in right(*given)]
+    numbers = torch.from_numpy(numpy.frombuffer(ran.stdout).copy()).split([each.numel() for each in wanted] * 4)
+    for n, found in enumerate(numbers):
+        want = wanted[n % 5].flatten()
+        bound = 2e-6 if n // 5 % 2 == 0 else 5e-15
+        assert (found - want).abs().max() <= bound * want.abs().max(), (n // 5, n % 5)

@@ -11,7 +11,6 @@ from torch import Tensor
 from capsfast import native
 from capsfast.bench import memory
 from capsfast.nn import ConvCaps2d
-from capsfast.nn.routing.unfolded import UnfoldedVotes
 
 from ..support.backends import Shape
 from ..support.passes import QUADRATIC, PassCase, make
@@ -100,28 +99,3 @@ def test_a_pass_over_parts_of_the_batch_equals_a_pass_over_all(name: str) -> Non
         each = [part[key] for part in parts]
         wanted = torch.cat(each) if batched(key, found) else torch.stack(each).sum(0)
         assert (found - wanted).norm() <= error * max(1.0, float(wanted.norm())), key
-
-
-WINDOWS: dict[str, dict[str, Any]] = {
-    "matrices": {"pose_rows": 2},
-    "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
-    "dynamic": {"routing": "dynamic", "competition": "child"},
-}
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_folded_by_pass_is_the_gradient_of_unfolding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = ConvCaps2d(2, 3, 4, 6, **{"kernel_size": 3, "routing": "em", **WINDOWS[name]}, dtype=torch.float64)
-    poses = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
-    found = []
-    for by_pass in (True, False):
-        if not by_pass:
-            monkeypatch.setattr("capsfast.nn.conv_caps.folds_by_pass", lambda poses: False)
-        votes = layer.votes(poses)
-        assert isinstance(getattr(votes, "votes", votes), UnfoldedVotes) == by_pass
-        out = layer(poses)
-        out = out if isinstance(out, Tensor) else out.poses
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        found.append(torch.autograd.grad((out * weights).sum(), [poses, layer.routing.W]))
-    for one, other in zip(*found, strict=True):
-        assert (one - other).norm() <= 1e-13 * other.norm()

@@ -68,33 +68,3 @@ def test_numbers_are_those_of_the_records(header: str, page: Path, file: str) ->
 def test_every_routing_and_network_of_a_record_is_shown() -> None:
     rows = table_rows(PAGE, TABLES[2][0])
     assert set(capsfast.nn.ROUTINGS) <= set(record_of(TABLES[2][2])) == {row[-1].strip("`") for row in rows}
-
-
-def test_speed_of_routings_is_that_of_the_record() -> None:
-    path = ROOT / "benchmarks" / "results" / "amd-epyc-zen-4-2-threads-routings.json"
-    seconds: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        case = row["case"]
-        of_case = seconds.setdefault((case["B"], case["direction"]), {}).setdefault(case["routing"], {})
-        of_case[row["contender"]] = row["seconds"]["median"]
-    rows = table_rows(ROOT / "docs" / "published-routings.md", "| B | forward |")
-    assert len(rows) == 4
-    for batch, *cells in rows:
-        for direction, cell in zip(("forward", "forward+backward"), cells, strict=True):
-            found = seconds[int(batch), direction]
-            assert set(found) == set(capsfast.nn.ROUTINGS)
-            gains = [each["torch.compile einsum"] / each["capsfast cpp"] for each in found.values()]
-            assert cell == f"{min(gains):.1f}x to {max(gains):.1f}x"
-
-
-def test_speed_of_matrix_routing_is_that_of_the_record() -> None:
-    measured = record_of("matrix-routing.json")["rows"]
-    gains = {
-        way: [found[way]["author"] / found[way]["capsfast"] for found in measured]
-        for way in ("forward", "forward+backward")
-    }
-    text = " ".join((ROOT / "docs" / "layers.md").read_text(encoding="utf-8").split())
-    least, most = (f"{pick(gains['forward']):.1f}" for pick in (min, max))
-    assert f"the layer is {least} to {most} times as fast as the author's module" in text
-    least, most = (f"{pick(gains['forward+backward']):.1f}" for pick in (min, max))
-    assert f"forward and backward {least} to {most} times" in text

@@ -152,26 +152,6 @@ bulk(Args a) {
   a.out[n] = sum;
 }
 
-// out [16, 8] = in [16, 8] in [8, 8], one product of tensor cores.
-CAPSFAST_KERNEL(32, 1)
-product(Args a) {
-  const int group = gpu::thread() / 4, quad = gpu::thread() % 4;
-  float left[4], right[2], c[4] = {0, 0, 0, 0};
-  for (int n = 0; n < 4; ++n) left[n] = a.in[(group + n % 2 * 8) * 8 + quad + n / 2 * 4];
-  for (int n = 0; n < 2; ++n) right[n] = a.in[(quad + n * 4) * 8 + group];
-  if (a.is("rounded")) {
-    for (float& x : left) x = gpu::to_tf32(x);
-  }
-  gpu::mma_tf32(c, left, right);
-  for (int n = 0; n < 4; ++n) a.out[(group + n / 2 * 8) * 8 + 2 * quad + n % 2] = c[n];
-}
-
-// Every block writes its index to the same element, so the result depends on which block runs last.
-CAPSFAST_KERNEL(32, 1)
-order(Args a) {
-  if (gpu::thread() == 0) a.out[0] = static_cast<float>(gpu::block_x());
-}
-
 struct Planted {
   void (*run)(Args);
   gpu::Grid grid = {};
@@ -187,8 +167,6 @@ const std::map<std::string, Planted> kernels = {
     {"gather alone", {gather, {4, 1, 1}, {2, false}}},
     {"ahead", {ahead}},
     {"bulk", {bulk}},
-    {"product", {product, {}, {}, 32}},
-    {"order", {order, {3, 1, 1}, {}, 32}},
     {"odd block", {rotate, {}, {}, 40}},
     {"clusters of 3", {pass, {6, 1, 1}, {3, false}}},
     {"part of a cluster", {pass, {6, 1, 1}, {4, false}}},

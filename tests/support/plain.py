@@ -65,19 +65,16 @@ def route(
     squash_last: bool = True,
     gradient: str = "full",
     averaged: bool = False,
-    steps: list[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sabour, Frosst, Hinton 2017, procedure 1: ``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf masks the pair.
 
-    steps: gets logits and weighted sums of every iteration. averaged: the logits of a batch are their mean.
+    averaged: the logits of a batch are their mean.
     """
     b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
     for t in range(num_iterations):
         scores = masked(b.mean(0).expand(b.shape) if averaged else b, mask, out_mask)
         c = couple(scores, softmax, leaky)
         s = (c[..., None] * votes).sum(1)
-        if steps is not None:
-            steps.append((scores, s))
         s = s if bias is None else s + bias
         v = squash(s, kind, eps) if squash_last or t + 1 < num_iterations else s
         v = v if out_mask is None else v * out_mask[..., None]
