@@ -85,7 +85,7 @@ def forward(
 ) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
     """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the log-sum-exp for normalize="lse"."""
     B, I, J, D, _ = call.sizes
-    assert isinstance(call.options, PassOptions) and call.scores is not None
+    assert isinstance(call.options, PassOptions)
     inward = call.normalize == "in"
     dtype = torch.float32 if inward else call.x.dtype
     weights = call.new_pairs(dtype) if return_weights else None
@@ -140,7 +140,6 @@ def backward(
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(inputs, needed, strict=True))
-    assert call.scores is not None
     dmass, dfirst, dsecond = (call.compute(_plain, value, parameters.out_mask) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(_plain, given[4])
     query_and_dfirst = (call.zeros(B, J, D) if each is None else each for each in (call.scores.query, dfirst))
@@ -232,7 +231,6 @@ def _of_log_sum(pairs: Tensor) -> Tensor:
 
 def _summed(call: Call, needed: list[bool]) -> bool:
     """Whether a gradient of the scores is a sum over the input capsules."""
-    assert call.scores is not None
     need_query, need_precision, need_center, need_prior = needed
     scored = call.scores.query is not None or call.scores.precision is not None
     return need_query or need_precision or need_prior or (need_center and scored)
@@ -249,7 +247,6 @@ def _score_gradients(
 ) -> tuple[Slot | None, ...]:
     """dquery, dprecision, dcenter and dprior in float32; a gradient that is not needed is None. Fills pairs and terms,
     as passes.accumulate_gradient() does."""
-    assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
     mass, first, *_ = saved

@@ -76,7 +76,7 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *mor
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
     grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
-    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
+    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(name), **constants)
 
 
 def accumulate(
@@ -285,7 +285,7 @@ def gradient(
         shape = (B, I, J, D) if call.common else call.x.shape
         dx = dx or call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
         # du is a sum over groups of outputs, in float32 until the last group.
-        if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
+        if tiles.groups > 1 and call.weight is not None and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
     first = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
@@ -298,7 +298,7 @@ def gradient(
         assert call.weight is not None
         # One part per split of the batch; for a shared weight one part per program.
         dw = call.new(chunks * splits if call.shared else splits, *call.weight.shape)
-    constants = call.constants(tiles) | {
+    constants = call.constants("gradient") | {
         "BACK_DOT": call.back_dot, "START": first, "R": call.iterations, "UNIFORM": uniform,
         "AGREEMENT": call.agreement, "SHARED": call.shared, "HELD": held,
         "num_stages": tiles.stages if ahead else 1,
