@@ -107,7 +107,7 @@ def forward(
                 log_sum = call.compute(_log_sum, rows[..., 0], rows[..., 1])
         partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
-        sums = passes.update_moments(call, partial, online, factor, norm)
+        sums = passes.update(call, partial, online, factor, (None, None) if norm is None else (norm[0], norm[1]))
         if norm is not None and weights is not None:
             passes.coupling(call, call.scores.query, Norms(None, *norm), weights)
         if norm is not None and return_lse:
@@ -259,7 +259,7 @@ def _score_gradients(
         kept = None if pairs is None else pairs[0]
         passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
     if partial is not None:
-        sums = passes.update_moments(call, partial)
+        sums = passes.update(call, partial)
     dprecision = dcenter = None
     if need_precision and sums is not None:
         dprecision = call.compute(_dprecision, sums.second)

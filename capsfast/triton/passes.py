@@ -1,5 +1,6 @@
 """A function for each kernel, which launches the kernel. The device of the call must be the current device."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
-from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import add_up_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
 from .plan import Slot
 
@@ -164,10 +165,9 @@ def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, 
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
-    shape: dict[str, Any] = {"J": J, "D": D, "DP": DP, "RB": RB}
-    if isinstance(call.options, Options):
-        shape["KIND"] = call.options.squash if call.options.squash_last or not last else "identity"
-    return (cdiv(B * J, RB),), shape
+    squashed = isinstance(call.options, Options) and (call.options.squash_last or not last)
+    kind = call.options.squash if isinstance(call.options, Options) and squashed else "identity"
+    return (cdiv(B * J, RB),), {"J": J, "D": D, "DP": DP, "RB": RB, "KIND": kind}
 
 
 def _splits_at_once(shape: dict[str, Any]) -> int:
@@ -177,43 +177,28 @@ def _splits_at_once(shape: dict[str, Any]) -> int:
 
 def update(
     call: Call,
-    partial: Slot,
-    online: Slot | None,
-    factor: tuple[Slot | None, float],
-    V: Slot | None,
-    s: Slot,
-    norm: tuple[Slot | None, ...],
-    following: Slot | None,
-    v: Slot | None,
-) -> None:
-    """Fills s, norm and following, V of the next iteration; the last iteration fills v, the output, instead."""
-    assert isinstance(call.options, Options)
-    grid, shape = _update_grid(call, last=v is not None)
-    call.x.plan.launch(update_kernel, grid,
-        partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
-        call.sizes[0], partial.shape[0], factor[1], call.options.eps,
-        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
-    )  # fmt: skip
-
-
-def update_moments(
-    call: Call,
     partial: Sums,
     online: Slot | None = None,
     factor: tuple[Slot | None, float] = (None, 1.0),
-    norm: Slot | None = None,
+    norm: Sequence[Slot | None] = (None, None),
+    s: Slot | None = None,
+    V: Slot | None = None,
+    following: Slot | None = None,
+    v: Slot | None = None,
 ) -> Sums:
-    """Adds up the splits and multiplies the sums by factor. Fills norm [2, B, J] if norm is given."""
-    grid, shape = _update_grid(call)
+    """Adds up the splits and multiplies the sums by factor. Fills norm and, if given, s with the first sums. An
+    iteration also fills following, V of the next iteration; the last iteration fills v, the output, instead."""
     B, _, J, D, _ = call.sizes
+    grid, shape = _update_grid(call, last=v is not None)
     sums = Sums(
-        call.new(B, J, D),
+        call.new(B, J, D) if s is None else s,
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    call.x.plan.launch(moments_kernel, grid,
-        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm),
-        B, partial.first.shape[0], factor[1],
+    eps = call.options.eps if isinstance(call.options, Options) else 0.0
+    call.x.plan.launch(update_kernel, grid,
+        *partial, online, factor[0], call.bias, call.out_mask, V, *sums, *norm, following, v,
+        B, partial.first.shape[0], factor[1], eps,
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
