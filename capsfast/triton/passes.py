@@ -151,10 +151,7 @@ def accumulate_gradient(
 def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
-    arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
-    _launch(
-        call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept, TOGETHER=1
-    )
+    _accumulate(call, (*call.tensors, V, *norms[:3], None, None, None, None, out, None), "in")
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
