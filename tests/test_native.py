@@ -203,7 +203,7 @@ CPP = named("cpp")
 def test_a_small_batch_keeps_what_the_caches_hold(bias: bool) -> None:
     """More votes than are kept at a time: groups of samples run one after the other, unless db is a sum over them."""
     shape = (5, 24_000, 10, 16, 4)
-    assert plan(shape)["votes_kept"]
+    assert plan(shape)["layout"] == "capsules"
     check(make(shape, Case(logits="BIJ", bias=bias, coupling=False), dtype=torch.float32), CPP)
 
 

@@ -72,9 +72,14 @@ def without_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *r
         u, weight, given = wide.u, wide.weight, wide.parameters
         assert weight is not None
         matrices = weight[0].expand(wide.J, -1, -1)
-        query = given.query if given.query is None else torch.einsum("bjd,jdk->bjk", given.query, matrices)
+        query = given.query if given.query is None else by_output(given.query, matrices)
         keys = replace(wide, u=u[:, :, None], weight=None, D=u.shape[2], parameters=given._replace(query=query))
         mass, first, *others = run(keys, *rest)
-        return mass, torch.einsum("bjk,jdk->bjd", first, matrices), *others
+        return mass, by_output(first, matrices.transpose(1, 2)), *others
 
     return in_wide_dtype(routed, call, narrow)
+
+
+def by_output(rows: Tensor, matrices: Tensor) -> Tensor:
+    """``rows [B, J, N]`` times ``matrices [J, N, M]`` as ``[B, J, M]``: einsum takes 20 us more, a tenth of a pass."""
+    return torch.matmul(rows.transpose(0, 1), matrices).transpose(0, 1)

@@ -148,6 +148,14 @@ CAPSFAST_INLINE void fence() {
 #endif
 }
 
+// Asks for `count` rows of `size` numbers that come from memory: the hardware looks ahead within a page only.
+template <class T, int count>
+CAPSFAST_INLINE void prefetch_rows(const T* rows, int64_t pitch, int64_t size) {
+  for (int row = 0; row < count; ++row, rows += pitch) {
+    for (int64_t n = 0; n < size; n += 64 / int64_t{sizeof(T)}) __builtin_prefetch(rows + n);
+  }
+}
+
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
   return x - Vec<T, L>{};
@@ -235,6 +243,11 @@ CAPSFAST_INLINE Vec<T, L> clear_first(Vec<T, L> x, int64_t n) {
 // softmax: the exponential of the NaN logit is NaN again.
 template <class V>
 CAPSFAST_INLINE V max(V a, V b) {
+#if CAPSFAST_X86
+  // GCC makes two instructions of the comparison and the choice.
+  if constexpr (std::is_same_v<V, Vec<float, 16>> && kBytes == 64) return _mm512_maskz_max_ps(0xFFFF, a, b);
+  if constexpr (std::is_same_v<V, Vec<float, 8>> && kBytes >= 32) return _mm256_max_ps(a, b);
+#endif
   return where(a > b, a, b);
 }
 
@@ -357,46 +370,46 @@ CAPSFAST_INLINE T largest(Vec<T, L> v) {
 }
 
 // The exponential of arguments below 80, which is enough for a softmax: it subtracts the maximum first.
-// exp(x) = 2^n exp(f) with n = round(x / ln 2) and |f| <= ln 2 / 2. NaN stays NaN; a result that underflows is 0.
+// exp(x) = 2^n 2^f with n = round(x / ln 2) and |f| <= 1/2. NaN stays NaN; a result that underflows is 0.
 //
-// lowest: below it the result is 0. ln 2 is high + low. Adding `shift`, 1.5 times 2 to the number of bits of a mantissa,
-// leaves the integer nearest to y / ln 2 in the low bits.
+// The multiply-add that forms f = x / ln 2 - n does not round x / ln 2, so the error is smaller than the error that
+// rounding x itself makes. Adding `shift`, 1.5 times 2 to the number of bits of a mantissa, leaves n in the low bits.
 template <class T>
 struct ExpNumbers {
-  static constexpr float lowest = -87.3f, high = 0.693359375f, low = -2.12194440e-4f, shift = 12582912.f;
+  static constexpr float lowest = -87.3f, shift = 12582912.f;
   static constexpr int degree = 7, mantissa = 23, bias = 127;
 };
 template <>
 struct ExpNumbers<double> {
-  static constexpr double lowest = -708.3, high = 0.693147180369123816490, low = 1.90821492927058770002e-10,
-                          shift = 6755399441055744.0;
+  static constexpr double lowest = -708.3, shift = 6755399441055744.0;
   // The remainder of the Taylor series at ln 2 / 2 is 4e-18.
   static constexpr int degree = 13, mantissa = 52, bias = 1023;
 };
 
+// (ln 2)^i / i!
+constexpr double power_of_two_term(int i) { return i == 0 ? 1.0 : power_of_two_term(i - 1) * 0.6931471805599453 / i; }
+
 template <class T, int L>
 CAPSFAST_INLINE Vec<T, L> exp_of(Vec<T, L> x) {
-  // clang-format off
-  constexpr double inverse_factorial[] = {
-      1.0, 1.0, 0.5, 1.6666666666666666e-1, 4.1666666666666664e-2, 8.3333333333333332e-3, 1.3888888888888889e-3,
-      1.9841269841269841e-4, 2.4801587301587302e-5, 2.7557319223985893e-6, 2.7557319223985888e-7,
-      2.5052108385441720e-8, 2.0876756987868100e-9, 1.6059043836821613e-10};
-  // clang-format on
   using Numbers = ExpNumbers<T>;
   using V = Vec<T, L>;
   using Int = IntOf<T>;
-  const V lowest = broadcast<L>(Numbers::lowest);
+  // AVX-512 multiplies by a power of 2, and leaves out lanes, in one instruction.
+  constexpr bool kScales = kBytes == 64 && L * sizeof(T) == 64;
+  const V lowest = broadcast<L>(Numbers::lowest), shift = broadcast<L>(Numbers::shift);
   const auto tiny = x < lowest;
-  const V y = tiny ? lowest : x;
-  const V shifted = y * T(1.4426950408889634) + Numbers::shift;
-  const V n = shifted - Numbers::shift;
-  V f = y - n * Numbers::high;
-  f = f - n * Numbers::low;
-  V p = broadcast<L>(T(inverse_factorial[Numbers::degree]));
+  const V y = kScales ? x : tiny ? lowest : x;
+  const V shifted = y * T(1.4426950408889634) + shift, n = shifted - shift, f = y * T(1.4426950408889634) - n;
+  V p = broadcast<L>(T(power_of_two_term(Numbers::degree)));
 #pragma GCC unroll 16
-  for (int i = Numbers::degree - 1; i >= 0; --i) p = p * f + T(inverse_factorial[i]);
+  for (int i = Numbers::degree - 1; i >= 0; --i) p = p * f + T(power_of_two_term(i));
+#if CAPSFAST_X86
+  if constexpr (kScales && sizeof(T) == 4)
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ), p, n);
+  if constexpr (kScales && sizeof(T) == 8)
+    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, lowest, _CMP_NLT_UQ), p, n);
+#endif
   Vec<Int, L> bits, zero;
-  const V shift = broadcast<L>(Numbers::shift);
   __builtin_memcpy(&bits, &shifted, sizeof(bits));
   __builtin_memcpy(&zero, &shift, sizeof(zero));
   bits = ((bits - zero) + Numbers::bias) << Numbers::mantissa;

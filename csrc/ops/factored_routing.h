@@ -14,12 +14,11 @@ namespace capsfast {
 class FactoredRouting : Arguments<CpuEngine> {
  public:
   static void forward(Stack& stack) {
-    Call call;
+    RoutingArguments call;
     bool return_coupling;
     call.take_tensors(stack);
-    call.take_options(stack);
+    const Problem p = problem(stack, call);
     stack >> return_coupling;
-    const FactoredProblem p = call.problem();
     const ScalarType type = call.u.scalar_type(), wide = wide_type(call.u);
     Tensor v = empty(call.u, {p.B, p.J, p.D}, type),
            coupling = return_coupling ? empty(call.u, {p.B, p.I, p.J}, type) : empty(call.u, {0}, type),
@@ -30,8 +29,8 @@ class FactoredRouting : Arguments<CpuEngine> {
       torch::stable::zero_(v);
       torch::stable::zero_(coupling);
     } else {
-      FactoredOutputs out;
-      out.v = view_of(v), out.z = z.data_ptr();
+      ForwardOutputs out;
+      out.v = view_of(v), out.s = z.data_ptr();
       if (return_coupling) out.coupling = view_of(coupling);
       with_team(
           worth_sharing(p), [&] { with_type(wide, [&](auto zero) { factored_forward<decltype(zero)>(p, out); }); });
@@ -40,18 +39,17 @@ class FactoredRouting : Arguments<CpuEngine> {
   }
 
   static void backward(Stack& stack) {
-    Call call;
+    RoutingArguments call;
     OptionalTensor dv, dcoupling;  // [B, J, D] and [B, I, J]
     Tensor z;                      // [B, r, J, K]
     stack >> dv >> dcoupling;
     call.take_tensors(stack);
     stack >> z;
-    call.take_options(stack);
+    const Problem p = problem(stack, call);
     const std::vector<bool> needed = stack.needed(4);
-    const FactoredProblem p = call.problem();
-    FactoredInputs in;
+    BackwardInputs in;
     in.dv = upstream(dv, call.u, p);
-    in.z = saved("z", z, call.u, {p.B, p.iterations, p.J, p.K});
+    in.s = saved("z", z, call.u, {p.B, p.iterations, p.J, p.K});
     in.dcoupling = view("dcoupling", dcoupling, p, {p.B, p.I, p.J});
     BackwardOutputs out;
     out.per_sample_logits = call.logits.has_value() && call.logits->dim() > 2;
@@ -68,22 +66,16 @@ class FactoredRouting : Arguments<CpuEngine> {
   }
 
  private:
-  struct Call : RoutingArguments {
-    bool accumulate = true;
-    double scale = 1;
-
-    void take_options(Stack& stack) {
-      RoutingArguments::take_options(stack);
-      stack >> accumulate >> scale;
-    }
-    FactoredProblem problem() const {
-      STD_TORCH_CHECK(weight.has_value() && weight->dim() == 4 && weight->size(0) == 1,
-                      "capsfast: weight must be [1, J or 1, D, K]");
-      FactoredProblem p{DynamicRouting<CpuEngine>::problem(*this), accumulate, scale};
-      STD_TORCH_CHECK(p.P == 1, "capsfast: factored_routing takes poses that are vectors");
-      return p;
-    }
-  };
+  // Takes the options.
+  static Problem problem(Stack& stack, RoutingArguments& a) {
+    a.take_options(stack);
+    STD_TORCH_CHECK(a.weight.has_value() && a.weight->dim() == 4 && a.weight->size(0) == 1,
+                    "capsfast: weight must be [1, J or 1, D, K]");
+    Problem p = DynamicRouting<CpuEngine>::problem(a);
+    STD_TORCH_CHECK(p.P == 1, "capsfast: factored_routing takes poses that are vectors");
+    stack >> p.accumulate >> p.scale;
+    return p;
+  }
 
   static bool worth_sharing(const Problem& p) {
     return double(p.B) * double(p.I) * double(p.J) * double(p.K) * double(p.iterations) >= CpuEngine::kShared;

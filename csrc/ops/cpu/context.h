@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -345,18 +346,33 @@ class InNorms {
   struct Scale {
     T scale = 1, max = 0, norm = 0;
   };
-  Scale of(int64_t scalar) const {
-    if (splits_ == 0) return {};
-    const auto [max, norm] = combined(scalar);
-    return {norm == 0 ? T(0) : 1 / norm, max, norm};
-  }
-  // The same for a pass that counted every coupling of sample b as 1.
-  Scale of_equal(const Problem& p, int64_t b) const {
-    const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
-    const int64_t entries = counted + (p.leaky ? 1 : 0);
-    return {entries > 0 ? 1 / static_cast<T>(entries) : T(0)};
+  // Writes the factors of output capsule j of sample b in sums that add up the splits: split n has factors[n pitch].
+  // equal: the pass counted every coupling as 1. Saves the normaliser to kept[0] and kept[next].
+  Scale factors(const Context<T>& context, bool equal, int64_t b, int64_t j, void* kept, int64_t next, T* factors,
+                int64_t pitch) const {
+    const Problem& p = context.p;
+    const Place at = context.layout.of(b);
+    const int64_t scalar = at.scalar + j * at.stride;
+    Scale found;
+    if (equal) {
+      const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+      const int64_t entries = counted + (p.leaky ? 1 : 0);
+      found.scale = entries > 0 && context.is_valid(b, j) ? 1 / static_cast<T>(entries) : T(0);
+    } else if (p.softmax_in()) {
+      std::tie(found.max, found.norm) = combined(scalar);
+      found.scale = found.norm == 0 ? T(0) : 1 / found.norm;
+    }
+    if (p.softmax_in()) {
+      static_cast<T*>(kept)[0] = found.max;
+      static_cast<T*>(kept)[next] = found.scale;
+    }
+    for (int64_t split = 0; split < context.plan.splits; ++split)
+      factors[split * pitch] =
+          p.softmax_in() && !equal ? found.scale * rescaling(split, scalar, found.max) : found.scale;
+    return found;
   }
 
+ private:
   // The maximum of all splits, and the sum of exponentials relative to it.
   std::pair<T, T> combined(int64_t scalar) const {
     T max = std::numeric_limits<T>::lowest(), norm = 0;
@@ -372,7 +388,6 @@ class InNorms {
     return std::exp(max_.get()[split * pitch_ + scalar] - max);
   }
 
- private:
   bool leaky_;
   int64_t splits_, pitch_;
   Buffer<T> max_;

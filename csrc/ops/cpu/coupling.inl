@@ -19,13 +19,19 @@ struct Coupling {
   // [J][L] is 0 become `masked`. A pointer is null if there are no such numbers.
   static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
                                         int64_t J, T masked, T* b) {
-    if (shared != nullptr) add_shared(shared, J, b);
+    add<true>(shared, J, b);
     add(sample, J, b);
     mask(valid_in, valid_out, J, masked, b);
   }
 
-  static CAPSFAST_ONCE void add_shared(const T* constant, int64_t J, T* b) {
-    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + constant[j]);
+  // Element n of an array: [..][L] or, if it is the Same in all lanes, [..].
+  template <bool Same>
+  static CAPSFAST_INLINE auto parameter(const T* p, int64_t n) {
+    if constexpr (Same) {
+      return p[n];
+    } else {
+      return load<L>(p + n * L);
+    }
   }
 
   static CAPSFAST_INLINE void mask(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
@@ -43,12 +49,14 @@ struct Coupling {
     }
   }
 
-  // Adds a number per output capsule, [J][L], unless it is null.
+  // Adds a number per output capsule, unless it is null.
+  template <bool Same = false>
   static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
-    if (constant != nullptr) add_each(constant, J, b);
+    if (constant != nullptr) add_each<Same>(constant, J, b);
   }
+  template <bool Same>
   static CAPSFAST_ONCE void add_each(const T* constant, int64_t J, T* b) {
-    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(constant + j * L));
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + parameter<Same>(constant, j));
   }
 
   // Multiplies b [J][L] by a number per lane, unless it is null.
@@ -95,8 +103,14 @@ struct Coupling {
 
   // Replaces b by c, the softmax over j. If all logits are -inf, c is 0 and the log-sum-exp `found` -inf.
   static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* found, T* b) {
-    V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
-    for (int64_t j = 0; j < J; ++j) m = max(m, load<L>(b + j * L));
+    // Two chains, because a maximum waits for the one before it.
+    V m = broadcast<L>(leaky ? T(0) : kLowest<T>), other = m;
+    for (int64_t j = 0; j + 2 <= J; j += 2) {
+      m = max(m, load<L>(b + j * L));
+      other = max(other, load<L>(b + (j + 1) * L));
+    }
+    if (J % 2 != 0) m = max(m, load<L>(b + (J - 1) * L));
+    m = max(m, other);
     V total = leaky ? exp<L>(V{} - m) : V{};
     for (int64_t j0 = 0; j0 < J; j0 += kPart) {
       V part = V{};
@@ -117,9 +131,11 @@ struct Coupling {
   }
 
   // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules with a known normaliser.
+  template <bool Same = false>
   static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
-      store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(in_max + j * L)) * load<L>(in_scale + j * L));
+      const V e = exp<L>(load<L>(b + j * L) - parameter<Same>(in_max, j));
+      store<L>(b + j * L, e * parameter<Same>(in_scale, j));
     }
   }
 
@@ -152,12 +168,14 @@ struct Coupling {
     for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
   }
 
-  // The same over the input capsules, where c_dc [J][L] is the sum over i. in_scale and dlse: [J][L].
+  // The same over the input capsules, where c_dc is the sum over i. in_scale, c_dc and dlse: numbers of output capsules.
+  template <bool Same = false>
   static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
                                                 T* dc) {
-    for (int64_t n = 0; n < J * L; n += L) {
-      const V each = load<L>(c + n), db = divided(load<L>(in_scale + n), each) * (load<L>(dc + n) - load<L>(c_dc + n));
-      store<L>(dc + n, dlse == nullptr ? db : db + each * load<L>(dlse + n));
+    for (int64_t j = 0; j < J; ++j) {
+      const V each = load<L>(c + j * L), rest = load<L>(dc + j * L) - parameter<Same>(c_dc, j);
+      const V db = divided(V{} + parameter<Same>(in_scale, j), each) * rest;
+      store<L>(dc + j * L, dlse == nullptr ? db : db + each * parameter<Same>(dlse, j));
     }
   }
 

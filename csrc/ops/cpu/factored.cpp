@@ -9,7 +9,7 @@
 namespace capsfast {
 
 template <class T>
-FactoredCall<T>::FactoredCall(const FactoredProblem& p, int64_t lanes) : problem(&p), L(lanes) {
+FactoredCall<T>::FactoredCall(const Problem& p, int64_t lanes) : problem(&p), L(lanes) {
   // A block stays in the second cache of a core, beside the matrices.
   constexpr int64_t kNumbers = (int64_t{1} << 18) / sizeof(T), kMostSamples = 16;
   Kp = rounded(p.K), Dp = rounded(p.D), blocks = (p.I + L - 1) / L;
@@ -32,7 +32,7 @@ using namespace driver;
 template <class T>
 class Matrices {
  public:
-  Matrices(const FactoredProblem& p, FactoredCall<T>* call)
+  Matrices(const Problem& p, FactoredCall<T>* call)
       : W_(call->matrices * p.D * call->Kp),
         Wt_(call->matrices * p.K * call->Dp),
         bias_(p.bias.data == nullptr ? 0 : p.J * call->Dp) {
@@ -72,7 +72,7 @@ void for_samples(const FactoredCall<T>& call, int64_t tasks, bool backward, cons
   const int64_t B = call.problem->B, blocks = (B + call.samples - 1) / call.samples;
   const int64_t size = FactoredScratch<T>(call, nullptr, backward).size;
   // Memory for every thread, not for every task: the system hands out memory page by page.
-  const Buffer<T> memory(members() * size);
+  const LastingBuffer<T> memory(members() * size);
   for_tasks(tasks, [&](int64_t task, int64_t member) {
     T* const own = memory.get() + member * size;
     if (poisoned()) std::fill_n(own, size, std::numeric_limits<T>::quiet_NaN());  // not numbers of another task
@@ -90,7 +90,7 @@ int64_t tasks_of(const FactoredCall<T>& call) {
 }  // namespace
 
 template <class T>
-void factored_forward(const FactoredProblem& p, const FactoredOutputs& out) {
+void factored_forward(const Problem& p, const ForwardOutputs& out) {
   const Kernels<T>& table = kernels<T>(isa());
   FactoredCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
@@ -101,7 +101,7 @@ void factored_forward(const FactoredProblem& p, const FactoredOutputs& out) {
 }
 
 template <class T>
-void factored_backward(const FactoredProblem& p, const FactoredInputs& in, const BackwardOutputs& out) {
+void factored_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
   // du of this size is written past the caches: half of the last cache, 32 MiB, of the machine where this was measured.
   constexpr int64_t kCaches = int64_t{1} << 24;
   const Kernels<T>& table = kernels<T>(isa());
@@ -141,9 +141,9 @@ void factored_backward(const FactoredProblem& p, const FactoredInputs& in, const
   });
 }
 
-template void factored_forward<float>(const FactoredProblem&, const FactoredOutputs&);
-template void factored_forward<double>(const FactoredProblem&, const FactoredOutputs&);
-template void factored_backward<float>(const FactoredProblem&, const FactoredInputs&, const BackwardOutputs&);
-template void factored_backward<double>(const FactoredProblem&, const FactoredInputs&, const BackwardOutputs&);
+template void factored_forward<float>(const Problem&, const ForwardOutputs&);
+template void factored_forward<double>(const Problem&, const ForwardOutputs&);
+template void factored_backward<float>(const Problem&, const BackwardInputs&, const BackwardOutputs&);
+template void factored_backward<double>(const Problem&, const BackwardInputs&, const BackwardOutputs&);
 
 }  // namespace capsfast

@@ -13,35 +13,17 @@
 
 namespace capsfast {
 
-// The Problem has shared_weight, and shared_outputs where there is one W for all j.
-struct FactoredProblem : Problem {
-  bool accumulate = true;  // logits are the given logits plus all agreements; else the last agreement alone
-  double scale = 1;        // of the agreement
-};
-
-// z is contiguous, in the type that sums are formed in.
-struct FactoredOutputs {
-  View v;             // [B, J, D]
-  View coupling;      // [B, I, J]; data is null if it is not wanted
-  void* z = nullptr;  // [B, r, J, K]
-};
-
-struct FactoredInputs {
-  View dv;         // [B, J, D]
-  View dcoupling;  // [B, I, J]; data is null if it is zero
-  const void* z = nullptr;
-};
-
+// The Problem has shared_weight, and shared_outputs where there is one W for all j. z [B, r, J, K] takes the place of s.
 template <class T>
-void factored_forward(const FactoredProblem& p, const FactoredOutputs& out);
+void factored_forward(const Problem& p, const ForwardOutputs& out);
 template <class T>
-void factored_backward(const FactoredProblem& p, const FactoredInputs& in, const BackwardOutputs& out);
+void factored_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out);
 
 // The arguments of the kernels. Rows are padded with zeros to whole vectors: Kp and Dp are K and D rounded up to L.
 // Input capsules are in blocks of L, too.
 template <class T>
 struct FactoredCall {
-  const FactoredProblem* problem = nullptr;
+  const Problem* problem = nullptr;
   int64_t L = 1, Kp = 0, Dp = 0, blocks = 0;
   int64_t matrices = 1;     // J, or 1
   int64_t samples = 1;      // routed side by side, so that a matrix is multiplied by several rows
@@ -49,18 +31,18 @@ struct FactoredCall {
   const T* W = nullptr;     // [matrices][D][Kp]
   const T* Wt = nullptr;    // [matrices][K][Dp]
   const T* bias = nullptr;  // [J][Dp]; null without one
-  FactoredOutputs out;      // forward
-  FactoredInputs in;        // backward
+  ForwardOutputs out;       // forward
+  BackwardInputs in;        // backward
   View du, dlogits;         // [B, I, K]; [B, I, J] if logits are
   bool past_cache = false;  // du is larger than the caches
   bool need_weight = false, need_logits = false, need_bias = false;
 
-  FactoredCall(const FactoredProblem& p, int64_t lanes);
+  FactoredCall(const Problem& p, int64_t lanes);
   int64_t rounded(int64_t n) const { return (n + L - 1) / L * L; }
   int64_t rows() const { return samples * problem->J; }
   // Whether the couplings of iteration 0 are the same for all samples.
   bool same_start() const {
-    const FactoredProblem& p = *problem;
+    const Problem& p = *problem;
     return p.mask.data == nullptr && p.out_mask.data == nullptr &&
            (p.logits.data == nullptr || p.logits.stride[0] == 0);
   }

@@ -18,7 +18,7 @@ struct Factored : Products<T> {
 
   struct Block {
     const FactoredCall<T>& call;
-    const FactoredProblem& p;
+    const Problem& p;
     const FactoredScratch<T>& at;
     int64_t b0, samples;
     int64_t used[kMostSamples];  // per sample: blocks of input capsules up to the last one that is not all masked
@@ -139,7 +139,7 @@ struct Factored : Products<T> {
   }
 
   static CAPSFAST_ONCE void pack(Block& block) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     for (int64_t n = 0; n < block.samples; ++n) {
       block.used[n] = p.mask.data == nullptr ? block.call.blocks : 0;
       for (int64_t k = 0; k < block.call.blocks; ++k) {
@@ -161,7 +161,7 @@ struct Factored : Products<T> {
   }
 
   static CAPSFAST_ONCE void pack_capsules(const Block& block, int64_t n, int64_t k) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const int64_t Kp = block.call.Kp, row = block.U_row(), count = block.capsules(k);
     const T* const valid = block.valid(n, k);
     if (!block.call.in_place) {
@@ -175,6 +175,7 @@ struct Factored : Products<T> {
     }
     const T* const from = block.U(n) + k * L * row;
     T* const to = block.Ut(n) + k * L * Kp;
+    if (block.call.in_place) prefetch_rows<T, L>(from + 2 * L * row, row, Kp);
     for (int64_t c = 0; c < Kp; c += L) {
       V m[L];
 #pragma GCC unroll 16
@@ -186,7 +187,7 @@ struct Factored : Products<T> {
   }
 
   static void pack_logits(const Block& block, int64_t n) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     if (p.logits.data == nullptr) return;
     __builtin_memset(block.logits(n), 0, static_cast<size_t>(block.size()) * sizeof(T));
     for (int64_t k = 0; k < block.call.blocks; ++k)
@@ -225,7 +226,7 @@ struct Factored : Products<T> {
 
   // From scores to coupling coefficients; `inverse` as in FactoredScratch.
   static CAPSFAST_ONCE void normalize(const Block& block, int64_t n, int64_t t, Span span, T* c, T* inverse) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const int64_t J = p.J;
     const bool prior = p.logits.data != nullptr && (p.accumulate || t == 0);
     const T masked = Couplings::masked_logit(p.normalize);
@@ -274,7 +275,7 @@ struct Factored : Products<T> {
 
   // z of iteration 0, if capsules differ only in whether they are masked.
   static CAPSFAST_ONCE void uniform(const Block& block, int64_t n, T* z) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const int64_t Kp = block.call.Kp, rows = block.call.in_place ? p.I : block.used[n] * L;
     int64_t inputs = 0, outputs = 0;
     for (int64_t i = 0; i < p.I; ++i) inputs += p.mask.data == nullptr || p.mask.at(block.b0 + n, i);
@@ -304,10 +305,10 @@ struct Factored : Products<T> {
   }
 
   static void forward(const FactoredCall<T>& call, int64_t begin, int64_t end, T* memory) {
-    const FactoredProblem& p = *call.problem;
+    const Problem& p = *call.problem;
     const FactoredScratch<T> at(call, memory, false);
     const int64_t J = p.J, K = p.K, Kp = call.Kp, Dp = call.Dp, r = p.iterations;
-    T* const kept = static_cast<T*>(call.out.z);
+    T* const kept = static_cast<T*>(call.out.s);
     start(call, at);
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       Block block(call, at, b0, end);
@@ -369,7 +370,7 @@ struct Factored : Products<T> {
 
   static void backward(const FactoredCall<T>& call, int64_t begin, int64_t end, T* memory,
                        const FactoredSums<T>& sums) {
-    const FactoredProblem& p = *call.problem;
+    const Problem& p = *call.problem;
     const FactoredScratch<T> at(call, memory, true);
     const int64_t last = p.iterations - 1, first = p.gradient_last ? last : 0, J = p.J, Dp = call.Dp;
     start(call, at);
@@ -406,10 +407,10 @@ struct Factored : Products<T> {
 
   // Computes from z: W z, the factors of the squash, the outputs and q.
   static CAPSFAST_ONCE void restore(const Block& block) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const FactoredScratch<T>& at = block.at;
     const int64_t M = block.rows(), J = p.J, K = p.K, Kp = block.call.Kp, Dp = block.call.Dp, last = block.last();
-    const T* const kept = static_cast<const T*>(block.call.in.z) + block.b0 * p.iterations * J * K;
+    const T* const kept = static_cast<const T*>(block.call.in.s) + block.b0 * p.iterations * J * K;
     for (int64_t t = 0; t <= last; ++t) {
       for (int64_t m = 0; m < M; ++m) {
         T* const z = block.Z(t) + m * Kp;
@@ -450,7 +451,7 @@ struct Factored : Products<T> {
 
   // The coupling of an iteration; from dz also the gradient of its logits and, with `query`, dq.
   static CAPSFAST_ONCE void iteration_gradients(const Block& block, int64_t t, bool query) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const int64_t J = p.J, Kp = block.call.Kp, size = block.size();
     const View& dcoupling = block.call.in.dcoupling;
     const bool prior = block.call.need_logits && (p.accumulate || t == 0);
@@ -495,7 +496,7 @@ struct Factored : Products<T> {
 
   // du_i = sum_tj (c_ij dz_j + dl_ij q_j), of all iterations at once.
   static CAPSFAST_ONCE void input_gradients(const Block& block, int64_t n, int64_t first) {
-    const FactoredProblem& p = block.p;
+    const Problem& p = block.p;
     const int64_t J = p.J, K = p.K, Kp = block.call.Kp, size = J * Kp, sets = first == 0 ? block.sets() : 1;
     T* const vectors = block.at.vectors;
     for (int64_t set = 0; set < sets; ++set) {

@@ -48,26 +48,6 @@ class Forward {
   }
 
  private:
-  // The factors with which the sums of the splits add up to s of sample b. Output capsule j of split n has factor[(n J
-  // + j) stride]. Saves the normalisers of the softmax over the input capsules.
-  void factors(bool unweighted, int64_t t, int64_t b, T* factor, int64_t stride) const {
-    const Place at = context.layout.of(b);
-    const auto equal = unweighted ? norms.of_equal(p, b) : typename InNorms<T>::Scale{};
-    for (int64_t j = 0; j < p.J; ++j) {
-      const int64_t scalar = at.scalar + j * at.stride;
-      auto [scale, max, norm] = unweighted ? equal : norms.of(scalar);
-      if (unweighted && !context.is_valid(b, j)) scale = 0;
-      if (p.softmax_in()) {
-        T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
-        to[0] = max;
-        to[p.iterations * out.batch * p.J] = scale;
-      }
-      for (int64_t split = 0; split < context.plan.splits; ++split)
-        factor[(split * p.J + j) * stride] =
-            p.softmax_in() && !unweighted ? scale * norms.rescaling(split, scalar, max) : scale;
-    }
-  }
-
   // s_t, v_t and V_t of tiles of samples from the partial sums.
   void finish(bool unweighted, int64_t t, int64_t begin, int64_t end) {
     const int64_t L = context.layout.lanes(), size = context.plan.splits * p.J * L;
@@ -81,8 +61,12 @@ class Forward {
     at.factor = factor.get();
     if (t + 1 == p.iterations) at.v = out.v;
     for (int64_t tile = begin; tile < end; ++tile) {
-      for (int64_t b = tile * L; b < std::min(p.B, (tile + 1) * L); ++b)
-        factors(unweighted, t, b, factor.get() + b % L, L);
+      for (int64_t b = tile * L; b < std::min(p.B, (tile + 1) * L); ++b) {
+        T* const kept = static_cast<T*>(out.norm) + (p.softmax_in() ? (t * out.batch + b) * p.J : 0);
+        for (int64_t j = 0; j < p.J; ++j)
+          norms.factors(context, unweighted, b, j, kept + j, p.iterations * out.batch * p.J,
+                        factor.get() + j * L + b % L, p.J * L);
+      }
       context.tiles().outputs(at, tile);
     }
   }

@@ -39,6 +39,7 @@ struct Keys : RowsBlock<T, Products<T>::L>, Products<T> {
       if (here) gather<T>(view, from + n * view.stride[1], {1, 1, D}, {0, 0, view.stride[3]}, row);
       for (int64_t d = here ? D : 0; d < padded; ++d) row[d] = 0;
     }
+    prefetch_rows<T, L>(to->at + 2 * L * to->pitch, to->pitch, padded);
     for (int64_t d = 0; d < padded; d += L) {
       V m[L];
 #pragma GCC unroll 16

@@ -135,16 +135,6 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
-  // Element n of a form: [..][L] or, if it is the Same in all lanes, [..].
-  template <bool Same>
-  static CAPSFAST_INLINE auto parameter(const T* p, int64_t n) {
-    if constexpr (Same) {
-      return p[n];
-    } else {
-      return load<L>(p + n * L);
-    }
-  }
-
   // Applies each of `sets` forms p[set], q[set] [outputs D] (a dot product unless Q) to the votes x [outputs D][L].
   template <bool Q, bool Same>
   static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
@@ -228,9 +218,9 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     int64_t d = 0;
     for (; d + 4 <= n; d += 4) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * parameter<Same>(p, d + c);
+      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * Lanes::template parameter<Same>(p, d + c);
     }
-    for (; d < n; ++d) a[0] += load<L>(x + d * L) * parameter<Same>(p, d);
+    for (; d < n; ++d) a[0] += load<L>(x + d * L) * Lanes::template parameter<Same>(p, d);
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
@@ -243,7 +233,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
 #pragma GCC unroll 4
       for (; d < n; ++d) {
         const V v = load<L>(x + d * L);
-        a[0] += v * v * parameter<Same>(q, d);
+        a[0] += v * v * Lanes::template parameter<Same>(q, d);
       }
       return a[0];
     }
@@ -251,12 +241,12 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) {
         const V v = load<L>(x + (d + c) * L);
-        a[c] += v * (parameter<Same>(p, d + c) + v * parameter<Same>(q, d + c));
+        a[c] += v * (Lanes::template parameter<Same>(p, d + c) + v * Lanes::template parameter<Same>(q, d + c));
       }
     }
     for (; d < n; ++d) {
       const V v = load<L>(x + d * L);
-      a[0] += v * (parameter<Same>(p, d) + v * parameter<Same>(q, d));
+      a[0] += v * (Lanes::template parameter<Same>(p, d) + v * Lanes::template parameter<Same>(q, d));
     }
     return (a[0] + a[1]) + (a[2] + a[3]);
   }

@@ -380,7 +380,6 @@ struct LanesAccumulate {
         tile.c_dc = from(pass.c_dc, scalars);
         tile.in_dlse = from(pass.in_dlse, scalars);
         tile.begin(p, t, tile.center, pass.dlse, at);
-        tile.only_scores = Coefficients::has_only_scores(pass, tile);
         if (pass.unweighted) {
           plain(pass, tile, at);
           continue;

@@ -20,14 +20,7 @@ struct LanesCoefficients {
     const T* center;
     Form<T> score, gradient;
     const T *valid_out, *in_max, *in_scale, *c_dc, *in_dlse;
-    bool only_scores;  // the coupling is the softmax over j of the scores alone
   };
-
-  static bool has_only_scores(const AccumulatePass<T>& pass, const Tile& tile) {
-    const bool more = pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
-    const bool written = pass.lse.data != nullptr || pass.coupling.data != nullptr;
-    return !more && !written && tile.has_only_scores(*pass.problem, tile.valid_out, tile.score, tile.gradient);
-  }
 
   // The numbers of input capsule i [L] in `rows`, null if the pass has no such numbers.
   static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
@@ -39,13 +32,6 @@ struct LanesCoefficients {
   // follows. Not inlined, because registers of the loop over input capsules hold votes.
   static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
-    if (!tile.only_scores) return any_coefficients(pass, tile, at, i, b, dc);
-    Couplings::softmax_out(pass.problem->J, pass.problem->leaky, nullptr, b);
-    if (tile.gradient.linear != nullptr) Couplings::softmax_out_backward(pass.problem->J, b, nullptr, dc);
-  }
-
-  static CAPSFAST_ONCE void any_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
-                                             const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;

@@ -29,13 +29,6 @@ struct LanesTile {
     weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
   }
 
-  // Whether couplings are softmaxes over j of scores alone, as far as the problem, the masks and constants tell.
-  bool has_only_scores(const Problem& p, const T* valid_out, const Form<T>& score, const Form<T>& gradient) const {
-    const bool masked = valid != nullptr || valid_out != nullptr;
-    const bool added = p.logits.data != nullptr || score.constant != nullptr || gradient.constant != nullptr;
-    return p.normalize == Normalize::out && !masked && !added && p.activation.data == nullptr;
-  }
-
   // Copies the data of tile `tile` for this chunk to `at`: poses or votes less the center, logits, numbers of input
   // capsules.
   template <class At>

@@ -29,24 +29,6 @@ struct LanesVoteGradients {
   // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of activation and
   // lse.
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
-    if (!has_only_scores(pass, tile)) return any_coefficients(pass, tile, at);
-    const int64_t J = pass.problem->J, size = J * L, pitch = pass.plan->gradient_chunk * size;
-    for (int64_t i = 0; i < tile.count; ++i) {
-      for (int64_t t = pass.first; t < pass.problem->iterations; ++t) {
-        const int64_t place = (t - pass.first) * pitch + i * size;
-        B_::softmax_out(J, pass.problem->leaky, nullptr, at.c + place);
-        if (needs_db(pass, t)) B_::softmax_out_backward(J, at.c + place, nullptr, at.db + place);
-      }
-    }
-  }
-
-  static bool has_only_scores(const GradientPass<T>& pass, const Tile& tile) {
-    const bool more = pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
-    const bool written = pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
-    return !more && !written && tile.has_only_scores(*pass.problem, pass.valid_out, pass.score, pass.gradient);
-  }
-
-  static void any_coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     const bool sample_logits = p.logits.stride[0] != 0;

@@ -87,25 +87,19 @@ class PassForward {
     }
   }
 
-  // Computes the factors of the sums of every split, for lane l of a row. Saves the normalisers of the softmax over the
-  // input capsules, and the mass if all couplings are the same.
+  // Computes the factors of the sums of every split, for lane l of a row. Saves the normalisers and the lse of the
+  // softmax over the input capsules, and the mass if all couplings are the same.
   void factor(bool unweighted, int64_t row, int64_t l, T* factors) const {
     const int64_t L = context.layout.lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
     const int64_t splits = context.plan.splits;
     for (int64_t split = 0; split < splits; ++split) factors[split * L + l] = 1;
     if (b >= p.B) return;
-    auto [scale, max, norm] = unweighted ? norms.of_equal(p, b) : norms.of(scalar);
-    if (unweighted && !context.is_valid(b, j)) scale = 0;
-    if (unweighted) mass.high()[scalar] = scale * static_cast<T>(valid_count(p.mask, b, p.I));
-    if (p.softmax_in()) {
-      const T lse = norm == 0 ? -std::numeric_limits<T>::infinity() : max + std::log(norm);
-      if (out.lse.data != nullptr) write<T>(out.lse, b * out.lse.stride[0] + j * out.lse.stride[1], lse);
-      T* to = static_cast<T*>(out.norm) + b * p.J + j;
-      to[0] = max;
-      to[out.batch * p.J] = scale;
-    }
-    for (int64_t split = 0; split < splits; ++split)
-      factors[split * L + l] = p.softmax_in() && !unweighted ? scale * norms.rescaling(split, scalar, max) : scale;
+    const auto found = norms.factors(
+        context, unweighted, b, j, static_cast<T*>(out.norm) + b * p.J + j, out.batch * p.J, factors + l, L);
+    if (unweighted) mass.high()[scalar] = found.scale * static_cast<T>(valid_count(p.mask, b, p.I));
+    if (out.lse.data == nullptr || !p.softmax_in()) return;
+    const T lse = found.norm == 0 ? -std::numeric_limits<T>::infinity() : found.max + std::log(found.norm);
+    write<T>(out.lse, b * out.lse.stride[0] + j * out.lse.stride[1], lse);
   }
 
   void write_weights() {

@@ -133,7 +133,7 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->L = lanes;
   while (!p.keys() && plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
   plan->tiles = p.B;
-  plan->chunk = 64;
+  plan->chunk = p.keys() ? 256 : 64;  // adding a chunk to the sums takes longer beside products of matrices
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
   if (threads > 1) plan->tile_groups = finer(plan->tile_groups, p.B);
   // The gradient pass writes gradients of input capsules. Cut along input capsules it needs no partial sums.
@@ -212,42 +212,6 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
     plan_rows(p, lanes, threads, &plan);
   }
   return plan;
-}
-
-namespace {
-
-// Multiply-adds to make a number of a vote: `once` in a call, and `each` in every later pass. The lanes layout makes
-// votes in every pass, twice if it does not hold them. Given votes cost nothing.
-struct Making {
-  double once, each;
-
-  Making(const Problem& p, const Plan& plan) {
-    const double K = static_cast<double>(p.K);
-    once = plan.small_batch ? K : 0;
-    each = !plan.lanes ? 0 : plan.out_tile >= p.J ? K : 2 * K;
-  }
-};
-
-double flops(const Problem& p, double per_vote) {
-  return 2 * double(p.B) * double(p.I) * double(p.J) * double(p.D) * per_vote;
-}
-
-}  // namespace
-
-double forward_flops(const Problem& p, const Plan& plan) {
-  const Making making(p, plan);
-  // The first pass, without logits, only adds votes up; in the lanes layout it makes them as well. The other passes
-  // score votes and add them up.
-  const double first = plan.lanes ? double(p.K) : 1;
-  return flops(p, making.once + first + double(p.iterations - 1) * (making.each + 2));
-}
-
-double backward_flops(const Problem& p, const Plan& plan) {
-  const Making making(p, plan);
-  const double later = p.gradient_last ? 0 : double(p.iterations - 1);
-  const double products = p.votes_given ? 0 : 2 * double(p.K);  // du and dW
-  const double last = (plan.lanes ? double(p.K) : 0) + 2 * later + (2 * later + 1) + products;
-  return flops(p, making.once + later * (making.each + 3) + last);
 }
 
 }  // namespace capsfast

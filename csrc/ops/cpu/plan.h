@@ -42,8 +42,4 @@ struct Parts {
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
-// How many FLOPs the passes of a plan execute. A multiply-add counts as two.
-double forward_flops(const Problem& p, const Plan& plan);
-double backward_flops(const Problem& p, const Plan& plan);
-
 }  // namespace capsfast

@@ -47,31 +47,6 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  // As in Coupling, but in_max and in_scale are [J].
-  static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* scores) {
-    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
-  }
-
-  // As in Coupling, but in_scale, c_dc and dlse are [J].
-  static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
-                                                T* dc) {
-    for (int64_t j = 0; j < J; ++j) {
-      const V each = load<L>(c + j * L);
-      const V db = Coupling<T, L>::divided(broadcast<L>(in_scale[j]), each) * (load<L>(dc + j * L) - c_dc[j]);
-      store<L>(dc + j * L, dlse == nullptr ? db : db + each * dlse[j]);
-    }
-  }
-
-  // Adds a number per output capsule, [J], to [J][L], unless it is null.
-  static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
-    if (constant != nullptr) Coupling<T, L>::add_shared(constant, J, b);
-  }
-
-  // total[j] += the sum over the lanes of e [J][L]
-  static CAPSFAST_ONCE void add_mass(const T* e, int64_t J, T* total) {
-    for (int64_t j = 0; j < J; ++j) total[j] += sum<T, L>(load<L>(e + j * L));
-  }
-
   // For Normalize::none, makes dl 0 where a pair is masked or a lane has no input capsule. For other ways dl is 0
   // already.
   static CAPSFAST_ONCE void mask_unnormalized(const Problem& p, int64_t b, int64_t i0, int64_t count,

@@ -35,7 +35,7 @@ struct RowsAccumulate {
         multiply(at.sum + j * pitch, pitch, factor);
         multiply(pass.first, scalar * p.D, p.D, factor);
         if (pass.mass.high != nullptr) {
-          at.mass[j] *= factor;
+          multiply(at.mass + j * L, L, factor);
           multiply(pass.mass, scalar, 1, factor);
         }
         if (pass.second.high != nullptr) {
@@ -76,7 +76,7 @@ struct RowsAccumulate {
     } else {
       B_::dots(block.votes, block.count, score, center, J, D, at.part, at.c);
     }
-    B_::add(score.constant, J, at.c);
+    B_::template add<true>(score.constant, J, at.c);
     B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.c);
     const bool known = !p.softmax_in() || pass.in_max != nullptr;
     if (!p.softmax_in()) {
@@ -87,7 +87,7 @@ struct RowsAccumulate {
         write<T>(pass.lse, block.b * pass.lse.stride[0] + (block.i0 + n) * pass.lse.stride[1], found[n]);
       }
     } else if (known) {
-      B_::softmax_in(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.c);
+      B_::template softmax_in<true>(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.c);
     } else {
       online(pass, at, block);
     }
@@ -98,7 +98,7 @@ struct RowsAccumulate {
         B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.c);
     } else {
       B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.db);
-      B_::add(gradient.constant, J, at.db);
+      B_::template add<true>(gradient.constant, J, at.db);
       if (pass.dcoupling.data != nullptr)
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.db);
       B_::weigh(activation, J, at.db);
@@ -107,7 +107,7 @@ struct RowsAccumulate {
         B_::softmax_out_backward(J, at.c, dlse, at.db);
       } else if (p.softmax_in()) {
         const int64_t scalars = block.b * J;
-        B_::softmax_in_backward(
+        B_::template softmax_in_backward<true>(
             J, pass.in_scale + scalars, at.c, pass.c_dc + scalars, from(pass.in_dlse, scalars), at.db);
       } else {
         B_::derivative(p.normalize, J, at.c, at.db);
@@ -118,7 +118,7 @@ struct RowsAccumulate {
     if (pass.first.high == nullptr) return;
     T* second = pass.second.high == nullptr ? nullptr : at.second;
     B_::add_scaled(coefficient, block.votes, block.count, center, J, D, at.sum, second);
-    if (pass.mass.high != nullptr) B_::add_mass(coefficient, J, at.mass);
+    if (pass.mass.high != nullptr) B_::add(coefficient, J, at.mass);
   }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
@@ -130,7 +130,7 @@ struct RowsAccumulate {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
         __builtin_memset(at.sum, 0, static_cast<size_t>(sums) * sizeof(T));
         __builtin_memset(at.norm, 0, static_cast<size_t>(p.J) * sizeof(T));
-        if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J) * sizeof(T));
+        if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J * L) * sizeof(T));
         if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(sums) * sizeof(T));
         for (int64_t i0 = from; i0 < to; i0 += L) {
           Block block{b, i0, i0 + L < to ? L : to - i0, {}};
@@ -140,7 +140,10 @@ struct RowsAccumulate {
         if (pass.first.high == nullptr) continue;
         B_::join_rows(at.sum, p.J, p.D, pass.first.high + b * JD, pass.first.low + b * JD);
         if (pass.norm.high != nullptr) join(at.norm, p.J, pass.norm, b * p.J);
-        if (pass.mass.high != nullptr) join(at.mass, p.J, pass.mass, b * p.J);
+        for (int64_t j = 0; j < p.J && pass.mass.high != nullptr; ++j) {
+          const T mass = sum<T, L>(load<L>(at.mass + j * L));
+          join(&mass, 1, pass.mass, b * p.J + j);
+        }
         if (pass.second.high != nullptr)
           B_::join_rows(at.second, p.J, p.D, pass.second.high + b * JD, pass.second.low + b * JD);
       }

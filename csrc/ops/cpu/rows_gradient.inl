@@ -35,10 +35,10 @@ struct RowsGradient {
       } else {
         B_::dots(block.votes, block.count, pass.score.from(scalars * D, scalars), center, J, D, at.part, c);
       }
-      B_::add(from(pass.score.constant, scalars), J, c);
+      B_::template add<true>(from(pass.score.constant, scalars), J, c);
       B_::add_prior(p, block.b, block.i0, block.count, valid_out, c);
       if (p.softmax_in()) {
-        B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
+        B_::template softmax_in<true>(J, pass.in_max + scalars, pass.in_scale + scalars, c);
       } else {
         B_::normalize(p.normalize, J, p.leaky, lse, nullptr, c);
       }
@@ -47,7 +47,7 @@ struct RowsGradient {
         continue;
       }
       B_::dots(block.votes, block.count, pass.gradient.from(scalars * D, scalars), center, J, D, at.part, dc);
-      B_::add(from(pass.gradient.constant, scalars), J, dc);
+      B_::template add<true>(from(pass.gradient.constant, scalars), J, dc);
       if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
       }
@@ -57,7 +57,8 @@ struct RowsGradient {
       if (p.normalize == Normalize::out) {
         B_::softmax_out_backward(J, c, dlse, dc);
       } else if (p.softmax_in()) {
-        B_::softmax_in_backward(J, pass.in_scale + scalars, c, pass.c_dc + scalars, from(pass.in_dlse, scalars), dc);
+        B_::template softmax_in_backward<true>(
+            J, pass.in_scale + scalars, c, pass.c_dc + scalars, from(pass.in_dlse, scalars), dc);
       } else {
         B_::derivative(p.normalize, J, c, dc);
         B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, dc);

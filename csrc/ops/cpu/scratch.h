@@ -123,18 +123,10 @@ struct SmallBatchScratch {
   }
 };
 
-inline int64_t rows_size(const Problem& p, const Plan& plan) {
-  if (p.keys()) return plan.L * ((p.D + plan.L - 1) / plan.L * plan.L);
-  return plan.gather_rows ? plan.L * p.votes_size() : 0;
-}
-inline int64_t part_size(const Problem& p, const Plan& plan) {
-  return p.keys() ? rows_size(p, plan) : 16 * plan.L * plan.L;
-}
-
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
 // 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. c and db
 // [iterations][J][L]; a pass that accumulates has one iteration. activation, lse and dlse [L].
-// Only to accumulate: sum [J][vectors of D][L] and norm [J], the sums of a chunk; second and mass: as sum and norm.
+// Only to accumulate: sum and second [J][vectors of D][L], norm [J] and mass [J][L], the sums of a chunk.
 // Only for gradients: row [J D or D], dvotes before they are converted to another dtype. For keys also gradients
 // [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
 template <class T>
@@ -151,7 +143,7 @@ struct RowsScratch {
     c = take(true, iterations * p.J * L), db = take(true, iterations * p.J * L);
     activation = take(p.moments, L), lse = take(p.moments, L), dlse = take(p.moments, L);
     sum = take(!gradient, sums), norm = take(!gradient, p.J);
-    second = take(!gradient && p.moments, sums), mass = take(!gradient && p.moments, p.J);
+    second = take(!gradient && p.moments, sums), mass = take(!gradient && p.moments, p.J * L);
     row = take(gradient, p.votes_size());
     gradients = take(gradient && p.keys(), L * vote), padded = take(gradient && p.keys(), sums);
     size = carve.used();
@@ -187,7 +179,7 @@ struct FactoredScratch {
   int64_t size = 0;
 
   FactoredScratch(const FactoredCall<T>& call, T* memory, bool backward) {
-    const FactoredProblem& p = *call.problem;
+    const Problem& p = *call.problem;
     const int64_t n = call.samples, M = call.rows(), r = p.iterations, J = p.J, L = call.L, sets = 2 * r - 1;
     const int64_t Kp = call.Kp, Dp = call.Dp, Ip = call.blocks * L;
     Carver<T> carve(memory);
