@@ -59,11 +59,11 @@ def of_layer(row: Published, seconds: float) -> dict[str, Any]:
     report = capsfast.accelerate(layer, inputs, only_faster=False, seconds=seconds)
     (found,) = report.layers
     told: dict[str, Any] = {"layer": row.name, "fused": bool(report.fused), "reason": found.reason}
-    if found.both is None or found.identification is None:
+    if found.speed is None or found.identification is None:
         return told
     float64 = max(found.identification.forward_difference, found.identification.gradient_difference)
-    times = {"own_seconds": found.both.own, "fused_seconds": found.both.fused, "samples": found.both.samples}
-    return {**told, "float64": float64, **times, "ratio": found.both.ratio}
+    times = {"own_seconds": found.speed.own, "fused_seconds": found.speed.fused, "samples": found.speed.samples}
+    return {**told, "float64": float64, **times, "ratio": found.speed.ratio}
 
 
 def of_network(softmax: str, dtype: torch.dtype | None, seconds: float) -> dict[str, Any]:

@@ -185,17 +185,19 @@ def test_a_fused_layer_that_is_compiled_itself_stays_fused(both: tuple[Net, Net]
     assert not layer._capsfast_fused.state.changed(layer)
 
 
-def test_a_second_call_says_and_counts_nothing(both: tuple[Net, Net], images: Tensor) -> None:
-    fast = copy.deepcopy(both[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accelerate(fast, images)
-
-
 def test_it_exports(both: tuple[Net, Net], images: Tensor) -> None:
     program = torch.export.export(both[0], (images,))
     assert len([node for node in program.graph.nodes if "capsfast" in str(node.target)]) == 2
     torch.testing.assert_close(program.module()(images), both[1](images), rtol=1e-4, atol=1e-5)
+
+
+def test_derivatives_that_fused_layers_lack_say_how_to_get_them(both: tuple[Net, Net], images: Tensor) -> None:
+    x = images.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(both[0](x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative; .* report\.undo\(\) of a model that capsfast\.acc"):
+        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .* report\.undo\(\) of a model"):
+        torch.func.jvp(both[0], (images,), (images,))
 
 
 def test_it_exports_for_any_batch_where_that_is_an_argument() -> None:

@@ -66,8 +66,8 @@ def test_the_table_covers_what_it_should() -> None:
 
 
 REASONS = {
-    "element-wise squash": "its squash is element-wise",
-    "squash over the output capsules": "its squash takes lengths over the output capsules",
+    "element-wise squash": "or the squash is element-wise",
+    "squash over the output capsules": "Lengths over the output capsules",
     "cosine agreement": "an agreement of normalised vectors",
 }
 
@@ -206,17 +206,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: variant(
             start=lambda self, votes: getattr(self, "kept", torch.zeros(votes.shape[:3])), forward=remembering
         ),
-        "it keeps a state",
+        "torch cannot trace it",
     ),
     "no gradient": (lambda: variant(forward=torch.no_grad()(Plain.forward)), "its output has no gradient"),
     "half detached": (
         lambda: variant(forward=half_detached),
         "its gradient goes neither through all iterations nor through the last",
     ),
-    "over the batch": (
-        lambda: variant(couple=lambda self, b: b.softmax(0)),
-        "its coupling is a softmax over the batch",
-    ),
+    "over the batch": (lambda: variant(couple=lambda self, b: b.softmax(0)), "or a softmax over the batch"),
     "offset": (with_offset, r"depends on `offset` \[4, 5\], which is neither logits, nor a bias"),
     "mask in a buffer": (
         lambda: variant(torch.ones(I), votes=lambda self, u: Plain.votes(self, u * self.kept[:, None])),
@@ -278,7 +275,7 @@ def test_part_of_the_output() -> None:
 
     layer, u = variant(forward=forward), example()
     found = capsfast.identify(layer, u)
-    assert found.part == 1 and "the output is entry 1 of a tuple" in found.describe()
+    assert found.entries == ("lengths", "output", "other") and "entry 0 of the tuple is the lengths" in found.describe()
     assert capsfast.identify(layer, u, output=lambda found: found[2]["v"]) == Identification(
         "W", "IJDK", "BIK", "BJD", found.sizes
     )

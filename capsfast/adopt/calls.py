@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +11,15 @@ from torch import Tensor, nn
 from .state import LeftAloneError, kept, same
 
 
-class Slot(NamedTuple):
-    """An argument.
+class Like(NamedTuple):
+    """In the place of a tensor with the batch in front: its shape without the batch, and its dtype."""
 
-    kind: ``"u"`` the capsules or votes, ``"other"`` another tensor, ``"batch"`` the number of samples, ``"value"`` any
-    other value. value: for ``"other"`` the shape without the batch, and the dtype; for ``"value"`` a copy.
-    """
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    kind: Literal["u", "other", "batch", "value"]
-    value: Any = None
 
-    def holds(self, given: object, u: Tensor) -> bool:
-        if self.kind == "batch":
-            # torch.export passes a size that may differ between calls as a SymInt.
-            return type(given) in (int, torch.SymInt) and given == u.shape[0]
-        if self.kind == "other":
-            shape, dtype = self.value
-            if not isinstance(given, Tensor) or tuple(given.shape) != (u.shape[0], *shape):
-                return False
-            return given.dtype == dtype or (dtype.is_floating_point and given.dtype == u.dtype)
-        return same(given, self.value)
+class Size:
+    """In the place of an int: the number of samples."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +28,23 @@ class Signature:
 
     Attributes:
         order: names of the arguments that can be given by position.
-        slots: all arguments by name, with defaults for arguments that were not given.
+        names: names of the arguments of the call, capsules or votes first.
         defaults: defaults of the forward.
-        shape: shape of the capsules or votes, without the batch.
+        values: what the arguments of the call and the defaults must be, by name.
         batch: the only number of samples that the layer takes; None if it takes any number.
     """
 
     order: tuple[str, ...]
-    slots: tuple[tuple[str, Slot], ...]
-    defaults: tuple[tuple[str, Any], ...]
-    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    values: Mapping[str, Any]
     batch: int | None = None
 
     @staticmethod
     def of(
         layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> "tuple[Signature, tuple[Tensor, ...]]":
-        """The signature of a call, and its tensors, capsules or votes first.
+    ) -> "tuple[Signature, tuple[Any, ...]]":
+        """The signature of a call, and copies of its arguments, capsules or votes first.
 
         Raises:
             LeftAloneError: the call can't be fused.
@@ -65,68 +54,62 @@ class Signature:
         # Arguments in *args have no names.
         order = (*by_place, *(f"*{n}" for n in range(len(by_place), len(args))))
         given = dict(zip(order, args, strict=False)) | dict(kwargs)
-        tensors = tuple(each for each in given.values() if isinstance(each, Tensor))
-        if not tensors or not tensors[0].is_floating_point() or tensors[0].dim() < 3 or not tensors[0].numel():
+        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        first, u = next(iter(tensors.items()), ("", None))
+        if u is None or not u.is_floating_point() or u.dim() < 3 or not u.numel():
             raise LeftAloneError("it is called with no tensor that holds capsules in front")
-        if len({id(each) for each in tensors}) < len(tensors):
+        if len({id(each) for each in tensors.values()}) < len(tensors):
             raise LeftAloneError("it is called with one tensor twice")
-        u, *others = tensors
-        for other in others:
+        for other in tensors.values():
             if other.shape[:1] != u.shape[:1]:
                 raise LeftAloneError(
                     f"it is called with a second tensor {list(other.shape)} without the batch in front"
                 )
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-        slots: dict[str, Slot] = {}
-        for name, value in (defaults | given).items():
-            if isinstance(value, Tensor):
-                if not any(value is each for each in tensors):
-                    raise LeftAloneError("its forward has a tensor as a default")
-                slots[name] = Slot("u") if value is u else Slot("other", (tuple(value.shape[1:]), value.dtype))
-                continue
-            slots[name] = Slot("value", kept(value, "it is called with {}, which cannot be compared between calls"))
-        # In the order of the call, as the tensors are.
-        ordered = tuple((name, slots[name]) for name in (*given, *(name for name in defaults if name not in given)))
-        return Signature(order, ordered, tuple(defaults.items()), tuple(u.shape[1:])), tensors
+        said = "it is called with {}, which cannot be compared between calls"
+        values = {
+            name: Like(tuple(value.shape[1:]), value.dtype) if name in tensors else kept(value, said)
+            for name, value in (defaults | given).items()
+        }
+        names = (first, *(name for name in given if name != first))
+        copies = (tensors[name].detach().clone() if name in tensors else values[name] for name in names)
+        return Signature(order, names, defaults, values), tuple(copies)
 
-    def readings(self, batch: int, given: int) -> "tuple[Signature, ...]":
-        """Possible meanings of the call: an int equal to the number of samples may mean it, or be equal by chance.
+    def with_size(self, batch: int) -> "Signature":
+        """The signature if an int of the call that equals the number of samples means that number."""
+        ints = {name for name in self.names if type(self.values[name]) is int and self.values[name] == batch}
+        return replace(self, values={**self.values, **dict.fromkeys(ints, Size)})
 
-        given: number of arguments that were passed.
-        """
-
-        def read(n: int, slot: Slot) -> Slot:
-            sized = slot.kind == "value" and type(slot.value) is int and slot.value == batch
-            return Slot("batch") if n < given and sized else slot
-
-        as_batch = replace(self, slots=tuple((name, read(n, slot)) for n, (name, slot) in enumerate(self.slots)))
-        return (self,) if as_batch == self else (as_batch, self)
-
-    def fill(self, u: Tensor, *others: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of this call for other tensors."""
-        rest = iter(others)
-        values = {}
-        for name, slot in self.slots:
-            if slot.kind == "value":
-                values[name] = slot.value
-            else:
-                values[name] = next(rest) if slot.kind == "other" else u if slot.kind == "u" else u.shape[0]
+    def fill(self, *given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the forward in this call for other values, capsules or votes first."""
+        values = {**self.defaults, **dict(zip(self.names, given, strict=True))}
         args = tuple(values.pop(name) for name in self.order if name in values)
         return args, values
 
-    def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
-        """The tensors of a call that differs from this call in the batch only; None for any other call."""
+    def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Any, ...] | None:
+        """The arguments of a call that differs from this call in the batch only; None for any other call."""
         if len(args) > len(self.order):
             return None
         given: dict[str, Any] = dict(self.defaults)
         given.update(zip(self.order, args, strict=False))
         given.update(kwargs)
-        if len(given) != len(self.slots) or any(name not in given for name, _ in self.slots):
+        if len(given) != len(self.values) or any(name not in given for name in self.values):
             return None
-        # The capsules or votes are the first tensor of the call.
-        u = next(given[name] for name, slot in self.slots if slot.kind == "u")
-        if not isinstance(u, Tensor) or tuple(u.shape[1:]) != self.shape or self.batch not in (None, u.shape[0]):
+        u, like = given[self.names[0]], self.values[self.names[0]]
+        if not isinstance(u, Tensor) or tuple(u.shape[1:]) != like.shape or self.batch not in (None, u.shape[0]):
             return None
-        if any(slot.kind != "u" and not slot.holds(given[name], u) for name, slot in self.slots):
-            return None
-        return (u, *(given[name] for name, slot in self.slots if slot.kind == "other"))
+        for name, wanted in self.values.items():
+            if name != self.names[0] and not _fits(given[name], wanted, u):
+                return None
+        return tuple(given[name] for name in self.names)
+
+
+def _fits(given: Any, wanted: Any, u: Tensor) -> bool:
+    if wanted is Size:
+        # torch.export passes a size that may differ between calls as a SymInt.
+        return type(given) in (int, torch.SymInt) and given == u.shape[0]
+    if isinstance(wanted, Like):
+        if not isinstance(given, Tensor) or tuple(given.shape) != (u.shape[0], *wanted.shape):
+            return False
+        return given.dtype == wanted.dtype or (wanted.dtype.is_floating_point and given.dtype == u.dtype)
+    return same(given, wanted)

@@ -52,7 +52,6 @@ class Fused:
         shapes: shapes of the tensors that the call reads.
         contiguous: whether the layer's own output is contiguous; the model may call ``view`` on it.
         single: whether a call with one sample may be fused. A layer that squeezes returns another shape then.
-        entries: length of the layer's tuple; 0 if it returns a tensor.
     """
 
     identification: Identification
@@ -62,7 +61,6 @@ class Fused:
     shapes: tuple[tuple[int, ...], ...]
     contiguous: bool
     single: bool
-    entries: int
 
     def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """The result of the fused call, or a text that says why the layer's own forward must run."""
@@ -83,20 +81,14 @@ class Fused:
         dtypes = self.results.get((u.dtype, found[0] if found else None, autocast_of(u)))
         if dtypes is None:
             return f"its own forward does not run on {u.dtype}, or capsfast differs from it there".replace("torch.", "")
-        return self.compute(tensors, given, dtypes)
-
-    def compute(self, tensors: Mapping[str, Tensor], given: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Any:
-        """Runs the call of capsfast and casts its results to these dtypes."""
-        if self.identification.coupling is None:
-            found: tuple[Tensor, ...] = (self.identification(tensors, *given),)
-        else:
-            found = self.identification.with_coupling(tensors, *given)
-        cast = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(found, dtypes, strict=True)]
-        v = cast[0].contiguous() if self.contiguous else cast[0]
-        if not self.entries:
-            return v
-        places = {self.identification.part: v, self.identification.coupling: cast[-1]}
-        return tuple(places.get(n) for n in range(self.entries))
+        results = self.identification.results(tensors, *given)
+        cast = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(results, dtypes, strict=True)]
+        entries = self.identification.entries
+        output = entries.index("output") - entries[: entries.index("output")].count("None") if entries else 0
+        if self.contiguous:
+            cast[output] = cast[output].contiguous()
+        rest = iter(cast)
+        return tuple(None if each == "None" else next(rest) for each in entries) if entries else cast[0]
 
 
 class FusedLayer(Layer):

@@ -41,8 +41,9 @@ class Identification:
         arguments, argument_orders: roles of the layer's further arguments, and their axes. Roles are ``"mask"``,
             ``"mask_after"`` (a factor of the coupling, as in
             :func:`capsfast.compat.masked_after_routing`), ``"unused"`` and ``"constant"`` (its value must not change).
-        part: index of the output in the layer's tuple; None if the layer returns a tensor.
-        coupling, coupling_order: index of the last coupling in that tuple, if it is there, and its axes.
+        entries: meanings of the entries of the layer's tuple: ``"output"``, ``"coupling"`` (the last), ``"lengths"`` of
+            the output, ``"None"`` and ``"other"``; empty if the layer returns a tensor.
+        coupling_order: axes of the coupling.
         forward_difference, gradient_difference: the largest relative differences between layer and call.
         notes: further observations, in words.
     """
@@ -66,9 +67,8 @@ class Identification:
     bias_order: str = "JD"
     arguments: tuple[str, ...] = ()
     argument_orders: tuple[str, ...] = ()
-    part: int | None = None
-    coupling: int | None = None
-    coupling_order: str = ""
+    entries: tuple[str, ...] = ()
+    coupling_order: str = "BIJ"
     forward_difference: float = field(default=0.0, compare=False)
     gradient_difference: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -110,12 +110,22 @@ class Identification:
         found: Tensor = self._routed(parameters, u, *others, backend=backend)
         return follow(found, steps_to(self.output_order, "BJD"))
 
-    def with_coupling(
-        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, backend: str | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The output of the layer and the last coupling, in the layer's orders of axes."""
-        v, c = self._routed(parameters, u, *others, backend=backend, return_coupling=True)
-        return follow(v, steps_to(self.output_order, "BJD")), follow(c, steps_to(self.coupling_order or "BIJ", "BIJ"))
+    def results(
+        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any, backend: str | None = None
+    ) -> tuple[Tensor, ...]:
+        """The entries of the layer's tuple that the call computes, in the layer's orders of axes."""
+        pair = "coupling" in self.entries
+        found = self._routed(parameters, u, *others, backend=backend, return_coupling=pair)
+        v, c = found if pair else (found, found)
+        results: list[Tensor] = []
+        for entry in self.entries or ("output",):
+            if entry == "output":
+                results.append(follow(v, steps_to(self.output_order, "BJD")))
+            elif entry == "lengths":
+                results.append(v.norm(dim=-1))
+            elif entry == "coupling":
+                results.append(follow(c, steps_to(self.coupling_order, "BIJ")))
+        return tuple(results)
 
     def _routed(self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, **more: Any) -> Any:
         (x, *weights), keywords = self.arguments_of_call(parameters, u, *others)
@@ -190,16 +200,17 @@ class Identification:
     def _input_steps(self) -> Steps:
         return self._steps("votes" if self.weight is None else "input", self.input_order)
 
+    def summary(self) -> list[str]:
+        """What the layer computes, in words."""
+        first = f"{self._source()}, {self.num_iterations} iteration{'s' if self.num_iterations > 1 else ''}"
+        said = [*(self._deviations() or ["all options are as in the paper"]), *(f"note: {each}" for each in self.notes)]
+        return [first, *(f"  {each}" for each in said)]
+
     def describe(self) -> str:
         """What the layer computes, in words, and the call as code."""
-        lines = [f"{self._source()}, {self.num_iterations} iteration{'s' if self.num_iterations > 1 else ''}"]
-        lines += [f"  {line}" for line in self._deviations() or ["all options are as in the paper"]]
-        lines.append(
-            f"  largest relative difference: values {self.forward_difference:.1e}, "
-            f"gradients {self.gradient_difference:.1e}"
-        )
-        lines += [f"  note: {each}" for each in self.notes]
-        return "\n".join([*lines, "The call:", *(f"  {line}" for line in self.code().splitlines())])
+        differences = f"values {self.forward_difference:.1e}, gradients {self.gradient_difference:.1e}"
+        call = (f"  {line}" for line in self.code().splitlines())
+        return "\n".join([*self.summary(), f"  largest relative difference: {differences}", "The call:", *call])
 
     __str__ = describe
 
@@ -231,12 +242,9 @@ class Identification:
         shapes = f"{spelled(self.input_order)} to {spelled(self.output_order)}"
         if self.weight is None:
             return f"dynamic routing of votes {shapes}, {sizes}"
-        shared = {
-            (True, True): "",
-            (False, True): ", shared by all input capsules",
-            (True, False): ", shared by all output capsules",
-            (False, False): ", shared by all pairs of capsules",
-        }["I" in self.weight_order, "J" in self.weight_order]
+        words = {"I": "input", "J": "output"}
+        sharing = " and ".join(word for letter, word in words.items() if letter not in self.weight_order)
+        shared = f", shared by all {sharing} capsules" if sharing else ""
         return f"dynamic routing {shapes}, weight `{self.weight}` {spelled(self.weight_order)}{shared}, {sizes}"
 
     def _deviations(self) -> list[str]:
@@ -255,11 +263,11 @@ class Identification:
             words = {"unused": "has no effect", "constant": "counts as a constant"}
             words["mask_after"] = f"{spelled(order)} multiplies the coupling behind the softmax"
             found.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
-        if self.part is not None:
-            found.append(f"the output is entry {self.part} of a tuple")
-        if self.coupling is not None:
-            found.append(f"entry {self.coupling} of the tuple is the coupling {spelled(self.coupling_order)}")
-        return found
+        words = {"output": "output", "lengths": "lengths of the output"}
+        words["coupling"] = f"coupling {spelled(self.coupling_order)}"
+        return found + [
+            f"entry {n} of the tuple is the {words[each]}" for n, each in enumerate(self.entries) if each in words
+        ]
 
 
 DEFAULTS: dict[str, Any] = Options()._asdict()

@@ -1,6 +1,6 @@
 """The inputs with which a layer is probed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,9 @@ class Inputs:
     others: tuple[Any, ...] = ()
     sized: bool = False
 
+    def mapped(self, change: Callable[[Any], Any]) -> "Inputs":
+        return replace(self, u=change(self.u), others=tuple(map(change, self.others)))
+
     def batch(self, size: int) -> "Inputs":
         """The first ``size`` samples; samples repeat if there are fewer."""
         B = self.u.shape[0]
@@ -42,44 +45,37 @@ class Inputs:
                 return value[torch.arange(size, device=value.device) % B]
             return size if self._is_size(value) else value
 
-        return replace(self, u=take(self.u), others=tuple(take(each) for each in self.others))
+        return self.mapped(take)
 
     def few(self) -> "Inputs":
         return self.batch(next(size for size in SAMPLES if size != self.u.shape[0]))
 
     def double(self) -> "Inputs":
-        def converted(value: Any) -> Any:
-            return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        return replace(self, u=converted(self.u), others=tuple(converted(each) for each in self.others))
+        return self.mapped(lambda each: each.detach().double() if _floats(each) else each)
 
     def random(self, draw: Draw) -> "Inputs":
         """Replaces all floats by random numbers, and tensors of 0 and 1 by a random choice."""
 
         def drawn(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if binary(value):
-                chosen = draw(value) < 0.3
-                # No sample is masked completely.
-                chosen.view(-1)[:: max(1, chosen.shape[-1] if chosen.dim() else 1)] = True
-                return chosen.to(value.dtype)
-            return draw(value) if value.is_floating_point() else value
+            if value is self.u or not isinstance(value, Tensor) or not binary(value):
+                return draw(value) if _floats(value) else value
+            chosen = draw(value) < 0.3
+            # No sample is masked completely.
+            chosen.view(-1)[:: max(1, chosen.shape[-1] if chosen.dim() else 1)] = True
+            return chosen.to(value.dtype)
 
-        return replace(self, u=draw(self.u), others=tuple(drawn(each) for each in self.others))
+        return self.mapped(drawn)
 
-    def neutral(self, but: tuple[int, ...] = ()) -> "Inputs":
-        """Sets masks to 1 and other floats to 0, except in the arguments ``but``."""
+    def neutral(self, but: int = 0) -> "Inputs":
+        """Sets masks to 1 and other floats to 0, except in the first ``but`` arguments."""
 
         def still(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if binary(value):
+            if isinstance(value, Tensor) and binary(value):
                 return torch.ones_like(value)
             # Integers may be indices, and 0 may mean something.
-            return torch.zeros_like(value) if value.is_floating_point() else value
+            return torch.zeros_like(value) if _floats(value) else value
 
-        return replace(self, others=tuple(each if n in but else still(each) for n, each in enumerate(self.others)))
+        return replace(self, others=(*self.others[:but], *map(still, self.others[but:])))
 
     def _is_size(self, value: Any) -> bool:
         return self.sized and isinstance(value, int) and not isinstance(value, bool) and value == self.u.shape[0]
@@ -92,9 +88,8 @@ class Inputs:
 
     def spread(self) -> "Inputs":
         """Samples of different lengths."""
-        B = self.u.shape[0]
-        factors = 2.0 ** -torch.arange(B, dtype=self.u.dtype, device=self.u.device)
-        return replace(self, u=self.u * factors.view(B, *[1] * (self.u.dim() - 1)))
+        factors = 2.0 ** -torch.arange(self.u.shape[0], dtype=self.u.dtype, device=self.u.device)
+        return replace(self, u=(self.u.movedim(0, -1) * factors).movedim(-1, 0))
 
     def sizes(self, size: Any) -> list[Any]:
         """The further arguments for ``size`` samples; tensors are left unchanged."""
@@ -113,6 +108,10 @@ class Inputs:
             for role in reversed(roles) if value.is_floating_point() else roles:
                 for order, _ in orders(shape, "BI", known, merged=0):
                     yield role, order
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def binary(value: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """A copy of a layer that runs on any numbers, so that the layer itself is left unchanged."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,6 +116,13 @@ class Probe:
         """All results of the layer."""
         with torch.enable_grad(), InFloat64():
             return self._run(self.layer, inputs.u, *inputs.others)
+
+    def results(self, inputs: Inputs, entries: Sequence[str]) -> tuple[Tensor, ...]:
+        """The output, or the entries of the layer's tuple whose meaning is known."""
+        if not entries:
+            return (self(inputs),)
+        found = zip(self.outputs(inputs), entries, strict=True)
+        return tuple(value for value, entry in found if entry not in ("None", "other"))
 
     def _part_of(self, found: Any) -> Tensor:
         if self._output is not None:

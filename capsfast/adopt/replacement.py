@@ -23,9 +23,12 @@ from .search import Search, searched
 from .state import RECORD, LeftAloneError, State
 from .trace import first_line
 from .trial import NotReproduced
-from .watch import Call, Candidate, candidates
+from .watch import Candidate, candidates
 
 OP = "capsfast.accelerate"
+# Enough samples for a comparison; a layer that takes only one number of samples gets that number.
+COMPARED = 4
+SLOWER = "capsfast takes longer on this example; only_faster=False replaces the layer anyway"
 VOTES_IN_MEMORY = (
     "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting in the place of both "
     "never forms them"
@@ -38,15 +41,15 @@ def accelerate(
     *,
     dry_run: bool = False,
     only_faster: bool = True,
-    tolerance: float | None = None,
     seconds: float = 0.2,
 ) -> Acceleration:
     """Replaces routing in a model's layers by capsfast, in place, if both compute the same.
 
     The model runs once on the example. Modules whose inputs, outputs and weights have the shapes of routing are
     compared with capsfast. :func:`capsfast.identify` finds the options from outputs, gradients and a trace of a float64
-    copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree. Names of classes do
-    not count. If a layer and a layer inside it are reproduced, the outer layer is fused. All other layers are left
+    copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree in the dtype of the
+    example up to rounding: 1e-9 in float64, 1e-4 in float32, 5e-2 in bfloat16, 1e-2 in float16. Names of classes do not
+    count. If a layer and a layer inside it are reproduced, the outer layer is fused. All other layers are left
     unchanged, and the report gives the reason.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
@@ -63,16 +66,14 @@ def accelerate(
         dry_run: report only.
         only_faster: leave a layer alone if its own forward plus backward is faster. In a DistributedDataParallel
             model the first rank decides for all.
-        tolerance: the largest relative difference in the dtype of the model. Default: 1e-9 in float64, 1e-4 in float32,
-            5e-2 in bfloat16, 1e-2 in float16.
-        seconds: how long each of the two or four timings of a layer takes.
+        seconds: how long each of the one or two timings of a layer takes.
 
     Returns:
         The report, layer by layer. ``undo()`` restores all layers; ``calls()`` counts calls.
 
     Raises:
-        TypeError: model is not a module, or is scripted; tolerance or seconds is not a number.
-        ValueError: tolerance or seconds is below 0.
+        TypeError: model is not a module, or is scripted; seconds is not a number.
+        ValueError: seconds is below 0.
         Exception: any error of the model on the example.
 
     Example:
@@ -81,28 +82,25 @@ def accelerate(
         ('digits',)
         >>> report.undo()
     """
-    _check(model, dry_run, only_faster, tolerance, seconds)
+    _check(model, dry_run, only_faster, seconds)
     with torch.inference_mode(False), torch.enable_grad():
-        reports, chosen = _looked_at(model, example, tolerance, seconds)
-    slow = _slow(model, reports) if only_faster else []
-    reason = "capsfast takes longer on this example; only_faster=False replaces the layer anyway"
-    named = dict(model.named_modules())
-    fused = [each for each in reports if each.status == report.FUSED and each.name not in slow]
-    stays: dict[str, Any] = {"status": report.LEFT_ALONE, "reason": reason}
-    reports = [replace(each, **stays) if each.name in slow else each for each in reports]
+        reports, chosen = _looked_at(model, example, seconds)
+    if only_faster:
+        slow = _slow(model, reports)
+        stays: dict[str, Any] = {"status": report.LEFT_ALONE, "reason": SLOWER}
+        reports = [replace(each, **stays) if each.name in slow else each for each in reports]
+    layers = {each.name: model.get_submodule(each.name) for each in reports if each.status == report.FUSED}
     if dry_run:
-        return Acceleration(
-            tuple(replace(each, status=report.TO_BE_FUSED) if each in fused else each for each in reports), ()
-        )
-    done = [named[each.name] for each in fused]
-    for layer in done:
+        planned = (replace(each, status=report.TO_BE_FUSED) if each.name in layers else each for each in reports)
+        return Acceleration(tuple(planned))
+    for layer in layers.values():
         fuse(layer, chosen[layer])
-    return Acceleration(tuple(reports), tuple(done))
+    return Acceleration(tuple(reports), tuple(layers.values()))
 
 
 def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
     """Names of the layers that would take longer, by the times of the first rank if there are several."""
-    slow = [each.name for each in reports if each.both is not None and each.both.ratio < 1]
+    slow = [each.name for each in reports if each.speed is not None and each.speed.ratio < 1]
     if isinstance(model, nn.parallel.DistributedDataParallel) and dist.is_initialized():
         group = model.process_group
         heard = [slow]
@@ -111,11 +109,9 @@ def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
     return slow
 
 
-def _looked_at(
-    model: nn.Module, example: object, tolerance: float | None, seconds: float
-) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
+def _looked_at(model: nn.Module, example: object, seconds: float) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
     """A report of every layer that may route, and the fused call of every layer that capsfast reproduces."""
-    reports: list[LayerReport] = []
+    reports: dict[nn.Module, LayerReport] = {}
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
     for module in model.modules():
@@ -123,57 +119,54 @@ def _looked_at(
         if is_fused(module) and RECORD not in vars(module):
             restore(module)
     for candidate in candidates(model, example):
-        layer, kind = candidate.layer, type(candidate.layer).__name__
+        layer = candidate.layer
+        told = LayerReport(candidate.name, type(layer).__name__, report.ALREADY)
         if layer in done:
             continue
-        if isinstance(layer, FusedLayer) or ours(type(layer)):
-            fused = layer._capsfast_fused if isinstance(layer, FusedLayer) else None
-            words = None if fused is None else fused.identification
-            reason = "" if words else "a layer of capsfast"
-            reports.append(LayerReport(candidate.name, kind, report.ALREADY, reason, words))
-            done.update(layer.modules())
-            continue
-        try:
-            device = candidate.call.given[0].device.type if candidate.call else "cpu"
-            # The caller's autocast is for the model: each call is compared under the autocast that was around it.
-            with torch.autocast(device, enabled=False):
-                chosen[layer], found = _found(candidate, tolerance, seconds)
-        except LeftAloneError as error:
-            reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
-            continue
-        reports.append(found)
+        if isinstance(layer, FusedLayer):
+            told = replace(told, identification=layer._capsfast_fused.identification)  # type: ignore[union-attr]
+        elif ours(type(layer)):
+            told = replace(told, reason="a layer of capsfast")
+        else:
+            try:
+                # The caller's autocast is for the model: each call is compared under the autocast that was around it.
+                with torch.autocast(candidate.device, enabled=False):
+                    chosen[layer], told = _found(candidate, seconds)
+            except LeftAloneError as error:
+                reports[layer] = replace(told, status=report.LEFT_ALONE, reason=str(error))
+                continue
+        reports[layer] = told
         done.update(layer.modules())
     # A module around a fused layer needs no report: it does more than the layer.
-    inner = {each.name: set(model.get_submodule(each.name).modules()) for each in reports}
-    alone = [each.name for each in reports if each.status == report.LEFT_ALONE]
-    return [each for each in reports if each.name not in alone or inner[each.name].isdisjoint(chosen)], chosen
+    return [
+        each
+        for layer, each in reports.items()
+        if each.status != report.LEFT_ALONE or not any(inner in chosen for inner in layer.modules())
+    ], chosen
 
 
-def _check(model: object, dry_run: object, only_faster: object, tolerance: object, seconds: object) -> None:
+def _check(model: object, dry_run: object, only_faster: object, seconds: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{OP}: model must be Python, got a {type(model).__name__}; accelerate it before scripting")
     checks.boolean(OP, "dry_run", dry_run)
     checks.boolean(OP, "only_faster", only_faster)
-    for name, value in (("tolerance", tolerance), ("seconds", seconds)):
-        if name == "tolerance" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{OP}: {name} must be a number, got {checks.shown(value)}")
-        if not value >= 0:
-            raise ValueError(f"{OP}: {name} must not be negative, got {checks.shown(value)}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{OP}: seconds must be a number, got {checks.shown(seconds)}")
+    if not seconds >= 0:
+        raise ValueError(f"{OP}: seconds must not be negative, got {checks.shown(seconds)}")
 
 
-def _found(candidate: Candidate, tolerance: float | None, seconds: float) -> tuple[Fused, LayerReport]:
+def _found(candidate: Candidate, seconds: float) -> tuple[Fused, LayerReport]:
     """The fused call of a layer, and its report.
 
     Raises:
         LeftAloneError: the layer can't be fused.
     """
-    layer, name = candidate.layer, type(candidate.layer).__name__
-    first = _checked_call(candidate)
-    signature, identification, search = _identified(first, layer)
+    layer, autocast = candidate.layer, candidate.autocast
+    _check_layer(candidate)
+    signature, identification, search = _identified(candidate)
     saved = {name for name, _ in (*layer.named_buffers(), *layer.named_parameters())} | {*identification.names}
     kept = [each for each in search.probe.written if each in saved]
     if kept:
@@ -182,36 +175,26 @@ def _found(candidate: Candidate, tolerance: float | None, seconds: float) -> tup
     changed = state.changed(search.probe.layer)
     if changed is not None:
         raise LeftAloneError(f"its forward changes `{changed}` in the layer, which a fused one would not")
-    signature = replace(signature, batch=len(first.given[0]) if search.fixed else None)
     beside = Beside(layer, identification, signature)
-    few = beside.few(first.given)
-    try:
-        largest = beside.difference(few, first.autocast)
-    except RuntimeError as error:  # from autograd, if the layer does more than compute
-        raise LeftAloneError(f"its gradient cannot be compared: {first_line(error)}") from error
-    dtype = first.autocast or few[0].dtype
-    limit = TOLERANCE[dtype] if tolerance is None else tolerance
-    if not largest <= limit:
-        kind = str(dtype).removeprefix("torch.")
-        raise LeftAloneError(
-            f"capsfast's call differs from it by {largest:.1e} in {kind}; the tolerance is {limit:.0e}"
-        )
+    few = beside.few(candidate.given, COMPARED)
+    difference, _ = beside.compared(few, autocast)
+    dtype = autocast or few[0].dtype
+    if not difference <= TOLERANCE[dtype]:
+        raise LeftAloneError(f"capsfast's call differs from it by {difference:.1e} in {dtype}".replace("torch.", ""))
+    speed = timing.speed(beside, candidate.given, autocast, seconds)
     shapes = tuple(tuple(each.shape) for each in identification.tensors(layer).values())
-    forward, both = timing.speeds(beside, first.given, first.autocast, seconds)
+    # Last, because this casts the copy.
+    results = beside.results(few)
+    fused = Fused(identification, signature, results, state, shapes, beside.contiguous, search.single)
     names = ", ".join(f"`{each}`" for each in search.probe.written)
     said = [f"its own forward writes {names}, which a fused one leaves as it is"] if names else []
-    # Last, because this casts the copy to all dtypes in turn.
-    results = beside.results(few, first.autocast)
-    fused = Fused(identification, signature, results, state, shapes, beside.contiguous, search.single, beside.entries)
-    if identification.weight is None:
-        said.append(VOTES_IN_MEMORY)
-    reason = "\n".join(said)
-    return fused, LayerReport(candidate.name, name, report.FUSED, reason, identification, largest, forward, both)
+    said += [VOTES_IN_MEMORY] if identification.weight is None else []
+    reason, kind = "\n".join(said), type(layer).__name__
+    return fused, LayerReport(candidate.name, kind, report.FUSED, reason, identification, difference, speed)
 
 
-def _checked_call(candidate: Candidate) -> Call:
-    """The call of a layer that may be fused.
-
+def _check_layer(candidate: Candidate) -> None:
+    """
     Raises:
         LeftAloneError: the layer can't be fused, whatever it computes.
     """
@@ -222,7 +205,7 @@ def _checked_call(candidate: Candidate) -> Call:
         raise LeftAloneError("its class has a __call__ of its own, which would not run")
     if "forward" in vars(layer):
         raise LeftAloneError("its forward was replaced by other code; restore it first")
-    if candidate.call is None:
+    if candidate.why_not:
         raise LeftAloneError(candidate.why_not)
     try:
         can_be_fused(layer)
@@ -231,32 +214,31 @@ def _checked_call(candidate: Candidate) -> Call:
     watched = [name for name, module in layer.named_modules() if name and hooked(module)]
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")
-    if candidate.call.given[0].shape[0] == 1:
+    if candidate.given[0].shape[0] == 1:
         raise LeftAloneError("the example holds one sample; two or more are needed to see what depends on the batch")
-    return candidate.call
 
 
-def _identified(call: Call, layer: nn.Module) -> tuple[Signature, Identification, Search]:
-    """The signature of a call with the meaning of its arguments, its identification, and the search.
+def _identified(candidate: Candidate) -> tuple[Signature, Identification, Search]:
+    """The signature of the call with the meaning of its ints, the identification, and the search.
 
     Raises:
         LeftAloneError: capsfast has no such call, or is in doubt.
     """
-    reason = ""
-    for signature in call.signature.readings(call.given[0].shape[0], call.arguments):
+    call, (u, *others) = candidate.signature, candidate.given
+    assert call is not None
 
-        def run(layer: nn.Module, *given: Any, signature: Signature = signature) -> Any:
-            args, kwargs = signature.fill(*given)
-            return layer.forward(*args, **kwargs)
+    def run(layer: nn.Module, *given: Any, fill: Any = call.fill) -> Any:
+        args, kwargs = fill(*given)
+        return layer.forward(*args, **kwargs)
 
-        try:
-            found, search = searched(layer, call.given[0], call.given[1:], run)
-            if not search.doubts:
-                return signature, found, search
-            reason = search.doubts[0]
-        except NotReproduced as error:
-            nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
-            reason = f"it is not reproduced: {error.reason}{nearest}"
-        except Exception as error:  # other people's code, here in float64
-            reason = f"its forward failed in float64: {first_line(error)}"
-    raise LeftAloneError(reason)
+    try:
+        found, search = searched(candidate.layer, u, tuple(others), run)
+    except NotReproduced as error:
+        nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
+        raise LeftAloneError(f"it is not reproduced: {error.reason}{nearest}") from error
+    except Exception as error:  # other people's code, here in float64
+        raise LeftAloneError(f"its forward failed in float64: {first_line(error)}") from error
+    if search.doubts:
+        raise LeftAloneError(search.doubts[0])
+    call = call.with_size(len(u)) if search.given.sized else call
+    return replace(call, batch=len(u) if search.fixed else None), found, search

@@ -10,7 +10,7 @@ from .identification import Identification
 from .state import COUNT
 
 FUSED, TO_BE_FUSED, ALREADY, LEFT_ALONE = "fused", "to be fused", "already fused", "left alone"
-HEADER = ("layer", "class", "", "forward", "forward+backward", "difference")
+HEADER = ("layer", "class", "", "forward+backward", "difference")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class LayerReport:
         status: ``"fused"``, ``"to be fused"`` in a dry run, ``"already fused"`` or ``"left alone"``.
         reason: why it was left alone, or further remarks.
         identification: what the layer computes, if that was found.
-        difference: largest relative difference of values and gradients between the layer's forward and capsfast's.
-        forward, both: seconds of a forward, and of forward plus backward, if measured.
+        difference: largest relative difference of the results in the dtype of the example.
+        speed: seconds of forward plus backward, if measured.
     """
 
     name: str
@@ -33,22 +33,17 @@ class LayerReport:
     reason: str = ""
     identification: Identification | None = None
     difference: float | None = None
-    forward: Speed | None = None
-    both: Speed | None = None
+    speed: Speed | None = None
 
     @property
     def words(self) -> str:
         """What the layer computes, and the remarks, one per line."""
-        lines = (
-            [] if self.identification is None else self.identification.describe().split("\nThe call:")[0].split("\n")
-        )
-        lines = [line for line in lines if "largest relative difference" not in line]
+        lines = () if self.identification is None else self.identification.summary()
         return "\n".join([*lines, *([self.reason] if self.reason else [])])
 
     def cells(self) -> tuple[str, ...]:
-        speeds = (str(speed or "") for speed in (self.forward, self.both))
         found = "" if self.difference is None else f"{self.difference:.0e}"
-        return (self.name or "(the model)", self.kind, self.status, *speeds, found)
+        return (self.name or "(the model)", self.kind, self.status, str(self.speed or ""), found)
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,10 @@ class Acceleration:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "No layer of the model takes and gives capsules or votes as routing does."
+            return (
+                "The example called no layer that takes and gives capsules or votes as routing does. Give routing that "
+                "is part of a larger forward a module of its own; scripted modules are not looked at."
+            )
         rows = [HEADER, *(each.cells() for each in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from . import squashes, structures
 from .identification import Identification, unwrapped
 from .inputs import Inputs
 from .orders import follow, steps_to
-from .probe import Run, modes_swapped, same
-from .squashes import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
+from .probe import Run, modes_swapped
+from .squashes import OTHER_DIRECTION, SAME_DIRECTION, no_options, off_direction
 from .trace import BATCHES, BranchError, UntraceableError
 from .trial import OP, SAME, SAME_ON_REAL, Trial, backend_for, capsules, relative
 
@@ -107,6 +107,7 @@ class Search(Trial):
     Attributes:
         notes: observations in words. doubts: observations of differences between layer and call.
         single: whether layer and call agree for one sample.
+        miss: the candidate for the call that came farthest: how far, why it fails, and the candidate.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -114,7 +115,7 @@ class Search(Trial):
         self.notes: list[str] = []
         self.doubts: list[str] = []
         self.single = True
-        self.miss: Miss | None = None
+        self.miss: tuple[float, str, Identification] | None = None
         # Operations that only special numbers show. They are reported last, because numbers give better reasons.
         self.thresholds: dict[str, None] = {}
 
@@ -125,7 +126,6 @@ class Search(Trial):
         if not first.requires_grad:
             raise self.refused("its output has no gradient, as under torch.no_grad")
         reads = self._traced()
-        self._check_state(first)
         if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < SAME:
             raise self.refused("it computes something else under torch.no_grad")
         if self.probe.hooked:
@@ -146,13 +146,9 @@ class Search(Trial):
             raise self.refused(self._why_none(mattering))
         found = self._with_arguments(self._with_parameters(routed, mattering), reads)
         self._check_reads(found, reads)
-        found, reads = self._with_coupling(self._with_gradient(found), reads)
+        found, reads = self._with_entries(self._with_gradient(found), reads)
         self._check_reads(found, reads)
         return self._verified(found)
-
-    def _check_state(self, output: Tensor) -> None:
-        if not same(output, self.run(self.inputs)):
-            raise self.refused("two calls on one input differ: it keeps a state")
 
     def _check_reads(self, found: Identification, reads: frozenset[str]) -> None:
         unread = [name for name in self.probe.places if name in reads and name not in found.names]
@@ -180,7 +176,6 @@ class Search(Trial):
                 "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
             ) from error
         except UntraceableError as error:
-            self._check_state(self.run(self.inputs))
             raise self.refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
         if own.random or other.random:
             raise self.refused("it draws random numbers (logits that start at random, or dropout)")
@@ -226,13 +221,14 @@ class Search(Trial):
                 if found is not None:
                     return found
             else:
-                self._missed(other_direction(v, total, off), candidate)
+                self._missed((1 - min(off, 2) / 4, OTHER_DIRECTION), candidate)
         self.draw_again(rest)
         return None
 
     def _missed(self, why: tuple[float, str], candidate: Identification) -> None:
-        if self.miss is None or why[0] > self.miss.rank:
-            self.miss = Miss(*why, candidate)
+        """Keeps the reason of the candidate that came farthest."""
+        if self.miss is None or why[0] > self.miss[0]:
+            self.miss = (*why, candidate)
 
     def _with_options(self, candidate: Identification, inputs: Inputs, total: Tensor) -> Identification | None:
         sizes = candidate.sizes
@@ -240,15 +236,17 @@ class Search(Trial):
         levels = [inputs.scaled(scale / length).spread() for scale in LENGTHS]
         sums = [self.votes(candidate, each.u).sum(1) for each in levels]
         results = [capsules(candidate, self.run(each)).detach() for each in levels]
-        inputs = self.moderate(candidate).neutral()
-        output = self.run(inputs)
         fitting = squashes.fits(sums, results, sizes.I, sizes.J)
-        for options in squashes.options(fitting):
-            tried = replace(candidate, **options)
-            if self.difference(tried, inputs, output) < SAME:
-                return tried
-        self._missed(no_options(sums, results, bool(fitting)), candidate)
-        return None
+        tries = (replace(candidate, **options) for options in squashes.options(fitting))
+        found = self._first_equal(tries, self.moderate(candidate).neutral())
+        if found is None:
+            self._missed(no_options(sums, results, bool(fitting)), candidate)
+        return found
+
+    def _first_equal(self, tries: Iterable[Identification], inputs: Inputs) -> Identification | None:
+        """The first of the calls that gives what the layer gives."""
+        output = self.run(inputs)
+        return next((each for each in tries if self.difference(each, inputs, output) < SAME), None)
 
     def _why_none(self, mattering: list[str]) -> str:
         depends = ", ".join(f"`{name}` {checks.shape_of(self.probe.true[name])}" for name in mattering)
@@ -258,39 +256,34 @@ class Search(Trial):
                 f"parameters that its output depends on ({depends or 'none'}) do not have the axes of one routing: "
                 "[B, I, K] and a weight of I, J, D, K, or votes [B, I, J, D], to [B, J, D]"
             )
+        _, reason, candidate = self.miss
         if self.nearest is None:
-            inputs = self.moderate(self.miss.candidate)
-            output = self.run(inputs)
-            for softmax, num_iterations in itertools.product(("out", "in"), (3, 2, 1)):
-                tried = replace(self.miss.candidate, softmax=softmax, num_iterations=num_iterations)
-                self.difference(tried, inputs, output)
-        return self.miss.reason + (f" (its output depends on {depends})" if len(mattering) > 1 else "")
+            options = itertools.product(("out", "in"), (3, 2, 1))
+            tries = (replace(candidate, softmax=softmax, num_iterations=n) for softmax, n in options)
+            self._first_equal(tries, self.moderate(candidate))
+        return reason + (f" (its output depends on {depends})" if len(mattering) > 1 else "")
 
     def _with_parameters(self, found: Identification, mattering: list[str]) -> Identification:
         """Adds the roles of the tensors besides the weight, one after the other."""
         inputs = self.moderate(found).neutral()
-        for name in mattering:
-            if name == found.weight:
-                continue
+        for name in (name for name in mattering if name != found.weight):
             self.draw_again([name])
-            output = self.run(inputs)
-            self._start_anew(found, inputs, output)
-            for each in structures.roles(name, tuple(self.probe.true[name].shape), found):
-                if self.difference(each, inputs, output) < SAME:
-                    found = each
-                    break
-            else:
+            self._start_anew(found, inputs)
+            shape = self.probe.true[name].shape
+            role = self._first_equal(structures.roles(name, tuple(shape), found), inputs)
+            if role is None:
                 raise self.refused(
-                    f"its output depends on `{name}` {checks.shape_of(self.probe.true[name])}, which is neither "
-                    "logits, nor a bias of the weighted sum"
+                    f"its output depends on `{name}` {list(shape)}, which is neither logits, nor a bias of the "
+                    "weighted sum"
                 )
+            found = role
         return found
 
     def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
         """Adds the roles of the further arguments of the forward."""
         for n, value in enumerate(self.inputs.others):
-            inputs = self.moderate(found).neutral(but=(*range(n + 1),))
-            self._start_anew(found, inputs, self.run(inputs))
+            inputs = self.moderate(found).neutral(but=n + 1)
+            self._start_anew(found, inputs)
             for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
                 if found.averaged and (role == "mask_after" or (role == "mask" and found.softmax == "in")):
                     continue  # with averaged logits all samples must have the same softmax
@@ -298,8 +291,7 @@ class Search(Trial):
                     found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
                 )
                 factor = role == "mask_after" and value.is_floating_point()
-                given = inputs.with_other(n, 0.7 * inputs.others[n]) if factor else inputs
-                if self.difference(tried, given, self.run(given)) < SAME:
+                if self._first_equal([tried], inputs.with_other(n, 0.7 * value) if factor else inputs):
                     found = tried
                     break
             else:
@@ -308,25 +300,37 @@ class Search(Trial):
                 )
         return found
 
-    def _start_anew(self, candidate: Identification, inputs: Inputs, output: Tensor) -> None:
+    def _start_anew(self, candidate: Identification, inputs: Inputs) -> None:
         """Forgets the nearest call, because differences on new numbers can't be compared with earlier ones."""
         self.nearest = None
-        self.difference(candidate, inputs, output)
+        self._first_equal([candidate], inputs)
 
-    def _with_coupling(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
-        """Adds the index of the last coupling in the layer's tuple, if it is there, and the tensors it depends on."""
+    def _with_entries(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
+        """Adds the meanings of the entries of the layer's tuple, and the tensors that they depend on."""
         outputs = self.probe.outputs(inputs := self.moderate(found))
-        if not isinstance(outputs, tuple) or self.probe.part is None:
+        if not isinstance(outputs, (tuple, list)) or self.probe.part is None:
             return found, reads
-        _, c = found.with_coupling(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
+        asked = replace(found, entries=("lengths", "coupling"))
+        lengths, c = asked.results(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
         known = {**found.sizes._asdict(), "B": self.B}
-        for part, value in enumerate(outputs):
-            if part == self.probe.part or not isinstance(value, Tensor):
-                continue
-            for order, _ in structures.orders(tuple(value.shape), "BIJ", known):
-                if relative(follow(c, steps_to(order, "BIJ")), value) < SAME:
-                    return replace(found, coupling=part, coupling_order=order), reads | self._traced(part)
-        return found, reads
+        entries = ["other"] * len(outputs)
+        for n, value in enumerate(outputs):
+            if n == self.probe.part or value is None:
+                entries[n] = "None" if value is None else "output"
+            elif isinstance(value, Tensor):
+                if relative(lengths, value) < SAME:
+                    entries[n] = "lengths"
+                for order, _ in structures.orders(tuple(value.shape), "BIJ", known):
+                    if relative(follow(c, steps_to(order, "BIJ")), value) < SAME and "coupling" not in entries:
+                        entries[n], found = "coupling", replace(found, coupling_order=order)
+        tried = replace(found, entries=tuple(entries))
+        more = [n for n, each in enumerate(entries) if each in ("lengths", "coupling")]
+        if more and not self.gradient_difference(tried, inputs) < SAME:  # an entry may be detached
+            more, tried = (
+                [],
+                replace(tried, entries=tuple("other" if n in more else each for n, each in enumerate(entries))),
+            )
+        return tried, reads | self._traced(*more) if more else reads
 
     def _with_gradient(self, found: Identification) -> Identification:
         inputs = self.moderate(found)
@@ -376,47 +380,40 @@ class Search(Trial):
         # As many samples of u as run quickly, but at least self.B.
         quick = QUICK // (found.sizes.I * found.sizes.J * found.sizes.D)
         real = self.given.batch(max(self.B, min(self.given.u.shape[0], quick))).double()
-        output = self.run(real)
-        if bool(output.isfinite().all()):
-            forward.append(self._real_difference(found, real, output))
+        if bool(self.run(real).isfinite().all()):
+            forward.append(self._difference_of_finite(found, real, "with its parameters and on u"))
             gradient.append(self.gradient_difference(found, real))
         else:
             self.notes.append("on u the layer gives numbers that are not finite, so only random ones were compared")
         self._check_one_sample(found, real.batch(1))
         self.draw_again(self.probe.names)
-        self._check_special(found)
+        first = torch.zeros_like(moderate.u, dtype=torch.bool)
+        first[0] = True
+        for words, number in (("0", 0.0), ("NaN", float("nan")), ("infinite", float("inf"))):
+            special = replace(moderate, u=moderate.u.masked_fill(first, number))
+            self._difference_of_finite(found, special, f"with a sample that is {words}", zero=number == 0)
         if not gradient[-1] < SAME_ON_REAL:
             self.nearest = gradient[-1], found
             raise self.refused("with its parameters and on u it has a different gradient than on random numbers")
         return replace(
             found,
-            part=self.probe.part,
             forward_difference=max(forward),
             gradient_difference=max(gradient),
             notes=(*self.notes, *self.doubts),
         )
 
-    def _check_special(self, found: Identification) -> None:
-        """Checks that layer and call agree if a sample is 0, infinite or NaN."""
-        inputs = self.moderate(found)
-        first = torch.zeros_like(inputs.u, dtype=torch.bool)
-        first[0] = True
-        for words, number in (("0", 0.0), ("NaN", float("nan")), ("infinite", float("inf"))):
-            changed = replace(inputs, u=inputs.u.masked_fill(first, number))
-            output, ours = self.run(changed).detach(), self.evaluate(found, changed).detach()
-            finite = output.isfinite()
-            if not relative(ours[finite], output[finite]) < SAME_ON_REAL:
-                raise self.refused(f"with a sample that is {words} it computes something else")
-            if number != 0 and bool((ours.isfinite() & ~finite).any()):
-                raise self.refused(
-                    f"with a sample that is {words} it gives numbers that are not finite, and the call does not"
-                )
+    def _difference_of_finite(self, found: Identification, inputs: Inputs, where: str, zero: bool = False) -> float:
+        """The difference of the layer's finite results. Where they are not, the call's may be finite for zeros only.
 
-    def _real_difference(self, found: Identification, real: Inputs, output: Tensor) -> float:
-        difference = relative(self.evaluate(found, real), output)
-        if not difference < SAME_ON_REAL:
+        Raises:
+            NotReproduced: layer and call differ.
+        """
+        output, ours = self.run(inputs).detach(), self.evaluate(found, inputs).detach()
+        finite = output.isfinite()
+        difference = relative(ours[finite], output[finite])
+        if not difference < SAME_ON_REAL or not (zero or bool((finite | ~ours.isfinite()).all())):
             self.nearest = difference, found
-            raise self.refused("with its parameters and on u it computes a different result than on random numbers")
+            raise self.refused(f"{where} it computes something else than on random numbers")
         return difference
 
     def _check_one_sample(self, found: Identification, one: Inputs) -> None:
@@ -427,10 +424,10 @@ class Search(Trial):
             self.notes.append(f"the layer fails on a single sample, with {type(error).__name__}")
             return
         ours = self.evaluate(found, one)
-        if ours.shape != output.shape:
-            self.single = False
+        self.single = ours.shape == output.shape
+        if not self.single:
             self.notes.append(
                 f"for a single sample the layer gives {checks.shape_of(output)}, the call {checks.shape_of(ours)}"
             )
         elif bool(output.isfinite().all()):
-            self._real_difference(found, one, output)
+            self._difference_of_finite(found, one, "with its parameters and on one sample of u")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import SMALLEST_EPS
 from ..reference.squash import RADIAL
-from .identification import DEFAULTS, Identification
+from .identification import DEFAULTS
 
 # For votes near 0 the factors differ from the factors under equal coupling by about the length of the votes.
 CLOSE = 0.02
@@ -21,22 +21,18 @@ USUAL_EPS = (SMALLEST_EPS, 1e-8, 1e-7, 1e-9, 1e-6, 1e-5, 1e-12)
 # Largest share of an output that may point elsewhere than the sum of votes.
 SAME_DIRECTION = 1e-2
 
-OVER_OUTPUTS = "its squash takes lengths over the output capsules, along J, not over the numbers of a capsule"
-ELEMENT_WISE = "its squash is element-wise: each number of a capsule is squashed alone"
-OVER_BATCH = "its coupling is a softmax over the batch"
 OTHER_DIRECTION = (
     "for votes near 0, where all coupling is equal, its output does not point along the sum of the votes: the votes "
-    "are another product, the logits do not start at 0 or do not stay near it (an agreement of normalised vectors), or "
-    "the coupling is not a softmax over capsules"
+    "are another product, the logits do not start at 0 or do not stay near it (an agreement of normalised vectors), "
+    "the coupling is not a softmax over capsules, or the squash is element-wise"
 )
 OTHER_AGREEMENT = (
     "for votes near 0 it is a routing with a squash that capsfast has, for others not: the agreement or what it is "
-    "added to differs, the squash takes lengths over the output capsules, or there are more than "
-    f"{MOST_ITERATIONS} iterations"
+    f"added to differs, the squash takes other lengths, or there are more than {MOST_ITERATIONS} iterations"
 )
 OTHER_SQUASH = (
     "its output points along the sum of the votes, but has the length of no squash that capsfast has: {:.3g} where "
-    "equal coupling 1/J makes the sum {:.3g} long"
+    "equal coupling 1/J makes the sum {:.3g} long. Lengths over the output capsules or a softmax over the batch do so"
 )
 
 
@@ -101,14 +97,6 @@ def _round(eps: float) -> float:
     return next((each for each in written if abs(eps / each - 1) < 1e-3), eps)
 
 
-class Miss(NamedTuple):
-    """Why a candidate fails. rank: how far it came."""
-
-    rank: float
-    reason: str
-    candidate: Identification
-
-
 def off_direction(v: Tensor, total: Tensor) -> float:
     """The share of the outputs that is not along the sums of votes; infinite if they are opposite or all 0."""
     if not bool(v.isfinite().all()) or not bool(v.any()):
@@ -117,28 +105,10 @@ def off_direction(v: Tensor, total: Tensor) -> float:
     return float((v - along * total).norm() / v.norm()) if bool((along > 0).all()) else float("inf")
 
 
-def other_direction(v: Tensor, total: Tensor, off: float) -> tuple[float, str]:
-    """Rank and reason for outputs that do not point along the sums of votes."""
-    if off < float("inf") and v.shape[2] > 1 and _each_alone(v, total):
-        return 2, ELEMENT_WISE
-    return 1 - min(off, 2) / 4, OTHER_DIRECTION
-
-
-def _each_alone(v: Tensor, total: Tensor) -> bool:
-    """Whether the numbers of v have the order and the signs of the sums, as with an element-wise squash."""
-    numbers = v.flatten()[total.flatten().argsort()]
-    return bool((numbers[1:] >= numbers[:-1]).all()) and bool(((v > 0) == (total > 0)).all())
-
-
 def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tuple[float, str]:
     """Rank and reason for outputs that point along the sums of votes while the votes are tiny."""
     if fitting:
         return 4, OTHER_AGREEMENT
     if any(off_direction(v, total) > SAME_DIRECTION for v, total in zip(results, sums, strict=True)):
-        return 2.5, OTHER_DIRECTION
-    B, J, D = sums[0].shape
-    # If J and D change places, a squash over the output capsules is a softmax over the numbers of a capsule.
-    for length, reason in ((D, OVER_OUTPUTS), (B, OVER_BATCH)):
-        if any(not fit.leaky for fit in fits(sums, results, length, length)):
-            return 3, reason
-    return 3, OTHER_SQUASH.format(float(results[0][0, 0].norm()), float(sums[0][0, 0].norm()) / J)
+        return 2, OTHER_DIRECTION
+    return 3, OTHER_SQUASH.format(float(results[0][0, 0].norm()), float(sums[0][0, 0].norm()) / sums[0].shape[1])

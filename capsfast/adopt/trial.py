@@ -112,12 +112,16 @@ class Trial:
         computed = [each.requires_grad_() for each in read if each.is_leaf and each.is_floating_point()]
         parameters = [each for each in self.probe.layer.parameters() if each.requires_grad]
         leaves = [*dict.fromkeys([inputs.u, *parameters, *computed])]
-        theirs = self.run(inputs)
-        direction = self.draw(theirs)
-        wanted, got = (
-            torch.autograd.grad(each, leaves, direction, allow_unused=True, materialize_grads=True)
-            for each in (theirs, self.evaluate(candidate, inputs))
-        )
+        own = self.probe.results(inputs, candidate.entries)
+        ours = candidate.results(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
+        directions = list(map(self.draw, own))
+        gradients = []
+        for results in (own, ours):
+            # A coupling may have none: it is detached, or there is one iteration.
+            ends = [(each, way) for each, way in zip(results, directions, strict=True) if each.requires_grad]
+            outputs, ways = zip(*ends, strict=True)
+            gradients.append(torch.autograd.grad(outputs, leaves, ways, allow_unused=True, materialize_grads=True))
+        wanted, got = gradients
         return max(relative(mine, right) for mine, right in zip(got, wanted, strict=True))
 
 

@@ -15,8 +15,6 @@ from .fused import FusedLayer, autocast_of
 from .probe import preserved
 from .state import LeftAloneError
 
-# From this size on, two equal last axes are probably axes of capsules, not of a convolution's window.
-LARGE_KERNEL = 12
 # A module that holds one of these does more than route; a module inside it may be the layer.
 NO_ROUTING = (
     *(nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag, nn.RNNBase),
@@ -25,31 +23,27 @@ NO_ROUTING = (
 
 
 @dataclass
-class Call:
-    """The first call of a module that the model made.
+class Candidate:
+    """A module that may be a routing layer, and its first call in the model.
 
     Attributes:
-        signature: the signature of the call. given: copies of its tensors, capsules or votes first. arguments: number
-            of arguments that were passed.
-        shape: shape of the output.
+        shapes: shapes of its input and output.
         autocast: the dtype of autocast around the call, None if it was off.
+        signature: the signature of the call. given: copies of its arguments, capsules or votes first.
+        why_not: the reason, if the call already shows that the layer can't be fused.
     """
 
-    signature: Signature
-    given: tuple[Tensor, ...]
-    arguments: int
-    shape: tuple[int, ...]
-    autocast: torch.dtype | None
-
-
-@dataclass
-class Candidate:
-    """A module that may be a routing layer. why_not: the reason, if its call already shows that it can't be fused."""
-
-    name: str
     layer: nn.Module
-    call: Call | None = None
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    autocast: torch.dtype | None
+    name: str = ""
+    signature: Signature | None = None
+    given: tuple[Any, ...] = ()
     why_not: str = ""
+
+    @property
+    def device(self) -> str:
+        return self.given[0].device.type if self.given else "cpu"
 
 
 def candidates(model: nn.Module, example: object) -> list[Candidate]:
@@ -59,26 +53,22 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
     def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         results = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
-        first = next((each for each in results if u is not None and looks_like_routing(u, each)), None)
-        if u is None or first is None or layer in found:
+        likely = [each for each in results if u is not None and looks_like_routing(u, each)]
+        if u is None or not likely or layer in found:
             return
-        candidate = found[layer] = Candidate("", layer)
+        v = max(likely, key=lambda each: each.dim() > 2)  # rather capsules than their lengths
+        candidate = found[layer] = Candidate(layer, (tuple(u.shape), tuple(v.shape)), autocast_of(u))
         try:
-            signature, given = Signature.of(layer, args, kwargs)
+            candidate.signature, candidate.given = Signature.of(layer, args, kwargs)
         except LeftAloneError as error:
             candidate.why_not = str(error)
-            return
-        given = tuple(each.detach().clone() for each in given)
-        candidate.call = Call(signature, given, len(args) + len(kwargs), tuple(first.shape), autocast_of(u))
 
     handles = []
     try:
         # A hook on a module inside a fused layer would make the layer run its own forward.
         inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.modules()}
         inside = {each for each in inside if not isinstance(each, FusedLayer)}
-        watched = [
-            each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule) and each not in inside
-        ]
+        watched = [each for each in model.modules() if _may_route(each) and each not in inside]
         handles += [module.register_forward_hook(see, with_kwargs=True) for module in watched]
         # Compiled parts run eagerly: a hook inside one would compile it again.
         with preserved(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -92,24 +82,19 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             handle.remove()
     ordered = []
     for name, module in model.named_modules():
-        if _written_by(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
-            continue
-        candidate = found.get(module)
         inner = [found[each] for each in module.modules() if each is not module and each in found]
         # Around a layer of capsfast there is nothing to fuse.
         around = not ours(type(module)) and any(ours(type(each.layer)) and _routes(each) for each in inner)
-        if candidate is None or around or not _routes(candidate):
-            candidate = Candidate("", module, why_not=_holds_a_weight(module))
-        candidate.name = name
-        if candidate.call or candidate.why_not:
-            ordered.append(candidate)
+        if module in found and not around and _routes(found[module]):
+            found[module].name = name
+            ordered.append(found[module])
     return ordered
 
 
-def _written_by(module: nn.Module) -> type:
-    """The class of a module, without the subclass that a parametrization makes."""
-    kind = type(module)
-    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+def _may_route(module: nn.Module) -> bool:
+    # A parametrization makes a subclass in torch of the module's own class.
+    kind = type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+    return not kind.__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule)
 
 
 def axes_of(shape: Sequence[int]) -> list[int]:
@@ -137,30 +122,11 @@ def _routes(candidate: Candidate) -> bool:
         return True
     if any(isinstance(module, NO_ROUTING) for module in layer.modules()):
         return False
-    tensors = [each for each in (*layer.parameters(), *layer.buffers()) if each.numel() > 1]
-    if candidate.call is None:
-        return any(len(axes_of(each.shape)) >= 3 for each in tensors)
-    shapes = {tuple(each.shape) for each in tensors if len(axes_of(each.shape)) > 1}
-    given, made = tuple(candidate.call.given[0].shape), candidate.call.shape
+    shapes = {tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()) if len(axes_of(each.shape)) > 1}
     for shape in shapes:
-        for found in structures.calls("", shape, given, made):
+        for found in structures.calls("", shape, *candidate.shapes):
             # A shared weight with I = J is probably a linear layer or attention, not routing.
             if set("IJ") & set(found.weight_order) or found.sizes.I != found.sizes.J:
                 return True
-    votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.calls(None, (), given, made)
+    votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.calls(None, (), *candidate.shapes)
     return any(found.sizes.I > 1 for found in votes)
-
-
-def _holds_a_weight(module: nn.Module) -> str:
-    """The reason to report for a module that holds a possible weight of capsules but was not seen to route; else ""."""
-    if ours(type(module)):
-        return ""
-    for name, p in module.named_parameters(recurse=False):
-        convolution = p.dim() == 4 and p.shape[2] == p.shape[3] and p.shape[3] < LARGE_KERNEL
-        if len(axes_of(p.shape)) >= 4 and not convolution:
-            return (
-                f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules, but the example did not call "
-                f"it, or called its forward past it, or it was scripted, or it does something else than route; give "
-                f"the routing a module of its own"
-            )
-    return ""

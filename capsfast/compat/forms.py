@@ -60,15 +60,6 @@ class FormLayer(Layer):
         cls._forms = tuple(form for form in cls._others if form.name == cls.__name__ and not form.instead)
         if cls._others is kinds.FORMS:
             cls.__doc__ = _described(inspect.cleandoc(cls.__doc__ or ""), cls._forms)
-        if len(cls._forms) == 1:
-
-            def init(self: FormLayer, *args: Any, **kwargs: Any) -> None:
-                FormLayer.__init__(self, *args, **kwargs)
-
-            own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            parameters = [own, *cls._forms[0].signature.parameters.values()]
-            cls.__init__ = init  # type: ignore[method-assign]
-            init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -170,24 +161,20 @@ class FormLayer(Layer):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def _foreign(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """For weights with the layer's sizes in another order: a message for each with the constructor that fits."""
-        found, sizes = [], self._sizes()
-        for key, value in state_dict.items():
-            calls = []
-            for form in self._forms:
-                own = key == f"{prefix}{form.weight_name}" and isinstance(value, Tensor)
-                for order in form.orders if own else []:
-                    read = dict(zip(order, value.shape, strict=False))
-                    fits = len(order) == value.dim() and read.pop("1", 1) == 1
-                    if fits and sorted(read.values()) == sorted(sizes.values()):
-                        given = [f"{each}={read[letter]}" for each, letter in form.letters.items() if letter in read]
-                        calls.append((read != sizes, f"{form.name}({', '.join(given)})"))
-            # Prefer constructors with the sizes of this layer.
-            likely = [call for other, call in calls if not other] or [call for _, call in calls]
-            if likely:
-                got = f"{key.removeprefix(prefix)} {checks.shape_of(value)}"
-                found.append(f"{self._op}: got {got}, which is the weight of {' or '.join(likely)}; see {kinds.TABLE}")
-        return found
+        """For weights with the layer's sizes in another order: a message for each with the constructors that fit."""
+        calls: dict[str, list[str]] = {}
+        for form, order in [(each, order) for each in self._forms for order in each.orders]:
+            value: Any = state_dict.get(f"{prefix}{form.weight_name}")
+            shape = getattr(value, "shape", ())
+            read = dict(zip(order, shape, strict=False)) if len(order) == len(shape) else {"1": 0}
+            if read.pop("1", 1) == 1 and sorted(read.values()) == sorted(self._sizes().values()):
+                given = [f"{each}={read[letter]}" for each, letter in form.letters.items() if letter in read]
+                got = f"{form.weight_name} {checks.shape_of(value)}"
+                calls.setdefault(got, []).append(f"{form.name}({', '.join(given)})")
+        return [
+            f"{self._op}: got {got}, which is the weight of {' or '.join(fitting)}; see {kinds.TABLE}"
+            for got, fitting in calls.items()
+        ]
 
     def extra_repr(self) -> str:
         given = [(name, getattr(self, name)) for name in self._form.letters]

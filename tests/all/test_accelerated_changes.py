@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from capsfast.adopt.state import LeftAloneError, State, kept, same
+from capsfast.adopt.state import LeftAloneError, State
 from capsfast.adopt.trial import relative
 
 from ..support import published_layers as layers
-from ..support.adopted import accelerate, undone_copy
+from ..support.adopted import Plain, accelerate, example, undone_copy, variant
 
 
 class Way(enum.Enum):
@@ -172,12 +172,6 @@ def test_a_compiled_layer_follows_too(name: str, optioned: Optioned) -> None:
         assert relative(v, before) > 1e-2
 
 
-def test_what_is_a_change() -> None:
-    for value in (3, [1, {"a": 2.0}], torch.relu):
-        assert same(value, kept(value, "{}"))
-    assert not same(True, kept(1, "{}")) and not same([1, {"a": 2.5}], kept([1, {"a": 2.0}], "{}"))
-
-
 def test_values_that_cannot_be_compared_are_refused() -> None:
     circle: list[Any] = []
     circle.append(circle)
@@ -217,33 +211,16 @@ def test_a_device_without_autocast() -> None:
     assert layer.to("meta")(torch.randn(2, 7, 6, device="meta")).shape == (2, 4, 5)
 
 
-class Option(layers.Router):
-    """Its forward reads the number of iterations from one of several places."""
-
-    most = 2
-
-    def __init__(self) -> None:
-        super().__init__(7, 4, 6, 5, 2)
-
-    def forward(self, u: Tensor, options: Any = None, mask: Any = None) -> Tensor:
-        self_iterations, self.iterations = self.iterations, self.most if options is None else options["r"]
-        try:
-            return super().forward(u if mask is None else u * mask[..., None])
-        finally:
-            self.iterations = self_iterations
-
-
-def test_options_in_arguments_and_in_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    u, options = torch.randn(3, 7, 6), {"r": 2}
-    for given in ((u, options), (u,)):
-        layer = Option()
-        assert accelerate(layer, given).fused == ("",)
-        plain = undone_copy(layer)
-        if len(given) == 2:
-            options["r"] = 5
-        else:
-            monkeypatch.setattr(Option, "most", 5)
-        torch.testing.assert_close(layer(*given), plain(*given), rtol=0, atol=0)
+def test_a_mapping_that_is_an_argument_may_change() -> None:
+    layer, u, options = (
+        variant(forward=lambda self, u, options: Plain.forward(self, u, options["r"])),
+        example(),
+        {"r": 2},
+    )
+    report = accelerate(layer, (u, options))
+    assert report.fused == ("",) and "argument 2 counts as a constant" in str(report)
+    options["r"] = 1
+    torch.testing.assert_close(layer(u, options), undone_copy(layer)(u, options), rtol=0, atol=0)
 
 
 class Doubles(layers.Router):
