@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +36,8 @@ def agree(
     logits: Tensor | None,
     bias: Tensor | None,
     shrink: Callable[[Tensor], Tensor] | None = None,
-    temperature: float = 1.0,
     accumulate: bool = True,
     return_weights: bool = False,
-    **passed: Any,
 ) -> tuple[Tensor, Moments]:
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) as single passes: v, and the moments of the last pass.
 
@@ -47,14 +45,11 @@ def agree(
         moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``. Called without gradients.
         shrink: a squash that replaces the one in the options.
-        temperature: divides the logits in the softmax.
         accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
-        passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
     if shrink is None:
         shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
-    logits = logits if logits is None or temperature == 1 else logits / temperature
     query: Tensor | None = None
     for t in range(o.num_iterations):
         last = t + 1 == o.num_iterations
@@ -64,11 +59,10 @@ def agree(
             with torch.no_grad():
                 constant = agreement(query)
             score, prior = None, constant if prior is None else prior + constant
-        asked = {**passed, "return_weights": True} if return_weights and last else passed
+        asked = {"return_weights": True} if return_weights and last else {}
         with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
             found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
             v = found.first if bias is None else found.first + bias
             v = shrink(v) if o.squash_last or not last else v
-            step = v if temperature == 1 else v / temperature
-            query = query + step if accumulate and query is not None else step
+            query = query + v if accumulate and query is not None else v
     return v, found

@@ -30,12 +30,10 @@ def rand(*size: int) -> Tensor:
     return torch.randn(*size, dtype=torch.float64).requires_grad_()
 
 
-def shrink(s: Tensor, power: float, c: float, eps: float) -> Tensor:
-    """The squash of published code, with a power of the length."""
+def shrink(s: Tensor, c: float, eps: float) -> Tensor:
+    """The squash of published code."""
     n = s.pow(2).sum(-1, keepdim=True)
-    if power == 1:
-        return n / (c + n) * s / (n + eps).sqrt()
-    return torch.pow((n + eps) / (c + n + eps), power) * s / (n + eps).sqrt()
+    return n / (c + n) * s / (n + eps).sqrt()
 
 
 def plain(
@@ -49,16 +47,16 @@ def plain(
     b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
     dim = 2 if o["softmax"] == "out" else 1
     for t in range(o["num_iterations"]):
-        x = b / o["temperature"]
+        x = b
         if out_mask is not None:
             x = x.masked_fill(~out_mask[:, None, :], -math.inf)
-        if mask is not None and dim == 1 and not o["mask_after"]:
+        if mask is not None and dim == 1:
             x = x.masked_fill(~mask[..., None], -math.inf)
         c = x.softmax(dim).nan_to_num(0.0)
         if mask is not None:
             c = c * mask[..., None]
         last = t == o["num_iterations"] - 1
-        v = shrink(torch.einsum("bij,bijd->bjd", c, votes if last else inner), o["squash_power"], o["c"], 1e-8)
+        v = shrink(torch.einsum("bij,bijd->bjd", c, votes if last else inner), o["c"], 1e-8)
         if last:
             return v
         delta = torch.einsum("bijd,bjd->bij", inner, v)
@@ -71,9 +69,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "weight": ("shared", "output", "position"),
     "update": ("accumulate", "overwrite"),
     "softmax": ("out", "in"),
-    "mask_after": (False, True),
-    "temperature": (1.0, 0.4),
-    "squash_power": (1.0, 0.3),
     "gradient": ("full", "last"),
     "num_iterations": (3, 1, 2),
     "squash": ("paper", "half"),
@@ -135,7 +130,7 @@ def test_mind() -> None:
         for _ in range(3):
             w = [torch.stack(row).softmax(0) for row in b]
             z = [sum((w[i][j] * (S @ u[n, i]) for i in range(length)), torch.zeros(D)) for j in range(count)]
-            v = [shrink(each, 1, 1.0, 1e-8) for each in z]
+            v = [shrink(each, 1.0, 1e-8) for each in z]
             b = [[b[i][j] + v[j] @ (S @ u[n, i]) for j in range(count)] for i in range(length)]
         for j in range(J):
             wanted = v[j] if j < count else torch.zeros(D)
@@ -147,7 +142,7 @@ def test_comirec(kind: int) -> None:
     """Cen et al. 2020: detached iterations, mask after the softmax, ReLU projection, hard selection; three maps."""
     weight = ("shared", "output", "position")[kind]
     start = "random_per_user" if kind == 0 else "zero"
-    layer = made(weight=weight, initial_logits=start, gradient="last", mask_after=True, projection="relu", eps=1e-9)
+    layer = made(weight=weight, initial_logits=start, gradient="last", projection="relu", eps=1e-9)
     u, item = rand(B, I, K), rand(B, D)
     votes = torch.einsum("ijdk,bik->bjid", layer.W.expand(I, J, D, K), u)
     fixed = votes.detach()
@@ -241,18 +236,15 @@ def test_traced_histories(name: str) -> None:
         {},
         {"count": "floor"},
         {"weight": "position"},
-        {"squash_power": 0.5},
+        {"update": "overwrite", "weight": "output"},
         {"projection": "relu"},
         {"softmax": "in"},
-        {"softmax": "in", "mask_after": True},
     ],
     ids=str,
 )
 def test_users_without_behaviours(options: dict[str, Any]) -> None:
     layer = made(**options)
-    # With a mask after the softmax, masked behaviours keep their share, so their numbers count.
-    held = 1.0 if "mask_after" in options else torch.nan
-    u = torch.full((3, I, K), held, dtype=torch.float64).requires_grad_()
+    u = torch.full((3, I, K), torch.nan, dtype=torch.float64).requires_grad_()
     v, mask = layer(u, torch.zeros(3, dtype=torch.int64))
     assert not v.any() and not mask.any()
     items = torch.randn(3, D, dtype=torch.float64)
@@ -298,9 +290,9 @@ def test_compiles_jagged_histories() -> None:
     ("dtype", "options"),
     [
         (torch.float16, {}),
-        (torch.float16, {"squash_power": 0.5, "weight": "output"}),
-        (torch.bfloat16, {"softmax": "in", "mask_after": True, "update": "overwrite"}),
-        (torch.bfloat16, {"gradient": "last", "temperature": 0.5, "weight": "output"}),
+        (torch.float16, {"update": "overwrite", "weight": "output"}),
+        (torch.bfloat16, {"softmax": "in", "update": "overwrite"}),
+        (torch.bfloat16, {"gradient": "last", "weight": "output"}),
         (torch.bfloat16, {"projection": "relu"}),
         (torch.bfloat16, {"initial_logits": "zero", "backend": "reference"}),
     ],

@@ -303,8 +303,6 @@ InterestCapsules(3, 6, 4)
     ValueError: capsfast.nn.InterestCapsules: initial_logits='fixed' needs max_length, …, got None
 InterestCapsules(3, 6, 4, weight="position", initial_logits="zero")
     ValueError: capsfast.nn.InterestCapsules: weight='position' needs max_length, …, got None
-InterestCapsules(3, 6, 4, max_length=24, squash="exp", squash_power=2.0)
-    ValueError: capsfast.nn.InterestCapsules: squash_power needs …, so squash must be one of …, got 'exp'
 interests(clicks, tensor([24, 1, 7, 25, 16]))
     ValueError: capsfast.nn.InterestCapsules: lengths must be from 0 to I=24, got 1 to 25
 interests(clicks, tensor([24.0, 1, 7, 0, 16]))

@@ -1,7 +1,6 @@
 """Interest capsules: several vectors for the interests of a user, from the items that the user has clicked."""
 
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,6 @@ from typing_extensions import Unpack
 
 from .. import arguments, checks
 from ..arguments import RoutingParameters, unchecked
-from ..functional import squash as _squash
 from ..ops import factored_routing
 from ..options import Options
 from ..precision import as_under_autocast, wide_dtype
@@ -18,15 +16,6 @@ from ._arguments import Made
 from ._histories import Count, interests_of, of_lengths, padded, sized, within
 from ._layer import Layer
 from .routing.votes import PassVotes, Votes
-
-# c of the squash kinds whose length is n / (c + n), n = |s|^2.
-RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
-
-
-def powered_squash(s: Tensor, power: float, kind: str, eps: float) -> Tensor:
-    # eps inside the power, because a power below 1 has an infinite gradient at 0.
-    n = s.square().sum(-1, keepdim=True) + eps
-    return (n / (RATIO[kind] + n)) ** power * n.rsqrt() * s
 
 
 class Interests(NamedTuple):
@@ -67,11 +56,6 @@ class InterestCapsules(Layer):
         logits_std: deviation of the draw.
         update: logits: ``"accumulate"``: the initial logits plus all agreements; ``"overwrite"``: the last agreement.
         softmax: ``"out"``, over the interests; ``"in"``, over the behaviours.
-        mask_after: masked behaviours lose their coupling after the softmax, not before. This matters only for
-            ``softmax="in"``: their share of the softmax is then lost.
-        temperature: divides the logits in the softmax.
-        squash_power: power of the length ``n / (c + n)`` after a squash ``"paper"``, ``"half"`` or ``"eps_outside"``.
-            With a power other than 1, n is replaced by ``n + eps``.
         squash, eps: see :func:`capsfast.squash`.
         gradient: ``"full"``, or ``"last"``: the agreement counts as constant.
         count: the number of interests of a user with behaviours: None: J; ``"floor"`` or ``"ceil"`` of
@@ -103,9 +87,6 @@ class InterestCapsules(Layer):
         logits_std: float = 1.0,
         update: Literal["accumulate", "overwrite"] = "accumulate",
         softmax: str = "out",
-        mask_after: bool = False,
-        temperature: float = 1.0,
-        squash_power: float = 1.0,
         squash: str = "paper",
         eps: float = 1e-8,
         gradient: str = "full",
@@ -117,25 +98,15 @@ class InterestCapsules(Layer):
     ) -> None:
         super().__init__()
         op = self._op
-        if squash_power != 1 and squash not in RATIO:
-            raise ValueError(
-                f"{op}: squash_power needs a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
-                f"got {checks.shown(squash)}"
-            )
         for name, option, needing in (("initial_logits", initial_logits, "fixed"), ("weight", weight, "position")):
             if max_length is None and option == needing:
                 raise ValueError(f"{op}: {name}={option!r} needs max_length, the most behaviours of a user, got None")
         self.num_interests, self.in_dim, self.out_dim = num_interests, in_dim, out_dim
-        self.max_length, self.weight, self.initial_logits, self.logits_std = (
-            max_length,
-            weight,
-            initial_logits,
-            logits_std,
-        )
+        self.max_length, self.weight = max_length, weight
+        self.initial_logits, self.logits_std = initial_logits, logits_std
         self.count, self.backend, self.init_std = count, backend, init_std
         self.num_iterations, self.softmax, self.gradient, self.update = num_iterations, softmax, gradient, update
-        self.squash, self.eps, self.squash_power = squash, eps, squash_power
-        self.mask_after, self.temperature = mask_after, temperature
+        self.squash, self.eps = squash, eps
         rows = max_length if weight == "position" and max_length is not None else 1
         columns = 1 if weight == "shared" else num_interests
         self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, **made))
@@ -227,33 +198,19 @@ class InterestCapsules(Layer):
         if logits is not None and checks.autocast_dtype(u.device) is not None:
             logits = logits.to(wide_dtype(u.dtype))
         (u, weight), no_autocast = as_under_autocast(u, weight)
-        accumulate, temperature = self.update == "accumulate", self.temperature
-        # In a softmax over the interests each behaviour has its own softmax: masking before and after is the same.
-        masks_after = self.mask_after and self.softmax == "in"
-        plain = self.squash_power == 1 and not masks_after
+        accumulate = self.update == "accumulate"
         fused = Options(self.num_iterations, self.softmax, self.gradient, False, self.squash, self.eps)
-        masks: dict[str, Any] = {"mask": None if masks_after else mask, "out_mask": out_mask}
         with no_autocast:
-            if self.weight == "shared" and plain:
-                scaled = logits if logits is None or temperature == 1 else logits / temperature
-                parameters = RoutingParameters(scaled, None, mask, out_mask)
+            if self.weight == "shared":
+                parameters = RoutingParameters(logits, None, mask, out_mask)
                 call = unchecked(u, weight, parameters, fused, self.num_interests, self._op)
                 if factored_routing.serves(call, self.backend):
-                    return factored_routing.run(call, False, accumulate, 1 / temperature)[0]
-            votes = PassVotes(self._op, u, weight, J=self.num_interests, backend=self.backend, **masks)
-            if plain and accumulate and temperature == 1:
+                    return factored_routing.run(call, False, accumulate)[0]
+            J, backend = self.num_interests, self.backend
+            votes = PassVotes(self._op, u, weight, J=J, mask=mask, out_mask=out_mask, backend=backend)
+            if accumulate:
                 return votes.agree(**fused._asdict(), logits=logits)  # type: ignore[no-any-return]
-            squash = partial(_squash, kind=self.squash, eps=self.eps)
-            if self.squash_power != 1:
-                squash = partial(powered_squash, power=self.squash_power, kind=self.squash, eps=self.eps)
-            v: Tensor = Votes.agree(
-                votes,
-                **{**fused._asdict(), "squash": squash},
-                logits=logits,
-                temperature=temperature,
-                accumulate=accumulate,
-                activation=mask.to(u.dtype) if masks_after and mask is not None else None,
-            )
+            v: Tensor = Votes.agree(votes, **fused._asdict(), logits=logits, accumulate=False)
             return v.to(u.dtype)
 
     def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:

@@ -41,15 +41,17 @@ BOTH = (0, 1)  # run() returns v and c in the dtype of u
 
 def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend; c is empty if it is not wanted."""
-    if factored_routing.serves(call, backend):
-        return factored_routing.run(call, return_coupling)
-    if call.weight is not None and call.weight.shape[1] != call.J:
-        v, c = with_votes(run, BOTH, call, return_coupling, backend)
-        return v, c
-    # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
-    if saves_votes(call, backend) == "triton":
-        v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
-        return v, c
+    weight = call.weight
+    if weight is not None and (weight.shape[0] == 1 or weight.shape[1] != call.J):
+        if factored_routing.serves(call, backend):
+            return factored_routing.run(call, return_coupling)
+        if weight.shape[1] != call.J:
+            v, c = with_votes(run, BOTH, call, return_coupling, backend)
+            return v, c
+        # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
+        if saves_votes(call, backend) == "triton":
+            v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
+            return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
     return v, c.to(v.dtype)
 

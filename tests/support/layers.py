@@ -81,7 +81,7 @@ LAYERS: dict[str, Row] = {
     "decoder": (lambda: caps.Decoder(J, D, (1, 6, 6)), (J, D)),
     "conv decoder": (lambda: caps.ConvDecoder(J, D, (1, 6, 6), class_independent=True), (J, D)),
     "interests": (interests(projection="linear"), (I, K)),
-    "interests by passes": (interests(update="overwrite", squash_power=0.5), (I, K)),
+    "interests by passes": (interests(update="overwrite", weight="output"), (I, K)),
     "interests by votes": (interests(weight="output", gradient="last", count="floor"), (I, K)),
     "vectors": (lambda: caps.VectorRouting(I, J, K, D, normalize=False), (I, K)),
     "any vectors": (lambda: caps.VectorRouting(None, J, K, D, normalize=False), (I, K)),

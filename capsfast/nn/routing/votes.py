@@ -81,21 +81,17 @@ class Votes(ABC):
         logits: Tensor | None = None,
         bias: Tensor | None = None,
         squash: str | Callable[[Tensor], Tensor] = "paper",
-        temperature: float = 1.0,
         accumulate: bool = True,
-        activation: Tensor | None = None,
         return_coupling: bool = False,
         **options: Any,
     ) -> Any:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
         :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
 
-        A function as ``squash``, and the following arguments, need single passes; the fused op does not take them.
+        A function as ``squash`` and the following argument need single passes; the fused op does not take them.
 
         Args:
-            temperature: divides the logits in the softmax.
             accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
-            activation: ``[B, I]``, a factor of the coupling.
             options: softmax and so on, as keywords.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
@@ -112,9 +108,7 @@ class Votes(ABC):
             logits=logits,
             bias=bias,
             shrink=shrink,
-            temperature=temperature,
             accumulate=accumulate,
-            activation=activation,
             return_weights=return_coupling,
         )
         cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
