@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import checks
 from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
 from . import _arguments
-from ._layer import Layer
+from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths
 
 # The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
@@ -90,12 +91,15 @@ class WindowLayer(Layer):
         return self._whole(poses, activation, grid)
 
     def _divides(self, *tensors: Tensor | None) -> bool:
-        """False under a transform or forward-mode differentiation, or if parts of the layer have hooks."""
+        """False under a transform or forward-mode differentiation, or if parts have hooks or are parametrized.
+
+        A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
+        """
         if not all(value is None or checks.is_eager(value) for value in tensors) or forward_mode():
             return False
         parts = (part for part in self.modules() if part is not self)
-        hooked = any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in parts)
-        return not hooked and not getattr(self, "_is_replica", False)
+        changed = any(hooked(each) or is_parametrized(each) for each in parts)
+        return not changed and not getattr(self, "_is_replica", False)
 
 
 def _boxes(counts: Sequence[int], places: int) -> list[Box]:
@@ -174,8 +178,9 @@ class _Job:
         whole: list[Tensor] = []
         for box in self.boxes:
             cut = _Cut(self.layer, poses.shape[3:], box)
-            parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
             with torch.set_grad_enabled(differentiated):
+                # Without gradients a part of a view would not require a gradient, even if the view does.
+                parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
                 made = self.call(parameters, cut.made, *parts)
                 if differentiated:
                     graph = _Graph(self, box, made, parameters)
