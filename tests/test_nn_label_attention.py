@@ -47,7 +47,7 @@ def test_gradients_where_users_lack_interests(power: float, signed: bool) -> Non
     assert layer.W.grad is not None and bool(layer.W.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("read", [LabelAwareAttention(0), LabelAwareAttention(2), interest_scores], ids=["0", "2", "scores"])
+@pytest.mark.parametrize("read", [LabelAwareAttention(0), LabelAwareAttention(2), interest_scores], ids=range(3))
 def test_an_absent_interest_may_hold_anything(read: Callable[..., Tensor]) -> None:
     mask = torch.tensor([[True, False, True]]).expand(B, J)
     items, vectors = rand(B, D).requires_grad_(), rand(B, J, D)
