@@ -42,9 +42,11 @@ def surely(known: bool) -> bool:
     if not torch.compiler.is_compiling():
         return known
     # No public torch.sym_* function does this. The import takes a second, except while compiling.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    return True if guard_or_false(known) else False  # noqa: SIM210 - a symbol is not a bool
+    # A guard would limit an exported program to the sizes for which the answer is that of the example.
+    decided = statically_known_true(known) if torch.compiler.is_exporting() else guard_or_false(known)
+    return True if decided else False  # noqa: SIM210 - a symbol is not a bool
 
 
 def register_sharding_rule(op: OpOverload, rule: Callable[..., Any], first_option: int) -> None:

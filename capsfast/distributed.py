@@ -123,8 +123,8 @@ def dynamic_routing(
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
     call, _ = arguments.check(op, u, weight, given, o)
-    # Tells the passes J if the weight does not.
-    prior = u.new_zeros(u.shape[0], call.J) if call.shared_outputs else None
+    # Tells the passes J, which may be 1, if the weight does not.
+    prior = u.new_zeros(u.shape[0], call.J) if weight.shape[1] == 1 else None
     common: PassKeywords = {
         "mask": given.mask,
         "out_mask": given.out_mask,

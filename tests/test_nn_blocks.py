@@ -140,13 +140,35 @@ def test_transforms_see_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(exported(poses.detach()), layer(poses))
 
 
-def test_hooks_of_parts_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # votes are no tensor
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+@pytest.mark.parametrize(("name", "part"), [("conv", "routing"), ("conv", "routing.routing"), ("slim", "conv")])
+def test_hooks_of_parts_are_called_once(name: str, part: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks(monkeypatch, 2**12)
-    layer, images = layer_and_images("conv")
+    layer, images = layer_and_images(name)
     calls: list[int] = []
-    layer.routing.register_forward_hook(lambda *given: calls.append(1))
-    layer(*images)
+    getattr(layer.get_submodule(part), f"register_{kind}_hook")(lambda *given: calls.append(1))
+    everything(layer, images)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("name", "part"), [("conv", "routing.W"), ("slim own kernels", "conv.weight")])
+def test_a_random_parametrization_is_drawn_once(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 2**12)
+    layer, (poses,) = layer_and_images(name)
+    owner, _, tensor = part.rpartition(".")
+    nn.utils.parametrize.register_parametrization(layer.get_submodule(owner), tensor, nn.Dropout())
+    at_places = layer(torch.ones_like(poses)).flatten(3)
+    torch.testing.assert_close(at_places, at_places[..., :1].expand_as(at_places))
+
+
+def test_poses_that_are_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that is a view of a tensor without a gradient."""
+    layer, (poses,) = layer_and_images("conv")
+    viewed = poses.detach().movedim(2, -1).contiguous().movedim(-1, 2).requires_grad_()
+    wanted = everything(layer, [poses])
+    blocks(monkeypatch, 2**12)
+    assert_same(everything(layer, [viewed]), wanted)
 
 
 class OfTheBatch(caps.Routing):

@@ -2,12 +2,15 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from capsfast.nn import LabelAwareAttention, interest_scores
 
+from .support.plain import assert_same, gradients
 from .test_nn_interest_caps import LENGTHS, B, D, I, J, K, made, rand
 
 
@@ -42,6 +45,18 @@ def test_gradients_where_users_lack_interests(power: float, signed: bool) -> Non
     assert not found_gradients[0][~found.mask].any()
     read(found.vectors, items, found.mask).sum().backward()
     assert layer.W.grad is not None and bool(layer.W.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("read", [LabelAwareAttention(0), LabelAwareAttention(2), interest_scores], ids=range(3))
+def test_an_absent_interest_may_hold_anything(read: Callable[..., Tensor]) -> None:
+    mask = torch.tensor([[True, False, True]]).expand(B, J)
+    items, vectors = rand(B, D).requires_grad_(), rand(B, J, D)
+    found = []
+    for absent in (0.0, math.nan):
+        v = vectors.masked_fill(~mask[..., None], absent).requires_grad_()
+        value = read(v, items, mask)
+        found.append((value, *gradients(value, [v, items])))
+    assert_same(found[1], found[0])
 
 
 def test_the_derivative_of_a_signed_power_is_0_at_0() -> None:

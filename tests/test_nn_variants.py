@@ -126,6 +126,20 @@ def test_every_routing_has_every_weight(by: Backend, name: str, weight: caps.Wei
         assert_alike(found, wanted, leaves)
 
 
+def test_self_routing_in_groups_has_learned_logits() -> None:
+    whole = caps.RoutedCaps(I, J, K, D, routing="self", weight=caps.Groups(2), learned_logits=True, dtype=torch.float64)
+    randomize(whole)
+    u, activation = torch.randn(B, I, K, dtype=torch.float64), torch.rand(B, I, dtype=torch.float64)
+    found = whole(u, activation).poses
+    for group, poses in enumerate(found.chunk(2, 1)):
+        own = caps.RoutedCaps(I // 2, J // 2, K, D, routing="self", learned_logits=True, dtype=torch.float64)
+        state = {name: value.chunk(2)[group] for name, value in whole.state_dict().items()}
+        state["routing.W_route"] = state["routing.W_route"].chunk(2, 1)[group]
+        own.load_state_dict(state)
+        runs = (each.chunk(2, 1)[group] for each in (u, activation))
+        torch.testing.assert_close(own(*runs).poses, poses)
+
+
 @pytest.mark.parametrize("normalize", ["out", "in", "sigmoid", "none"])
 def test_a_pass_over_groups_is_one_with_logits_that_part_them(normalize: str) -> None:
     layer = layer_of(caps.Groups(3))

@@ -105,6 +105,15 @@ def test_convolutional_capsules_export(routing: str, strict: bool) -> None:
         assert_same(found.module()(poses), model, poses)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_shared_weight_exports_for_every_batch(strict: bool) -> None:
+    """Whether a pass without votes pays depends on the batch, which must not limit the program."""
+    model = nn.Sequential(capsfast.DynamicRouting(6, 4, 3, 5, shared_weight=True)).eval()
+    u = torch.rand(3, 6, 3)
+    found = torch.export.export(model, (u,), dynamic_shapes=({0: torch.export.Dim("B")},), strict=strict)
+    assert_same(found.module()(u[:2]), model, u[:2])
+
+
 ALONE = """
 import sys, torch
 folder, library, package = sys.argv[1:]

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import checks
 from .._torch import forward_mode
 from ..precision import wide_dtype
 from . import _arguments
-from ._layer import Layer
+from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths
 
 # The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
@@ -88,12 +89,15 @@ class WindowLayer(Layer):
         return self._whole(poses, activation, grid)
 
     def _divides(self, *tensors: Tensor | None) -> bool:
-        """False under a transform or forward-mode differentiation, or if parts of the layer have hooks."""
+        """False under a transform or forward-mode differentiation, or if parts have hooks or are parametrized.
+
+        A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
+        """
         if not all(value is None or checks.is_eager(value) for value in tensors) or forward_mode():
             return False
         parts = (part for part in self.modules() if part is not self)
-        hooked = any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in parts)
-        return not hooked and not getattr(self, "_is_replica", False)
+        changed = any(hooked(each) or is_parametrized(each) for each in parts)
+        return not changed and not getattr(self, "_is_replica", False)
 
 
 def _runs(counts: Sequence[int], places: int) -> list[list[tuple[int, int]]]:

@@ -11,6 +11,7 @@ from ..functional import dynamic_routing
 from ..options import Options
 from ._arguments import AgreementKeywords
 from ._checkpoints import foreign_weights
+from ._layer import hooked
 from .routed_caps import RoutedCaps
 from .routing.agreement import AgreementRouting
 from .routing.base import Capsules, lengths
@@ -125,8 +126,7 @@ class DynamicRouting(RoutedCaps):
             if u.dim() == 4 and u.shape[1:] == (self.in_caps, self.out_caps, self.out_dim):
                 _refuse_votes(self._op, u)
         routing, held = self.routing, self.held
-        hooked = routing._forward_pre_hooks or routing._forward_hooks
-        if hooked or held.groups > 1 or self.competing is not None:
+        if hooked(routing) or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
         u, weight = held.product(u, *[getattr(self, name) for name in self._names])
         return dynamic_routing(  # type: ignore[no-any-return]

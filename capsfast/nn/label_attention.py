@@ -37,6 +37,8 @@ def _operands(op: str, interests: object, items: object, mask: Tensor | None) ->
         if mask.shape != (B, J):
             raise ValueError(f"{op}: mask must be [B, J] = [{B}, {J}], got {checks.shape_of(mask)}")
         checks.same_device(op, "interests", vectors, "mask", mask)
+        # NaN in an absent interest would pass a weight of 0, and would reach the gradient of the items.
+        vectors = vectors.masked_fill(~mask[:, :, None], 0.0)
     return vectors, items
 
 

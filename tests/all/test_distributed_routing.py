@@ -70,6 +70,8 @@ def all_routings(rank: int) -> None:
     for n, case in enumerate(ROUTINGS):
         problem = problems.make(SHAPE, case)
         compare(problem, rank, distributed.dynamic_routing, group=mesh if n % 2 else None)
+    one_output = problems.make((3, 7, 1, 5, 3), Case(softmax="in"))
+    compare(one_output, rank, distributed.dynamic_routing)
 
 
 def all_passes(rank: int) -> None:

@@ -71,7 +71,8 @@ class SelfRouting(Routing):
             u = u.masked_fill(~votes.mask[..., None], 0.0)
         logits = torch.einsum("ijk,bik->bij", self.W_route.expand(self.in_caps, -1, -1), u)
         if self.logits is not None:
-            logits = logits + self.logits
+            # A layer with groups holds J / groups columns: the output capsules of the group of the input capsule.
+            logits = logits + self.logits.repeat(1, votes.groups)
         m = votes.moments(logits=logits, activation=activation)
         total = m.mass.sum(1, keepdim=True)
         return Capsules(m.first * inverse(m.mass)[..., None], m.mass * inverse(total))
