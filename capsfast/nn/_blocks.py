@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import checks
-from .._torch import forward_mode
+from .._torch import forward_mode, gradients_in_batches
 from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer, hooked
@@ -82,10 +82,12 @@ class WindowLayer(Layer):
         self, routing: nn.Module, poses: Tensor, activation: Tensor | None, grid: Sequence[int], numbers: int
     ) -> tuple[Tensor, ...]:
         """The output capsules of all windows. numbers: how many numbers the routing reads for each window."""
-        if getattr(routing, "independent", False) and self._divides(poses, activation, *self.parameters()):
-            runs = _runs((poses.shape[0], *grid), BLOCK_BYTES // (numbers * poses.itemsize))
-            if max(map(len, runs)) > 1:
-                return _Blocks(self, poses, activation, runs).routed()
+        named = dict(self.named_parameters())
+        if getattr(routing, "independent", False) and self._divides(poses, activation, *named.values()):
+            boxes = _boxes((poses.shape[0], *grid), BLOCK_BYTES // (numbers * poses.itemsize))
+            if len(boxes) > 1:
+                job = _Job(self, [*named], grid, boxes)
+                return _InBlocks.apply(job, poses, activation, *named.values())  # type: ignore[no-any-return]
         return self._whole(poses, activation, grid)
 
     def _divides(self, *tensors: Tensor | None) -> bool:
@@ -100,30 +102,37 @@ class WindowLayer(Layer):
         return not changed and not getattr(self, "_is_replica", False)
 
 
-def _runs(counts: Sequence[int], places: int) -> list[list[tuple[int, int]]]:
-    """Cuts every axis so that a box holds at most ``places`` windows (or one); the last axis is cut last."""
-    found: list[list[tuple[int, int]]] = []
+def _boxes(counts: Sequence[int], places: int) -> list[Box]:
+    """Boxes that cover all windows, each with at most ``places`` windows (or one); the last axis is cut last."""
+    cuts = []
     for count in reversed(counts):
         parts = max(1, -(-count // max(1, min(count, places))))
         bounds = [count * n // parts for n in range(parts + 1)]
-        found.insert(0, [*itertools.pairwise(bounds)])
+        cuts.append([*itertools.pairwise(bounds)])
         places //= max(1, count)
-    return found
+    return [*itertools.product(*reversed(cuts))]
+
+
+def _of(image: Tensor, box: Box) -> Tensor:
+    """The box of ``[B, ..., *spatial]``."""
+    samples, *spatial = (slice(*bounds) for bounds in box)
+    at: Any = (samples, ..., *spatial)
+    return image[at]
 
 
 class _Cut:
     """The part of an image that the windows of a box cover, and the padding around it."""
 
     def __init__(self, layer: WindowLayer, size: Sequence[int], box: Box) -> None:
-        part, self.padding = [slice(*box[0]), ...], list[int]()
+        part, self.padding = [box[0]], list[int]()
         for axis, (n, windows) in enumerate(zip(size, box[1:], strict=True)):
             start, stop = layer._seen(axis, *windows)
             begin = min(max(start, 0), n)
             end = min(max(stop, begin), n)
             before = min(max(-start, 0), stop - start)
-            part.append(slice(begin, end))
+            part.append((begin, end))
             self.padding = [before, stop - start - before - (end - begin), *self.padding]
-        self.part: Any = tuple(part)
+        self.part = tuple(part)
         self.layer, self.box = layer, box
 
     def made(self, poses: Tensor, activation: Tensor | None) -> Made:
@@ -135,115 +144,113 @@ class _Cut:
         return self.layer._made(F.pad(poses, self.padding), shown, F.pad(ones, self.padding), self.box)
 
 
-class _Blocks:
-    """A call of a layer, block by block. The backward makes the inputs of a block's routing again.
+class _InBlocks(torch.autograd.Function):
+    """The output capsules of all windows as a function of poses, activation and parameters."""
 
-    Of the last blocks autograd keeps all other tensors; the others are routed again.
-    """
+    @staticmethod
+    def forward(ctx: Any, job: "_Job", *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.job = job
+        ctx.save_for_backward(*tensors)
+        return job.forward(tensors)
 
-    def __init__(
-        self, layer: WindowLayer, poses: Tensor, activation: Tensor | None, runs: list[list[tuple[int, int]]]
-    ) -> None:
-        self.layer, self.images, self.runs = layer, (poses, activation), runs
-        self.dtypes = {f"layer.{name}": each.dtype for name, each in layer.named_parameters()}
-        # In this dtype autograd adds up the gradients from all blocks.
-        self.parameters = {f"layer.{name}": each.to(wide_dtype(each.dtype)) for name, each in layer.named_parameters()}
-        self.versions = self._versions()
-        self.differentiated = torch.is_grad_enabled() and any(
-            each is not None and each.requires_grad for each in (*self.images, *self.parameters.values())
-        )
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        blocks = not torch.is_grad_enabled() and all(map(checks.is_eager, upstream))
+        blocks = blocks and not any(map(gradients_in_batches, upstream))
+        gradients = ctx.job.backward if blocks else ctx.job.backward_of_all
+        return None, *gradients(ctx.saved_tensors, upstream)
+
+
+class _Job:
+    """A call of a layer: the state that forward and backward over the blocks share."""
+
+    def __init__(self, layer: WindowLayer, names: Sequence[str], grid: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.layer, self.names, self.grid, self.boxes = layer, names, grid, boxes
+        self.differentiated = torch.is_grad_enabled()
+        self.graphs: dict[Box, _Graph] = {}
+
+    def forward(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        poses, activation, *parameters = tensors
         device = poses.device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        self.nbytes = 0  # that autograd keeps of a block
-        self.allowed = max(GROWTH * poses.nbytes, LEAST_GROWTH) - AT_ONCE * BLOCK_BYTES
-        self.cuts = {box: _Cut(layer, poses.shape[3:], box) for box in itertools.product(*runs)}
-        self.left = len(self.cuts)
-        self.again: tuple[Box, Made] = (), ()  # the tensors of the block whose backward runs, made again
-        self.parts: dict[Box, list[Tensor | None]] = {}
-        self.totals: list[list[Tensor]] = [[], []]  # the gradients of the images so far
-        self.wholes = [
-            image if image is None else _Image.apply(image, total)
-            for image, total in zip(self.images, self.totals, strict=True)
-        ]
+        differentiated = self.differentiated and any(each is not None and each.requires_grad for each in tensors)
+        allowed = max(GROWTH * poses.nbytes, LEAST_GROWTH) - AT_ONCE * BLOCK_BYTES
+        whole: list[Tensor] = []
+        for box in self.boxes:
+            cut = _Cut(self.layer, poses.shape[3:], box)
+            parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
+            with torch.set_grad_enabled(differentiated):
+                made = self.call(parameters, cut.made, *parts)
+                if differentiated:
+                    graph = _Graph(self, box, made, parameters)
+                    found, graph.found, graph.made = graph.found, (), ()
+                    allowed -= graph.nbytes
+                    differentiated = allowed >= 0
+                    if differentiated:
+                        self.graphs[box] = graph
+                    del graph
+                else:
+                    found = self.call(parameters, self.layer._routed, box, *made)
+            if not whole:
+                whole = [self._empty(poses.shape[0], each) for each in found]
+            for all_blocks, block in zip(whole, found, strict=True):
+                _of(all_blocks, box).copy_(block.detach())
+            del made, found
+        return tuple(whole)
 
-    def routed(self, box: Box = ()) -> tuple[Tensor, ...]:
-        """The output capsules of all blocks whose first runs are ``box``."""
-        given = len(box)
-        if given == len(self.runs):
-            return self._block(box)
-        found = [self.routed((*box, run)) for run in self.runs[given]]
-        return tuple(torch.cat(each, given - len(self.runs) if given else 0) for each in zip(*found, strict=True))
+    def _empty(self, samples: int, found: Tensor) -> Tensor:
+        """An empty tensor for all blocks, with the memory order of the axes in a block."""
+        size = (samples, *found.shape[1 : found.dim() - len(self.grid)], *self.grid)
+        order = sorted(range(found.dim()), key=found.stride, reverse=True)
+        return torch.empty_permuted(size, order, dtype=found.dtype, device=found.device)
 
-    def _block(self, box: Box) -> tuple[Tensor, ...]:
-        # Autograd runs the newest node first: a part that is made with its block gets its gradient with it.
-        self.parts[box] = [
-            image if image is None else _Part.apply(image, self.cuts[box].part, total)
-            for image, total in zip(self.wholes, self.totals, strict=True)
-        ]
-        if not self.differentiated:
-            return self._once(box)
-        # The backward begins with the last blocks, so their tensors are kept: they make room for its own.
-        self.left -= 1
-        kept = self.left * self.nbytes <= self.allowed
-        self.nbytes = 0 if kept else self.nbytes
-        made = self._made(box) if kept else ()
-        own = {each.untyped_storage().data_ptr(): n for n, each in enumerate(made) if each is not None}
-        counted = {each.untyped_storage().data_ptr() for each in self.parameters.values()}
-        places = itertools.count()
-
-        def pack(value: Tensor) -> Any:
-            if not kept:
-                return (next(places),)
-            storage = value.untyped_storage()
-            if storage.data_ptr() in own:
-                return own[storage.data_ptr()], value.shape, value.stride(), value.storage_offset()
-            if storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
-                self.nbytes += storage.nbytes()
-            return value.detach()
-
-        def unpack(packed: Any) -> Tensor:
-            if self._versions() != self.versions:  # torch checks only the tensors that it keeps itself
-                raise RuntimeError(f"{self.layer._op}: inputs and parameters must not change before the backward")
-            if isinstance(packed, Tensor):
-                return packed
-            if self.again[0] != box:
-                self.again = box, self._made_again(box) if kept else self._saved_again(box)
-            n, *layout = packed
-            found = self.again[1][n]
-            return found.as_strided(*layout) if layout else found  # type: ignore[no-any-return]
-
-        with saved_tensors_hooks(pack, unpack):
-            return self._call(self.layer._routed, box, *made) if kept else self._once(box)  # type: ignore[no-any-return]
-
-    def _made_again(self, box: Box) -> Made:
-        with torch.no_grad():
-            return self._made(box)
-
-    def _saved_again(self, box: Box) -> Made:
-        """All tensors that autograd saves for a block, in their order."""
-        saved: list[Tensor] = []
-        with torch.enable_grad(), saved_tensors_hooks(lambda value: saved.append(value.detach()), lambda _: _):
-            self._once(box)
-        return saved
-
-    def _versions(self) -> list[int]:
-        return [each._version for each in (*self.images, *self.parameters.values()) if each is not None]
-
-    def _once(self, box: Box) -> tuple[Tensor, ...]:
-        return self._call(self.layer._routed, box, *self._made(box))  # type: ignore[no-any-return]
-
-    def _made(self, box: Box) -> Made:
-        return self._call(self.cuts[box].made, *self.parts[box])  # type: ignore[no-any-return]
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
         """Calls the function with the parameters of the forward, which functional_call may have removed since then.
 
         Without autocast's cache, which would return casts that were made without a gradient.
         """
-        named = {name: each.to(self.dtypes[name]) for name, each in self.parameters.items()}
+        named = {f"layer.{name}": value for name, value in zip(self.names, parameters, strict=True)}
         with torch.autocast(*self.autocast, cache_enabled=False):
             return torch.func.functional_call(_Caller(self.layer), named, (function, *args))
+
+    def backward_of_all(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients through the graph of the whole image, for second derivatives and batches of gradients."""
+        poses, activation, *parameters = tensors
+        with torch.enable_grad():
+            found = self.call(parameters, self.layer._whole, poses, activation, self.grid)
+        return _gradients(found, tensors, upstream, create_graph=torch.is_grad_enabled())
+
+    def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+        poses, activation, *parameters = tensors
+        images = (poses, activation)
+        sums = [torch.zeros_like(each) if _differentiated(each) else None for each in images]
+        of_parameters: list[Any] = [None] * len(parameters)
+        for box in self.boxes:
+            cut = _Cut(self.layer, poses.shape[3:], box)
+            parts = [
+                None if each is None else _of(each, cut.part).detach().requires_grad_(each.requires_grad)
+                for each in images
+            ]
+            with torch.enable_grad():
+                made = self.call(parameters, cut.made, *parts)
+                graph = self.graphs.pop(box, None) or _Graph(self, box, made, parameters)
+            graph.made = made
+            of_routing = graph.gradients([_of(each, box) for each in upstream], parameters)
+            del graph
+            of_made, more = of_routing[: len(made)], of_routing[len(made) :]
+            del of_routing
+            of_parts = _gradients(made, [*parts, *parameters], of_made)
+            del made, of_made
+            for image, part in zip(sums, of_parts, strict=False):
+                if image is not None and part is not None:
+                    _of(image, cut.part).add_(part)
+            for found in (more, of_parts[2:]):
+                for n, each in enumerate(found):
+                    if each is not None:
+                        each = each.to(wide_dtype(each.dtype))
+                        of_parameters[n] = each if of_parameters[n] is None else of_parameters[n].add_(each)
+        own = (None if one is None else one.to(each.dtype) for one, each in zip(of_parameters, parameters, strict=True))
+        return [*sums, *own]
 
 
 class _Caller(nn.Module):
@@ -257,31 +264,74 @@ class _Caller(nn.Module):
         return function(*args)
 
 
-class _Image(torch.autograd.Function):
-    """An image whose gradient is the sum in ``total``, a list to which the parts add theirs."""
+def _differentiated(value: Tensor | None) -> bool:
+    return value is not None and value.requires_grad
+
+
+def _gradients(
+    outputs: Sequence[Any], inputs: Sequence[Any], upstream: Sequence[Tensor | None], **options: Any
+) -> list[Tensor | None]:
+    """The gradients of these inputs; None for an input without a gradient."""
+    pairs = [
+        (found, one) for found, one in zip(outputs, upstream, strict=True) if found is not None and one is not None
+    ]
+    wanted = [each for each in inputs if _differentiated(each)]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    found, given = zip(*pairs, strict=True)
+    gradients = iter(torch.autograd.grad(found, wanted, given, allow_unused=True, **options))
+    return [next(gradients) if _differentiated(each) else None for each in inputs]
+
+
+class _Graph:
+    """The autograd graph of a block's routing. The inputs of the routing are not saved but made again."""
+
+    def __init__(self, job: _Job, box: Box, made: Made, parameters: Sequence[Tensor]) -> None:
+        self.made, self.nbytes = made, 0
+        own = {each.untyped_storage().data_ptr(): n for n, each in enumerate(made) if each is not None}
+        counted = {each.untyped_storage().data_ptr() for each in parameters}
+
+        def pack(value: Tensor) -> Any:
+            storage = value.untyped_storage()
+            if storage.data_ptr() in own:
+                return own[storage.data_ptr()], value.shape, value.stride(), value.storage_offset()
+            if storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                self.nbytes += storage.nbytes()
+            return value.detach()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            n, *layout = packed
+            value: Tensor = self.made[n].detach().as_strided(*layout)
+            return value
+
+        # Leaves without memory of their own.
+        self.leaves = [
+            each.new_zeros(()).expand_as(each).requires_grad_() if _differentiated(each) else None for each in made
+        ]
+        with saved_tensors_hooks(pack, unpack):
+            read = [
+                each if leaf is None else _As.apply(leaf, each.detach())
+                for leaf, each in zip(self.leaves, made, strict=True)
+            ]
+            found = job.call(parameters, job.layer._routed, box, *read)
+        self.found: Sequence[Tensor] = [each.detach() for each in found]
+        self.edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
+
+    def gradients(self, upstream: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the inputs of the routing, then of the parameters."""
+        return _gradients(self.edges, [*self.leaves, *parameters], upstream)
+
+
+class _As(torch.autograd.Function):
+    """``value`` as a function of a leaf of its shape."""
 
     @staticmethod
-    def forward(ctx: Any, image: Tensor, total: list[Tensor]) -> Tensor:
-        ctx.total = total
-        ctx.set_materialize_grads(False)
-        return image.view_as(image)
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, nothing: None) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.total.pop(), None
-
-
-class _Part(torch.autograd.Function):
-    """A part of an :class:`_Image`. Autograd's own gradient of a part would be as large as the image."""
-
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, place: Any, total: list[Tensor]) -> Tensor:
-        ctx.size, ctx.place, ctx.total = image.shape, place, total
-        return image[place]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        if not ctx.total:
-            ctx.total.append(gradient.new_zeros(ctx.size))
-        ctx.total[0][ctx.place].add_(gradient)
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
