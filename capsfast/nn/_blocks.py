@@ -178,8 +178,9 @@ class _Job:
         whole: list[Tensor] = []
         for box in self.boxes:
             cut = _Cut(self.layer, poses.shape[3:], box)
-            parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
             with torch.set_grad_enabled(differentiated):
+                # Without gradients a part of a view would not require a gradient, even if the view does.
+                parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
                 made = self.call(parameters, cut.made, *parts)
                 if differentiated:
                     graph = _Graph(self, box, made, parameters)
