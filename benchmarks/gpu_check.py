@@ -281,7 +281,7 @@ class Steps:
         # Tests ask torch for determinism, so cuBLAS needs this setting.
         more = {**self.environment, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         command = [sys.executable, "-m", "pytest", *words]
-        return [Step(path.stem, [*command, str(path)], 100, more, missing("pytest")) for path in files]
+        return [Step(path.stem, [*command, str(path)], 160, more, missing("pytest")) for path in files]
 
     def sanitizers(self) -> list[Step]:
         program = tool("compute-sanitizer")

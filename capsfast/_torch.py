@@ -44,7 +44,7 @@ def surely(known: bool) -> bool:
     # No public torch.sym_* function does this. The import takes a second, except while compiling.
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    # A guard would limit an exported program to the sizes for which the answer is that of the example.
+    # A guard would limit an exported program to the sizes that give the same answer as the example.
     decided = statically_known_true(known) if torch.compiler.is_exporting() else guard_or_false(known)
     return True if decided else False  # noqa: SIM210 - a symbol is not a bool
 

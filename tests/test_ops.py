@@ -61,7 +61,7 @@ def test_opcheck(backend: Backend, op: Op, case: Case | PassCase, dtype: torch.d
 
 
 def strides(value: Tensor) -> list[int]:
-    """Without those of axes of length 1, which mean nothing."""
+    """The strides of axes longer than 1; other strides mean nothing."""
     return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
 
 

@@ -45,7 +45,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def right(u: Tensor, weight: Tensor, V: Tensor, ds: Tensor) -> Iterator[Tensor]:
-    """The numbers of every pass; V and ds are [r, B, J, D]. Gradients of V and of the votes are those of autograd."""
+    """The numbers of every pass; V and ds are [r, B, J, D]. Autograd gives the gradients of V and of the votes."""
     leaves = [each.requires_grad_() for each in (u, weight, V)]
     x = plain.votes(u, weight)
     loss = (x.sum(1) / x.shape[2] * ds[0]).sum()
