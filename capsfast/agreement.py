@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ def agree(
     shrink: Callable[[Tensor], Tensor] | None = None,
     accumulate: bool = True,
     return_weights: bool = False,
+    **passed: Any,
 ) -> tuple[Tensor, Moments]:
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) as single passes: v, and the moments of the last pass.
 
@@ -46,6 +47,7 @@ def agree(
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``. Called without gradients.
         shrink: a squash that replaces the one in the options.
         accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
+        passed: keywords for every pass.
     """
     o, differentiated = options, torch.is_grad_enabled()
     if shrink is None:
@@ -59,7 +61,7 @@ def agree(
             with torch.no_grad():
                 constant = agreement(query)
             score, prior = None, constant if prior is None else prior + constant
-        asked = {"return_weights": True} if return_weights and last else {}
+        asked = {**passed, "return_weights": True} if return_weights and last else passed
         with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
             found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
             v = found.first if bias is None else found.first + bias
