@@ -2,6 +2,7 @@
 
 python -m pytest                      the first tier: every backend that is available, a few rows of every table
 python -m pytest --all                every row of every table, slow tests, tests/all, more drawn examples
+python -m pytest --second             of these only what the first tier lacks
 python -m pytest --backends cpp       only these backends; a missing backend is an error
 python -m pytest -n 2                 in two processes (pytest-xdist)
 """
@@ -55,6 +56,7 @@ settings.load_profile("few")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
     parser.addoption("--all", action="store_true", help="both tiers: every row of every table, slow tests, tests/all")
+    parser.addoption("--second", action="store_true", help="the second tier: what --all adds to the first tier")
 
 
 SECOND_TIER = Path(__file__).parent / "all"
@@ -81,11 +83,13 @@ MARKERS = (
     "kernels: tests what kernels compute, also on the emulated backend",
     "passes: op is one of the two routing passes",
     "only(weight=..., linear=False): ops with (True) or without a weight; not backends that serve only linear passes",
+    "drawn: draws its examples, more of them in the second tier",
     "every_op: op is any of the four functions, case a case of this function",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.all |= config.option.second
     # With these variables a pytest that a test starts would think that it is a worker, and warn about its measurements.
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         del os.environ[name]
@@ -190,6 +194,11 @@ def _spread(table: list[pytest.Item], everything: bool) -> list[pytest.Item]:
     return kept
 
 
+def _of_second_tier(item: pytest.Item) -> bool:
+    """Whether a test, or more of its examples, belong to the second tier although the first would take it too."""
+    return item.path.is_relative_to(SECOND_TIER) or item.get_closest_marker("drawn") is not None
+
+
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
@@ -198,7 +207,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     everything = config.getoption("--all")
     kept = [item for item in items if _runs(item, _parameters(item))]
     if not any("::" in arg for arg in config.args):  # a test that is named runs
-        kept = _rows_of_the_tier(kept, everything)
+        first = set(_rows_of_the_tier(kept, False)) if config.getoption("--second") else set()
+        kept = [item for item in _rows_of_the_tier(kept, everything) if item not in first or _of_second_tier(item)]
     config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))
     items[:] = kept
     if not config.option.collectonly and any(_parameters(item).get("backend") == EMULATED for item in kept):

@@ -15,7 +15,7 @@ from .support.accuracy import check
 from .support.backends import Backend, Shape
 from .support.problems import LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, PassCase, Problem, make, relayout, run
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.drawn]
 
 poses = st.sampled_from((0, 0, 2, 3))
 positions = st.sampled_from(((), (), (3,), (2, 5)))
