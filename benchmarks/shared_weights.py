@@ -29,6 +29,8 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def compiled(function: Function) -> Function:
+    # Each row compiles anew; torch.compile refuses more than a few compilations of one function.
+    torch.compiler.reset()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
