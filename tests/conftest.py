@@ -177,7 +177,7 @@ def _rows_of_the_tier(items: list[pytest.Item], everything: bool, most: int | No
 
 
 def _spread(table: list[pytest.Item], everything: bool, most: int | None) -> list[pytest.Item]:
-    """Rows with as many new values as possible. Between equal rows the last, which has more options."""
+    """Rows with as many new values as possible, where each option of a case is a value. Between equal rows the last."""
     backend = _parameters(table[0]).get("backend")
     numbers = backend.rows if isinstance(backend, Backend) else (ROWS, None)
     for marker in table[0].iter_markers("rows"):
@@ -188,7 +188,10 @@ def _spread(table: list[pytest.Item], everything: bool, most: int | None) -> lis
         number = most if number is None else min(number, most)
     if number is None or len(table) <= number:
         return table
-    rows = [(item, {(name, str(value)) for name, value in _parameters(item).items()}) for item in reversed(table)]
+    rows = [
+        (item, {(name, part) for name, value in _parameters(item).items() for part in str(value).split(",")})
+        for item in reversed(table)
+    ]
     seen: set[tuple[str, str]] = set()
     kept = []
     while len(kept) < number:
