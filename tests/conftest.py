@@ -49,7 +49,7 @@ _common = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("few", derandomize=True, max_examples=15, **_common)
-settings.register_profile("all", derandomize=True, max_examples=60, **_common)
+settings.register_profile("all", derandomize=True, max_examples=30, **_common)
 settings.register_profile("search", derandomize=False, max_examples=2000, **_common)
 settings.load_profile("few")
 
