@@ -6,7 +6,7 @@
 # CONSTRAINTS= (empty) installs the newest of everything in place of the versions of constraints.txt, which were tested.
 # CAPSFAST_CUDA=1 compiles the CUDA kernels where there is no GPU, CAPSFAST_BUILD=0 leaves the extension out.
 # ARGS=... goes to pytest or to the benchmarks; with ARGS the tests run in one process. V=1 shows whole commands.
-# TIER=--second leaves out of test-all what test has.
+# TIER=--second leaves out of test-all what test has, TIER="--rows 1" runs one row of each table of tests.
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -45,7 +45,7 @@ demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits
 test test-all: export OMP_WAIT_POLICY = passive
 
 test: $(EXTENSION) | ready-test ## what catches a real defect: pytest's first tier (six minutes on two cores)
-	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
+	$(PY) -m pytest $(TIER) $(or $(ARGS),$(PARALLEL))
 
 test-all: TIER ?= --all
 test-all: $(EXTENSION) | ready-test ready-docs ## both tiers: every test there is (25 minutes on two cores)

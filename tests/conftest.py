@@ -3,6 +3,7 @@
 python -m pytest                      the first tier: every backend that is available, a few rows of every table
 python -m pytest --all                every row of every table, slow tests, tests/all, more drawn examples
 python -m pytest --second             of these only what the first tier lacks
+python -m pytest --rows 1             at most so many rows of a table, those with the most options
 python -m pytest --backends cpp       only these backends; a missing backend is an error
 python -m pytest -n 2                 in two processes (pytest-xdist)
 """
@@ -48,7 +49,7 @@ _common = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("few", derandomize=True, max_examples=15, **_common)
-settings.register_profile("all", derandomize=True, max_examples=60, **_common)
+settings.register_profile("all", derandomize=True, max_examples=30, **_common)
 settings.register_profile("search", derandomize=False, max_examples=2000, **_common)
 settings.load_profile("few")
 
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
     parser.addoption("--all", action="store_true", help="both tiers: every row of every table, slow tests, tests/all")
     parser.addoption("--second", action="store_true", help="the second tier: what --all adds to the first tier")
+    parser.addoption("--rows", type=int, help="at most so many rows of a table")
 
 
 SECOND_TIER = Path(__file__).parent / "all"
@@ -162,7 +164,7 @@ def _runs(item: pytest.Item, parameters: dict[str, Any]) -> bool:
     return parameters.get("dtype", backend.dtypes[0]) in backend.dtypes
 
 
-def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest.Item]:
+def _rows_of_the_tier(items: list[pytest.Item], everything: bool, most: int | None = None) -> list[pytest.Item]:
     """For each test, op and backend, as many rows as the tier takes. The first tier takes no slow test."""
     tables: dict[object, list[pytest.Item]] = {}
     for item in items:
@@ -170,21 +172,26 @@ def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest
             parameters = _parameters(item)
             name = getattr(item, "originalname", item.name)
             tables.setdefault((item.parent, name, parameters.get("backend"), parameters.get("op")), []).append(item)
-    kept = {item for table in tables.values() for item in _spread(table, everything)}
+    kept = {item for table in tables.values() for item in _spread(table, everything, most)}
     return [item for item in items if item in kept]
 
 
-def _spread(table: list[pytest.Item], everything: bool) -> list[pytest.Item]:
-    """Rows with as many new values as possible. Between equal rows the last, which has more options."""
+def _spread(table: list[pytest.Item], everything: bool, most: int | None) -> list[pytest.Item]:
+    """Rows with as many new values as possible, where each option of a case is a value. Between equal rows the last."""
     backend = _parameters(table[0]).get("backend")
     numbers = backend.rows if isinstance(backend, Backend) else (ROWS, None)
     for marker in table[0].iter_markers("rows"):
         asked = marker.kwargs.get(str(backend), marker.args[0] if marker.args else numbers)
         numbers = asked if isinstance(asked, tuple) else (asked, numbers[1])
     number = numbers[everything]
+    if most is not None:
+        number = most if number is None else min(number, most)
     if number is None or len(table) <= number:
         return table
-    rows = [(item, {(name, str(value)) for name, value in _parameters(item).items()}) for item in reversed(table)]
+    rows = [
+        (item, {(name, part) for name, value in _parameters(item).items() for part in str(value).split(",")})
+        for item in reversed(table)
+    ]
     seen: set[tuple[str, str]] = set()
     kept = []
     while len(kept) < number:
@@ -208,7 +215,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _runs(item, _parameters(item))]
     if not any("::" in arg for arg in config.args):  # a test that is named runs
         first = set(_rows_of_the_tier(kept, False)) if config.getoption("--second") else set()
-        kept = [item for item in _rows_of_the_tier(kept, everything) if item not in first or _of_second_tier(item)]
+        rows = _rows_of_the_tier(kept, everything, config.getoption("--rows"))
+        kept = [item for item in rows if item not in first or _of_second_tier(item)]
     config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))
     items[:] = kept
     if not config.option.collectonly and any(_parameters(item).get("backend") == EMULATED for item in kept):

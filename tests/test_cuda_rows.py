@@ -121,7 +121,7 @@ def test_ways_to_cut_the_work(shape: Shape, device: dict[str, Any], case: Case) 
     assert clusters == ({"rows::AccumulateArgs cluster4 cooperative": 2} if shape.B in (100, 1024) else {})
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows((2, 6))
 @pytest.mark.parametrize(
     "refusal",
     [{"cooperative": False}, {"crowded": True}, {"capturing": True}],

@@ -1,15 +1,13 @@
 """docs/migration.md: its tables agree with the code and with the published layers."""
 
-import inspect
 import re
 from typing import Any
 
 import pytest
 
-import capsfast
-from capsfast import compat, kinds
+from capsfast import kinds
 
-from .support.published import NO_EPS, PUBLISHED, Published
+from .support.published import PUBLISHED, Published
 from .test_docs import ROOT, table_rows
 
 PAGE = ROOT / kinds.TABLE
@@ -58,36 +56,7 @@ def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[s
     assert form.options.items() <= deviations(published).items()
 
 
-def test_what_else_layers_do_is_what_the_published_ones_do() -> None:
-    """The table has every option that a published layer needs, and no other."""
-    rows = table_rows(PAGE, "| in the layer | option |")
-    named = [options_of(option) for _, option in rows]
-    needed = [deviations(row) for row in PUBLISHED if row.reproducible]
-    pairs = {pair for each in needed for pair in each.items() if pair[0] != "eps" or pair[1] == NO_EPS}
-    assert ("averaged", True) in pairs and any("averaged_routing" in option for _, option in rows)
-    assert {pair for each in named for pair in each.items() if pair[0] in OPTIONS} == pairs - {("averaged", True)}
-    takes = {
-        *inspect.signature(capsfast.dynamic_routing).parameters,
-        *inspect.signature(capsfast.DynamicRouting).parameters,
-    }
-    assert {name for _, option in rows for name in re.findall(r"(\w+)=", option)} <= takes
-
-
 def test_weights_are_those_that_errors_speak_of() -> None:
     rows = table_rows(PAGE, "| weight `w` of the other layer")
     found = {code(order)[0]: code(conversion)[0] for order, _, conversion in rows}
     assert found == {kinds.spelled(order): how for order, how in kinds.CONVERSIONS.items() if order != "IJDK"}
-
-
-def test_losses_are_in_the_table() -> None:
-    rows = [code(name)[0] for name, *_ in table_rows(PAGE, "| `capsfast.compat` | called with")]
-    listed = [(name.partition("(")[0], tuple(re.findall(r"(\w+)(?=[=,)])", name.partition("(")[2]))) for name in rows]
-    wanted = [(form.name, tuple(form.letters)) for form in kinds.LOSSES]
-    assert [(name, tuple(each for each in given if not each.isdigit())) for name, given in listed] == [
-        *wanted,
-        ("CapsuleLoss", ()),
-    ]
-    assert {name for name, _ in listed} | {form.name for form in FORMS} == {*compat.__all__} - {
-        "averaged_routing",
-        "masked_after_routing",
-    }

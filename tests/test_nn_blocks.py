@@ -1,6 +1,7 @@
 """Layers of windows that route block by block, against the same layers that route all windows at once."""
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -67,9 +68,8 @@ def everything(layer: nn.Module, images: list[Tensor]) -> list[Tensor]:
     return [*found, *gradients(found, [*images, *layer.parameters()])]
 
 
-@pytest.mark.rows(12)
-@pytest.mark.parametrize("growth", [100.0, 0.0, 3.0])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.rows(8)
+@pytest.mark.parametrize(("name", "growth"), [("conv", 100.0), ("conv", 3.0), *zip(CASES, cycle((0.0, 3.0, 100.0)))])
 def test_blocks_are_the_whole_image(name: str, growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, images = layer_and_images(name)
     wanted = everything(layer, images)

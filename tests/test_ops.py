@@ -48,7 +48,7 @@ def small(backend: Backend, case: Case | PassCase) -> Shape:
     return Shape(3, 3 if backend.emulated else 9, 4, 3 if case.spatial else 5, 6)
 
 
-@pytest.mark.rows(4, triton=1)
+@pytest.mark.rows((3, 6), triton=(1, 2))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", OPCHECKED, ids=str)
 def test_opcheck(backend: Backend, op: Op, case: Case | PassCase, dtype: torch.dtype) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import capsfast
 from capsfast.nn._layer import Layer
 
+from .support.layers import EACH_KIND, Row, made, results
 from .support.layers import LAYERS as OF_MODULES
-from .support.layers import Row, made, results
 from .support.plain import gradients
 
 pytestmark = [
@@ -185,7 +185,7 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
 
 
 @pytest.mark.rows(6)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*EACH_KIND, *MORE])
 def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
     """check_trace is on: it compares two traces of the layer node by node, and their values."""
     layer, given = made(name, table=LAYERS)

@@ -1,7 +1,6 @@
 """docs/troubleshooting.md quotes messages of the library word for word."""
 
 import ast
-import re
 from pathlib import Path
 
 from .test_docs import table_rows
@@ -28,13 +27,3 @@ def test_quoted_messages_are_in_the_sources() -> None:
     quoted = [row[0].strip("`") for row in table_rows(PAGE, "| message |")]
     assert len(quoted) >= 25 and all(len(quote.replace("…", "")) > 12 for quote in quoted)
     assert [quote for quote in quoted if not any(quote in text for text in said)] == []
-
-
-def test_every_reason_of_an_absent_backend_is_explained() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    said = texts(ROOT / "capsfast" / "native.py", ROOT / "capsfast" / "toolchain.py")
-    kinds = ("the extension ", "there is no ", "the CUDA kernels ", "the kernels need ", "the package ", "it needs ")
-    # Up to the first number, bracket or remedy.
-    reasons = {re.split("[…;(]", text)[0].rstrip() for text in said if text.startswith(kinds)}
-    assert len(reasons) >= 10
-    assert [reason for reason in sorted(reasons) if reason not in page] == []

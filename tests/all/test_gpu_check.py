@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -79,28 +78,6 @@ def test_a_late_step_names_its_call_and_ends_with_its_children(tmp_path: Path) -
     assert facts(tmp_path, "reason")["next"] == "no time is left"
 
 
-def test_an_interrupted_check_leaves_what_it_had(tmp_path: Path) -> None:
-    code = f"""
-    import sys
-    from pathlib import Path
-    from benchmarks.gpu_check import Check, Step
-    check = Check(Path({str(tmp_path / "check")!r}), 1)
-    check.heed_signals()
-    check.run(*[Step(name, [sys.executable, "-c", code], 60) for name, code in
-        (("before", ""), ("during", {WAIT!r}), ("after", ""))])
-    """
-    log = tmp_path / "check" / "check.log"
-    with subprocess.Popen(python("", code).command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 30
-        while not (log.exists() and "number two" in log.read_text()):
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-    assert list(facts(log.parent, "status").values()) == ["ok", "interrupted", "left out"]
-    assert ended(facts(log.parent, "child")["during"])
-
-
 def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OUT": str(tmp_path), "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, str(CHECK), *words]
@@ -108,13 +85,9 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [([], "finds no CUDA device"), (["--also", "all"], "--also must be"), (["--minutes", "0"], "--minutes must be")],
-)
-def test_without_a_gpu_or_with_wrong_options_it_says_so(tmp_path: Path, words: list[str], said: str) -> None:
-    answer = run(tmp_path, *words)
-    assert answer.returncode == 2 and said in answer.stdout + answer.stderr
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    answer = run(tmp_path)
+    assert answer.returncode == 2 and "finds no CUDA device" in answer.stdout + answer.stderr
 
 
 def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ def _compiler() -> str:
     return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
 
 
-def _state(parts: tuple[str, ...]) -> str:
-    """A hash of the sources, the flags and the compiler."""
+def _state(name: str) -> str:
+    """A hash of the sources, the flags and the compiler, without torch: the stable ABI is that of every torch."""
     digest = hashlib.sha256()
     sources = [path for folder in (ROOT / "csrc", HERE) for path in sorted(folder.rglob("*")) if path.suffix != ".py"]
     for path in sources:
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
-    digest.update(repr((parts, torch.__version__, _compiler())).encode())
+    digest.update(repr((name, FLAGS, TORCH_FLAGS, _compiler())).encode())
     return digest.hexdigest()[:16]
 
 
@@ -54,7 +54,7 @@ def library(name: str) -> Path:
         link = (f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-ltorch")
         sources += [HERE / "context_host.cpp", *sorted((ROOT / "csrc" / "ops" / "cuda").rglob("*.cu"))]
     flags = (*flags, f"-I{HERE}")
-    folder = ROOT / "build" / "emulator" / _state((name, *flags, *link))
+    folder = ROOT / "build" / "emulator" / _state(name)
     found = folder / f"{name}.so"
     folder.mkdir(parents=True, exist_ok=True)
     # Several pytest processes may need it at once.

@@ -85,7 +85,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = (
     Backend("reference", "cpu", ALL_DTYPES, fused=False),
     Backend("cpp", "cpu", ALL_DTYPES, fused=True),
-    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_", rows=(1, 4))
+    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=13_000, prefix="triton_", rows=(1, 4))
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
     Backend("cuda", "cuda", ALL_DTYPES, fused=True, linear=True),

@@ -89,6 +89,9 @@ LAYERS: dict[str, Row] = {
     "any scored matrices": (lambda: caps.MatrixRouting(None, J, 4, 6, 2, model="k-means"), (I, 4), (I,)),
     **{f"routed {name}": (routed(name), (I, K), (I,)) for name in ROUTINGS},
 }
+# One weight for each way to form votes: for tests that take seconds a layer.
+WAYS = (repr(caps.FullWeight(4)), repr(caps.LowRank(2, "UV")), repr(caps.Groups(3)), repr(GROUPED))
+EACH_KIND = [name for name in LAYERS if name in WAYS or name not in map(repr, WEIGHTS)]
 
 
 def labels(batch: int) -> Tensor:
