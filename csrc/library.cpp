@@ -20,7 +20,6 @@
 #include "ops/cuda/engine.h"
 #include "ops/dynamic_routing.h"
 #include "ops/routing_pass.h"
-#include "ops/factored_routing.h"
 
 namespace {
 
@@ -38,7 +37,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_dynamic_routing<capsfast::CpuEngine>(m);
   capsfast::register_routing_pass<capsfast::CpuEngine>(m);
-  capsfast::register_factored_routing(m);
+  capsfast::register_dynamic_routing<capsfast::FactoredEngine>(m, "factored_routing");
 }
 
 #if CAPSFAST_CUDA

@@ -4,10 +4,9 @@ A weighted sum of votes ``W_j u_i`` is ``s_j = W_j z_j`` with ``z_j = sum_i c_ij
 ``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = W_j^T v_j``. An iteration multiplies J vectors of a sample by a
 matrix and by its transpose; forming votes multiplies I J vectors.
 
-``capsfast::factored_routing`` returns ``(v [B, J, D], c [B, I, J], z [B, r, J, K])``: v and the last coupling c (empty
-without return_coupling) in the dtype of u, and z of every iteration for the backward, in the dtype that sums are formed
-in. The weight is ``[1, J or 1, D, K]``. accumulate: the logits of an iteration are the given logits plus all agreements
-so far; otherwise the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+``capsfast::factored_routing`` is ``capsfast::dynamic_routing`` for a weight ``[1, J or 1, D, K]``, except that s
+``[r, B, J, K]`` holds z and norm is empty. accumulate: the logits of an iteration are the given logits plus all
+agreements so far; otherwise the last agreement alone.
 
 ``capsfast::factored_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
@@ -58,15 +57,11 @@ def _pays(call: Call) -> bool:
     return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
 
 
-def run(
-    call: Call, return_coupling: bool = False, accumulate: bool = True, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def run(call: Call, return_coupling: bool = False, accumulate: bool = True) -> tuple[Tensor, Tensor]:
     """v ``[B, J, D]`` and c ``[B, I, J]``, c empty if it is not wanted. Call it only if :func:`serves` is true."""
     kernel = OP.kernels["cpp"]
-    v, c, _ = kernel(
-        call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, scale, return_coupling
-    )
-    return v, c
+    v, c, *_ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, return_coupling)
+    return v, c.to(v.dtype)
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -76,8 +71,9 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     J, new = columns if a.J is None else a.J, a.u.new_empty
     given = {"logits": a.logits, "bias": a.bias, "mask": a.mask, "out_mask": a.out_mask}
     check_fake(given, (B, I, J, D), ())
-    coupling = new((B, I, J) if a.return_coupling else (0,))
-    return new(B, J, D), coupling, new(B, a.num_iterations, J, K, dtype=wide_dtype(a.u.dtype))
+    wide = wide_dtype(a.u.dtype)
+    coupling = new((B, I, J) if a.return_coupling else (0,), dtype=wide if a.softmax == "in" else a.u.dtype)
+    return new(B, J, D), coupling, new(a.num_iterations, B, J, K, dtype=wide), new(0, dtype=wide)
 
 
 OP = Op("factored_routing", ("capsfast.dynamic_routing",), _fake, sharded=False, backends=("cpp",))

@@ -1,4 +1,4 @@
-// The op dynamic_routing: tensors of the stable ABI in and out.
+// The ops dynamic_routing and factored_routing: tensors of the stable ABI in and out.
 #pragma once
 
 #include <string>
@@ -21,11 +21,13 @@ struct RoutingArguments {
   int64_t num_iterations = 1;
   std::string softmax, gradient, squash;
   bool leaky = false, squash_last = true, tf32 = false;
+  bool accumulate = true;  // only of factored_routing
   double eps = 0;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> bias >> mask >> out_mask; }
-  void take_options(Stack& stack) {
+  void take_options(Stack& stack, bool factored) {
     stack >> J >> num_iterations >> softmax >> gradient >> leaky >> squash >> eps >> squash_last >> tf32;
+    if (factored) stack >> accumulate;
   }
 };
 
@@ -39,17 +41,17 @@ class DynamicRouting : Arguments<Engine> {
     RoutingArguments a;
     bool return_coupling;
     a.take_tensors(stack);
-    a.take_options(stack);
+    a.take_options(stack, Engine::kFactored);
     stack >> return_coupling;
-    const Problem p = votes_of_all(a);
+    const Problem p = problem(a);
     const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u), of_coupling = p.softmax_in() ? wide : type;
     const bool positions = p.positions >= 0;
     Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
     Tensor coupling =
         return_coupling ? empty(a.u, {p.B, p.I, p.J}, of_coupling, p.positions) : empty(a.u, {0}, of_coupling);
     // With positions neither s nor norm is kept.
-    Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, p.D}, wide);
-    Tensor norm = p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
+    Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, kept_size(p)}, wide);
+    Tensor norm = keeps_norm(p) ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
     ForwardOutputs out;
     out.batch = p.B;
     out.v = view_of(v, positions);
@@ -67,16 +69,16 @@ class DynamicRouting : Arguments<Engine> {
     stack >> dv >> dcoupling;
     a.take_tensors(stack);
     stack >> coupling >> s >> norm;
-    a.take_options(stack);
+    a.take_options(stack, Engine::kFactored);
     const std::vector<bool> needed = stack.needed(4);
-    const Problem p = votes_of_all(a);
+    const Problem p = problem(a);
     const bool positions = p.positions >= 0;
 
     BackwardInputs in;
     in.batch = p.B;
     in.dv = upstream(dv, a.u, p);
-    if (!positions) in.s = saved("s", s, a.u, {p.iterations, p.B, p.J, p.D});
-    if (!positions && p.softmax_in()) in.norm = saved("norm", norm, a.u, {2, p.iterations, p.B, p.J});
+    if (!positions) in.s = saved("s", s, a.u, {p.iterations, p.B, p.J, kept_size(p)});
+    if (keeps_norm(p)) in.norm = saved("norm", norm, a.u, {2, p.iterations, p.B, p.J});
     in.dcoupling = view("dcoupling", dcoupling, p, {p.B, p.I, p.J});
     if (dcoupling.has_value()) in.coupling = view("coupling", coupling, p, {p.B, p.I, p.J});
 
@@ -92,8 +94,19 @@ class DynamicRouting : Arguments<Engine> {
     stack.give({gradients.u, gradients.weight, dlogits, dbias});
   }
 
+ private:
+  // The last axis of s: a factored routing keeps sums of poses in the place of sums of votes.
+  static int64_t kept_size(const Problem& p) { return Engine::kFactored ? p.K : p.D; }
+  static bool keeps_norm(const Problem& p) { return p.softmax_in() && p.positions < 0 && !Engine::kFactored; }
+
   static Problem problem(const RoutingArguments& a) {
     Problem p = problem_of(a.u, a.weight, a.J);
+    if (Engine::kFactored) {
+      STD_TORCH_CHECK(p.shared_weight, "capsfast: weight must be [1, J or 1, D, K]");
+      STD_TORCH_CHECK(p.B == 0 || !p.empty(), "capsfast: only the batch may be empty");
+    } else {
+      STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
+    }
     STD_TORCH_CHECK(a.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
     p.iterations = a.num_iterations;
     p.normalize = softmax_of(a.softmax);
@@ -103,6 +116,7 @@ class DynamicRouting : Arguments<Engine> {
     p.squash.last = a.squash_last ? p.squash.kind : Squash::identity;
     p.squash.eps = a.eps;
     p.tf32 = a.tf32;
+    p.accumulate = a.accumulate;
     add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
     if (a.bias.has_value()) {
       expect("bias", *a.bias, {p.J, p.D});
@@ -110,20 +124,13 @@ class DynamicRouting : Arguments<Engine> {
     }
     return p;
   }
-
- private:
-  static Problem votes_of_all(const RoutingArguments& a) {
-    const Problem p = problem(a);
-    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
-    return p;
-  }
 };
 
 template <class Engine, class Library>
-void register_dynamic_routing(Library& library, const std::string& prefix = "") {
+void register_dynamic_routing(Library& library, const std::string& name = "dynamic_routing") {
   using Op = DynamicRouting<Engine>;
-  library.impl((prefix + "dynamic_routing").c_str(), &boxed<Op::forward>);
-  library.impl((prefix + "dynamic_routing_backward").c_str(), &boxed<Op::backward>);
+  library.impl(name.c_str(), &boxed<Op::forward>);
+  library.impl((name + "_backward").c_str(), &boxed<Op::backward>);
 }
 
 }  // namespace capsfast

@@ -64,9 +64,8 @@ struct Problem {
   MaskView mask;                   // [B, I]
   MaskView out_mask;               // [B, J]
 
-  // Only for the op factored_routing.
-  bool accumulate = true;  // logits are the given logits plus all agreements; else the last agreement alone
-  double scale = 1;        // of the agreement
+  // Only for the op factored_routing: logits are the given logits plus all agreements; else the last agreement alone.
+  bool accumulate = true;
 
   // Only for the op routing_pass.
   bool moments = false;    // this is a routing_pass: it has mass, activation and lse

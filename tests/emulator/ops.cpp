@@ -15,7 +15,7 @@ struct EmulatedEngine : cuda::Engine {
 }  // namespace capsfast
 
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
-  capsfast::register_dynamic_routing<capsfast::EmulatedEngine>(m, "emulated_");
+  capsfast::register_dynamic_routing<capsfast::EmulatedEngine>(m, "emulated_dynamic_routing");
   capsfast::register_routing_pass<capsfast::EmulatedEngine>(m, "emulated_");
 }
 

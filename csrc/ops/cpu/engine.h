@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../../cpu/parallel.h"
+#include "factored.h"
 #include "routing.h"
 
 namespace capsfast {
@@ -13,6 +14,7 @@ struct CpuEngine {
   static constexpr bool kSharedOutputs = true;
   static constexpr bool kPoseMatrices = true;
   static constexpr bool kPositions = true;
+  static constexpr bool kFactored = false;  // dynamic_routing without votes (see factored.h)
   // Calls with fewer multiply-adds stay on one thread: waking another thread takes longer than the work.
   static constexpr double kShared = 64 * 1024;
 
@@ -47,6 +49,26 @@ struct CpuEngine {
   static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
                             const torch::stable::Tensor&) {
     run(p, [&] { capsfast::pass_backward<T>(p, in, saved, out); });
+  }
+};
+
+struct FactoredEngine : CpuEngine {
+  static constexpr bool kPoseMatrices = false;
+  static constexpr bool kFactored = true;
+
+  template <class F>
+  static void run(const Problem& p, const F& call) {
+    const double products = double(p.B) * double(p.I) * double(p.J) * double(p.K) * double(p.iterations);
+    if (!p.empty()) with_team(products >= kShared, call);
+  }
+  template <class T>
+  static void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor&) {
+    run(p, [&] { factored_forward<T>(p, out); });
+  }
+  template <class T>
+  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+                       const torch::stable::Tensor&) {
+    run(p, [&] { factored_backward<T>(p, in, out); });
   }
 };
 

@@ -13,7 +13,7 @@
 
 namespace capsfast {
 
-// The Problem has shared_weight, and shared_outputs where there is one W for all j. z [B, r, J, K] takes the place of s.
+// The Problem has shared_weight, and shared_outputs where there is one W for all j. z [r, B, J, K] takes the place of s.
 template <class T>
 void factored_forward(const Problem& p, const ForwardOutputs& out);
 template <class T>

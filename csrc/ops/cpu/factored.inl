@@ -332,7 +332,7 @@ struct Factored : Products<T> {
           }
           if (wanted) write_coupling(block, n);
           for (int64_t j = 0; j < J; ++j)
-            __builtin_memcpy(kept + (((b0 + n) * r + t) * J + j) * K, z + j * Kp, static_cast<size_t>(K) * sizeof(T));
+            __builtin_memcpy(kept + ((t * p.B + b0 + n) * J + j) * K, z + j * Kp, static_cast<size_t>(K) * sizeof(T));
         }
         by_transpose(call, block.samples, at.Z, at.s);
         add_bias(block, at.s);
@@ -354,10 +354,8 @@ struct Factored : Products<T> {
   // The factor of the squash for the weighted sum m of an iteration, with squared length n.
   static T squash_factor(const Block& block, int64_t t, int64_t m, T n) {
     if (!block.is_valid_out(m / block.p.J, m % block.p.J)) return 0;
-    return scale(block, t) * block.p.squash.factor(t == block.last(), n);
+    return block.p.squash.factor(t == block.last(), n);
   }
-  // The factor of the outputs of an iteration.
-  static T scale(const Block& block, int64_t t) { return t == block.last() ? T(1) : static_cast<T>(block.p.scale); }
 
   static CAPSFAST_ONCE void write_coupling(const Block& block, int64_t n) {
     const int64_t J = block.p.J;
@@ -410,12 +408,11 @@ struct Factored : Products<T> {
     const Problem& p = block.p;
     const FactoredScratch<T>& at = block.at;
     const int64_t M = block.rows(), J = p.J, K = p.K, Kp = block.call.Kp, Dp = block.call.Dp, last = block.last();
-    const T* const kept = static_cast<const T*>(block.call.in.s) + block.b0 * p.iterations * J * K;
+    const T* const kept = static_cast<const T*>(block.call.in.s) + block.b0 * J * K;
     for (int64_t t = 0; t <= last; ++t) {
       for (int64_t m = 0; m < M; ++m) {
         T* const z = block.Z(t) + m * Kp;
-        const int64_t from = (m / J * p.iterations + t) * J + m % J;
-        __builtin_memcpy(z, kept + from * K, static_cast<size_t>(K) * sizeof(T));
+        __builtin_memcpy(z, kept + (t * p.B * J + m) * K, static_cast<size_t>(K) * sizeof(T));
         for (int64_t k = K; k < Kp; ++k) z[k] = 0;
       }
     }
@@ -425,8 +422,7 @@ struct Factored : Products<T> {
       for (int64_t m = 0; m < M; ++m) {
         const T *const s = block.wide(at.sums, t) + m * Dp, n = dot(s, s, Dp), f = squash_factor(block, t, m, n);
         at.f[t * M + m] = f;
-        at.slope[t * M + m] =
-            block.is_valid_out(m / J, m % J) ? scale(block, t) * p.squash.derivative(t == last, n) : T(0);
+        at.slope[t * M + m] = block.is_valid_out(m / J, m % J) ? p.squash.derivative(t == last, n) : T(0);
         for (int64_t d = 0; d < Dp && t < last; d += L) store<L>(block.outputs(t) + m * Dp + d, load<L>(s + d) * f);
       }
     }

@@ -13,6 +13,7 @@ struct Engine {
   static constexpr bool kSharedOutputs = false;
   static constexpr bool kPoseMatrices = false;
   static constexpr bool kPositions = false;
+  static constexpr bool kFactored = false;
   // A template, because the type is complete only where its header is included.
   template <class AnyTensor>
   static bool holds(const AnyTensor& tensor) {
