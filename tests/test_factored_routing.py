@@ -3,7 +3,6 @@
 test_routing.py and test_routing_edges.py take this op too, where a case shares its weight and that is less work.
 """
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,8 +76,8 @@ def test_other_dtypes(size: tuple[int, ...], dtype: torch.dtype, own: bool, alwa
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("gradient", ["full", "last"])
-def test_a_temperature_and_logits_that_do_not_add_up(size: tuple[int, ...], gradient: str) -> None:
-    """Two options that dynamic_routing does not have."""
+def test_logits_that_do_not_add_up(size: tuple[int, ...], gradient: str) -> None:
+    """An option that dynamic_routing does not have."""
     case = Case(gradient=gradient, logits="BIJ", bias=True)
 
     def fused(given: Problem, inputs: dict[str, Tensor], _: str | None, **more: Any) -> Any:
@@ -87,22 +86,20 @@ def test_a_temperature_and_logits_that_do_not_add_up(size: tuple[int, ...], grad
             unchecked(inputs["u"], inputs["weight"], parameters, case.options, size[2]), True, **more
         )
 
-    def definition(given: Problem, inputs: dict[str, Tensor], _: str | None, accumulate: bool, scale: float) -> Any:
+    def definition(given: Problem, inputs: dict[str, Tensor], _: str | None, accumulate: bool) -> Any:
         votes, start = plain.votes(inputs["u"], inputs["weight"]), inputs["logits"]
         total = torch.zeros_like(start)
         for t in range(3):
             c = plain.couple(start + total if accumulate or t == 0 else total)
             v = plain.squash((c[..., None] * votes).sum(1) + inputs["bias"])
-            found = scale * (votes * v[:, None]).sum(-1)
+            found = (votes * v[:, None]).sum(-1)
             found = found.detach() if gradient == "last" else found
             total = total + found if accumulate else found
         return v, c
 
     given = problem(size, case)
-    for accumulate, scale in itertools.product((False, True), (1.0, 2.5)):
-        got, wanted = (
-            run(given, None, function=partial(each, accumulate=accumulate, scale=scale)) for each in (fused, definition)
-        )
+    for accumulate in (False, True):
+        got, wanted = (run(given, None, function=partial(each, accumulate=accumulate)) for each in (fused, definition))
         for name, value in got.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
 
@@ -185,7 +182,7 @@ def test_opcheck(columns: int) -> None:
     given = make((3, 12, 2, 4, 5), replace(LOADED_OUT, shared=True))
     given.inputs["weight"] = given.inputs["weight"][:, :columns]
     tensors = [*given.inputs.values(), *given.masks.values()]
-    options = (2, 3, "out", "full", False, "paper", 1e-8, True, False, True, 1.0)
+    options = (2, 3, "out", "full", False, "paper", 1e-8, True, False, True)
     op = torch.ops.capsfast.factored_routing.default
     torch.library.opcheck(op, (*tensors, *options, True))
     needing = [each.clone().requires_grad_() for each in tensors[:4]]

@@ -7,7 +7,7 @@ matrix and by its transpose; forming votes multiplies I J vectors.
 ``capsfast::factored_routing`` returns ``(v [B, J, D], c [B, I, J], z [B, r, J, K])``: v and the last coupling c (empty
 without return_coupling) in the dtype of u, and z of every iteration for the backward, in the dtype that sums are formed
 in. The weight is ``[1, J or 1, D, K]``. accumulate: the logits of an iteration are the given logits plus all agreements
-so far; otherwise the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+so far; otherwise the last agreement alone.
 
 ``capsfast::factored_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
@@ -58,14 +58,10 @@ def _pays(call: Call) -> bool:
     return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
 
 
-def run(
-    call: Call, return_coupling: bool = False, accumulate: bool = True, scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def run(call: Call, return_coupling: bool = False, accumulate: bool = True) -> tuple[Tensor, Tensor]:
     """v ``[B, J, D]`` and c ``[B, I, J]``, c empty if it is not wanted. Call it only if :func:`serves` is true."""
     kernel = OP.kernels["cpp"]
-    v, c, _ = kernel(
-        call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, scale, return_coupling
-    )
+    v, c, _ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, return_coupling)
     return v, c
 
 

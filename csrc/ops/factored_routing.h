@@ -73,7 +73,7 @@ class FactoredRouting : Arguments<CpuEngine> {
                     "capsfast: weight must be [1, J or 1, D, K]");
     Problem p = DynamicRouting<CpuEngine>::problem(a);
     STD_TORCH_CHECK(p.P == 1, "capsfast: factored_routing takes poses that are vectors");
-    stack >> p.accumulate >> p.scale;
+    stack >> p.accumulate;
     return p;
   }
 

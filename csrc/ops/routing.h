@@ -66,7 +66,6 @@ struct Problem {
 
   // Only for the op factored_routing.
   bool accumulate = true;  // logits are the given logits plus all agreements; else the last agreement alone
-  double scale = 1;        // of the agreement
 
   // Only for the op routing_pass.
   bool moments = false;    // this is a routing_pass: it has mass, activation and lse

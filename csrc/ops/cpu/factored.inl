@@ -354,10 +354,8 @@ struct Factored : Products<T> {
   // The factor of the squash for the weighted sum m of an iteration, with squared length n.
   static T squash_factor(const Block& block, int64_t t, int64_t m, T n) {
     if (!block.is_valid_out(m / block.p.J, m % block.p.J)) return 0;
-    return scale(block, t) * block.p.squash.factor(t == block.last(), n);
+    return block.p.squash.factor(t == block.last(), n);
   }
-  // The factor of the outputs of an iteration.
-  static T scale(const Block& block, int64_t t) { return t == block.last() ? T(1) : static_cast<T>(block.p.scale); }
 
   static CAPSFAST_ONCE void write_coupling(const Block& block, int64_t n) {
     const int64_t J = block.p.J;
@@ -425,8 +423,7 @@ struct Factored : Products<T> {
       for (int64_t m = 0; m < M; ++m) {
         const T *const s = block.wide(at.sums, t) + m * Dp, n = dot(s, s, Dp), f = squash_factor(block, t, m, n);
         at.f[t * M + m] = f;
-        at.slope[t * M + m] =
-            block.is_valid_out(m / J, m % J) ? scale(block, t) * p.squash.derivative(t == last, n) : T(0);
+        at.slope[t * M + m] = block.is_valid_out(m / J, m % J) ? p.squash.derivative(t == last, n) : T(0);
         for (int64_t d = 0; d < Dp && t < last; d += L) store<L>(block.outputs(t) + m * Dp + d, load<L>(s + d) * f);
       }
     }
