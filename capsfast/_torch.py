@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload as OpOverload  # the type of torch.ops.capsfast.dynamic_routing.default
 from torch.autograd import forward_ad
 from torch.jit._trace import TracerWarning as TracerWarning  # torch.jit.trace warns of comparisons with it
+from torch.utils._pytree import _register_namedtuple
 
 # The autograd that torch.library adds to an op takes most of the host time of a small call. This context skips it
 # and runs the kernel alone.
@@ -21,11 +22,21 @@ gradients_in_batches = torch._C._functorch.is_legacy_batchedtensor
 tracing_state = torch._C._get_tracing_state
 
 F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=type)
 
 
 def forward_mode() -> bool:
     """Whether the call is differentiated in forward mode. torch.autograd.forward_ad has no public function for it."""
     return forward_ad._current_level >= 0
+
+
+def result(kind: C) -> C:
+    """Decorates a NamedTuple that a layer or network returns, so that torch.export.save writes programs with it.
+
+    torch has no public function for this; torch.export.register_dataclass takes no tuples.
+    """
+    _register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__name__}")
+    return kind
 
 
 def constant_while_tracing(function: F) -> F:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._torch import result
 from .options import Options
 from .reference.squash import squash
 
 
+@result
 class Moments(NamedTuple):
     """The sums of a routing pass over the input capsules.
 

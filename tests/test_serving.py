@@ -282,6 +282,19 @@ def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> 
         assert_same(tuple(torch.from_numpy(value) for value in found), served, images)
 
 
+@pytest.mark.parametrize("name", ["layer", "network"])
+def test_named_tuples_are_saved(name: str, tmp_path: Path) -> None:
+    if name == "layer":
+        model, images = capsfast.nn.RoutedCaps(6, 4, 6, 5, routing="em"), torch.randn(3, 6, 6)
+    else:
+        model, images = capsfast.models.CapsNet(1, 20, 4, conv_channels=4, primary_groups=1), torch.rand(3, 1, 20, 20)
+    model = model.eval()
+    torch.export.save(program(model, images[:2]), tmp_path / "model.pt2")
+    got = torch.export.load(tmp_path / "model.pt2").module()(images)
+    assert type(got) is type(model(images))
+    assert_same(got, model, images)
+
+
 def test_torch_jit_script_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch.jit.script cannot compile RoutedCaps; use torch.export or torch"):
         torch.jit.script(nn.Sequential(capsfast.nn.RoutedCaps(6, 4, 6, 5)))

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._torch import result
 
+
+@result
 class CapsNetOutput(NamedTuple):
     """lengths ``[B, J]``, or the activations of a routing that has its own; capsules ``[B, J, D]``; reconstruction
     ``[B, C, H, W]`` or None."""

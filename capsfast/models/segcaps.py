@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
+from .._torch import result
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
@@ -21,6 +22,7 @@ PRESENT = 0.5
 Caps = tuple[int, int]  # capsule types, size of a capsule
 
 
+@result
 class SegCapsOutput(NamedTuple):
     """lengths ``[B, J, H, W]``, or the activations of a routing that has its own; capsules ``[B, J, D, H, W]``;
     reconstruction ``[B, C, H, W]`` or None."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .._torch import result
 from ..nn._arguments import Made
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
@@ -15,6 +16,7 @@ from ..nn.stacked.set_transformer import SetTransformer
 from ._images import ImageNetwork
 
 
+@result
 class StackedOutput(NamedTuple):
     """The parts and objects that the two autoencoders find, and how well these explain the image and the parts."""
 

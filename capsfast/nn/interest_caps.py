@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import arguments, checks
+from .._torch import result
 from ..arguments import RoutingParameters, unchecked
 from ..ops import factored_routing
 from ..options import Options
@@ -18,6 +19,7 @@ from ._layer import Layer
 from .routing.votes import PassVotes, Votes
 
 
+@result
 class Interests(NamedTuple):
     """vectors ``[B, J, D]``; mask ``[B, J]``, bool: True for the interests that the user has. The other vectors are 0.
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from .. import checks
+from .._torch import result
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -15,6 +16,7 @@ from .routed_caps import pose_sizes
 from .routing.votes import votes_of
 
 
+@result
 class ScoredCapsules(NamedTuple):
     """poses ``[B, J, D]``; scores ``[B, J]``, whose sigmoids are activations; variances ``[B, J, D]`` of the votes."""
 

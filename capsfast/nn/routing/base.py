@@ -7,11 +7,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ... import checks
+from ..._torch import result
 from .._arguments import Made
 from .._layer import Layer
 from .votes import Votes, votes_of
 
 
+@result
 class Capsules(NamedTuple):
     """poses ``[B, J, D]``, activations ``[B, J]`` in [0, 1] or thereabouts: how present each capsule is."""
 

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._torch import result
 from .._layer import Layer
 from .affine import affine, compose
 
 
+@result
 class Objects(NamedTuple):
     """K object capsules for M parts.
 
@@ -29,6 +31,7 @@ class Objects(NamedTuple):
         return self.vote_presences.amax(2)
 
 
+@result
 class Explained(NamedTuple):
     """log_likelihood ``[B]`` of the part poses; posterior ``[B, M, K]``: the share of each object in a part. The rest
     belongs to no object."""

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks
+from ..._torch import result
 from .. import _arguments
 from .._layer import Layer
 from .affine import affine, inverse
 
 
+@result
 class Parts(NamedTuple):
     """poses ``[B, M, 2, 3]`` from a template to the image, presences ``[B, M]`` in (0, 1), features ``[B, M, F]``."""
 
@@ -52,6 +54,7 @@ class PartCaps(Layer):
         return Parts(affine(poses), logit.sigmoid(), features.relu())
 
 
+@result
 class Drawn(NamedTuple):
     """log_likelihood ``[B]``, of all pixels; image ``[B, C, H, W]``, the mean of the mixture."""
 
