@@ -60,11 +60,7 @@ def over_outputs(b, T: tl.constexpr, EMPTY: tl.constexpr):
     total = over_tiles(exponentials, T)
     if T.LEAKY:
         total += tl.exp2(-shift)
-    # As exact as a division, which takes eight instructions.
-    root = tl.rsqrt(total)
-    scale = root * root
-    if EMPTY:
-        scale = tl.where(total == 0.0, 0.0, scale)
+    scale = inverse(total) if EMPTY else 1.0 / total
     c = ()
     for n in tl.static_range(T.NT):
         c = c + (exponentials[n] * scale[:, None],)
