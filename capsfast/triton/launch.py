@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..options import SOFTMAX, Options, PassOptions
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
+from .kernels.arguments import Shape
 from .plan import Slot
 
 # Warps of the pass loops that a multiprocessor holds at once: a thread takes nearly all 255 registers.
@@ -75,15 +76,25 @@ class Scores(NamedTuple):
     activation: Slot | None = None  # [B, I]
 
 
+NO_SCORES = Scores()
+
+
 @dataclass
 class Call:
     """A call. x: u [B, I, P K] if there is a weight [I or 1, J, D / P, K], otherwise votes [B, I, J or 1, D]. Tensors
     may have any strides; all but x and the weight are copied if they are not contiguous. tf32: whether TF32 is allowed.
 
-    outputs: J, if x does not show it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
-    every position is a sample, and masks and scores have a row for every sample. Logits [B, I, J, S] stay as they are.
+    outputs: J, if x does not show it. scores: of a pass; the routing ops score with V. With votes [B, I, J, D, S] every
+    position is a sample, and masks and scores have a row for every sample. Logits [B, I, J, S] stay as they are.
 
     together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
+
+    Known of every call: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
+    positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
+    output capsules have the same votes. normalize, iterations: of a pass, or of a routing. query: votes are scored with
+    a query or with V. quadratic: the call takes more from the votes than a dot product and the first moment. agreement:
+    the votes have a gradient through the logits. uniform_start: the first coupling of a sample is one number for all
+    (i, j), because nothing scores the votes.
     """
 
     x: Slot
@@ -95,81 +106,43 @@ class Call:
     options: Options | PassOptions
     tf32: bool = False
     outputs: int | None = None
-    scores: Scores | None = None
+    scores: Scores = NO_SCORES
     together: int = 1
-    sizes: tuple[int, int, int, int, int] = field(init=False)  # B or B S, I, J, D, K
-    poses: int = field(init=False, default=1)  # P
 
     def __post_init__(self) -> None:
-        if self.weight is None:
-            B, I, J, D, *positions = self.x.shape
-            B *= math.prod(positions)
-            self.sizes = (B, I, J if self.outputs is None else self.outputs, D, 1)
-        else:
-            B, I, numbers = self.x.shape
-            _, J, R, K = self.weight.shape
-            self.poses = 1 if K == 0 else numbers // K
-            self.sizes = (B, I // self.together, J, self.poses * R, K * self.together)
+        x, weight, options = self.x, self.weight, self.options
         self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
         self.logits, self.bias = (None if each is None else each.contiguous() for each in (self.logits, self.bias))
-
-    @property
-    def positions(self) -> int | None:
-        """S, or None for votes that have no axis of positions."""
-        return self.x.shape[4] if self.x.dim() == 5 else None
-
-    @property
-    def votes_given(self) -> bool:
-        return self.weight is None
-
-    @property
-    def shared(self) -> bool:
-        return self.weight is not None and self.weight.shape[0] == 1
-
-    @property
-    def shared_logits(self) -> bool:
-        """Whether all samples have the same logits [I, J]."""
-        return self.logits is not None and self.logits.dim() == 2
-
-    @property
-    def common(self) -> bool:
-        """Whether all output capsules have the same votes."""
-        return self.weight is None and self.x.shape[2] != self.sizes[2]
-
-    @property
-    def normalize(self) -> str:
-        return self.options.normalize if isinstance(self.options, PassOptions) else self.options.softmax
-
-    @property
-    def iterations(self) -> int:
-        return 1 if isinstance(self.options, PassOptions) else self.options.num_iterations
-
-    @property
-    def uniform_start(self) -> bool:
-        """Whether the first coupling of a sample is one number for all (i, j), because nothing scores the votes."""
-        if self.scores is None:
-            return self.logits is None
-        scored = any(value is not None for value in (self.logits, *self.scores[:2], self.scores.prior))
-        return not scored and self.normalize in SOFTMAX
-
-    @property
-    def agreement(self) -> bool:
-        """Whether the votes have a gradient through the logits."""
-        if self.scores is None:
-            return isinstance(self.options, Options) and self.options.gradient == "full"
-        return self.scores.query is not None or self.scores.precision is not None
-
-    @property
-    def quadratic(self) -> bool:
-        """QUADRATIC: whether the call takes more from the votes than a dot product and the first moment."""
-        if self.scores is None or not isinstance(self.options, PassOptions):
-            return False
-        return self.options.second or self.scores.precision is not None or self.scores.center is not None
+        self.positions: int | None = None
+        self.poses = 1
+        if weight is None:
+            B, I, J, D, *positions = x.shape
+            self.positions = positions[0] if positions else None
+            J = J if self.outputs is None else self.outputs
+            self.sizes = (B * math.prod(positions), I, J, D, 1)
+        else:
+            B, I, numbers = x.shape
+            _, J, R, K = weight.shape
+            self.poses = 1 if K == 0 else numbers // K
+            self.sizes = (B, I // self.together, J, self.poses * R, K * self.together)
+        self.shared = weight is not None and weight.shape[0] == 1
+        self.shared_logits = self.logits is not None and self.logits.dim() == 2
+        self.common = weight is None and x.shape[2] != J
+        if isinstance(options, PassOptions):
+            query, precision, center, prior, _ = self.scores
+            self.normalize, self.iterations, self.query = options.normalize, 1, query is not None
+            self.quadratic = options.second or precision is not None or center is not None
+            self.agreement = self.query or precision is not None
+            scored = self.agreement or self.logits is not None or prior is not None
+            self.uniform_start = not scored and options.normalize in SOFTMAX
+        else:
+            self.normalize, self.iterations, self.query = options.softmax, options.num_iterations, True
+            self.quadratic, self.agreement = False, options.gradient == "full"
+            self.uniform_start = self.logits is None
 
     @functools.cached_property
     def tensors(self) -> tuple[Slot | None, ...]:
-        scores = Scores() if self.scores is None else self.scores
-        return (self.x, self.weight, self.logits, self.mask, self.out_mask, *scores[1:])
+        return (self.x, self.weight, self.logits, self.mask, self.out_mask, *self.scores[1:])
 
     @property
     def sample_stride(self) -> int:
@@ -197,22 +170,10 @@ class Call:
         Masks tell input capsules apart, and u has to have all components of these input capsules side by side.
         """
         B, I, J, D, K = self.sizes
-        apart = self.weight is None or self.poses > 1 or self.mask is not None or self.scores is not None
+        apart = self.weight is None or self.poses > 1 or self.mask is not None or isinstance(self.options, PassOptions)
         if apart or not 0 < K <= LONGEST // 2 or self.x.stride(1) != K * self.x.stride(2):
             return self
         return replace(self, together=max(1, math.gcd(I, LONGEST // K)))
-
-    @functools.cached_property
-    def precision(self) -> dict[str, Any]:
-        self.refuse_far()
-        return {
-            "VOTES": self.votes_given,
-            "DOT": dot_precision(self.x.dtype, self.tf32),
-            "SHARED_LOGITS": self.shared_logits,
-            "LEAKY": self.options.leaky,
-            "QUERY": self.scores is None or self.scores.query is not None,
-            "QUADRATIC": self.quadratic,
-        }
 
     def refuse_far(self) -> None:
         """Kernels have 32 bits for offsets within the samples of a tile, all outputs and all K.
@@ -222,7 +183,7 @@ class Call:
         """
         B, I, J, D, K = self.sizes
         samples = min(B, max(2 * config.ROWS, power_of_two(self.poses)))
-        of_sample = I * (J * D if self.votes_given else max(J, self.poses * K))
+        of_sample = I * (J * D if self.weight is None else max(J, self.poses * K))
         reaches = {
             "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
             "V of all iterations": samples * 2 * self.iterations * J * config.padded(D),
@@ -252,12 +213,12 @@ class Call:
     @functools.cached_property
     def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
-        K = 0 if self.votes_given else max(K, 1)
+        K = 0 if self.weight is None else max(K, 1)
         return Layer(J, D // self.poses, K, self.x.element_size(), self.poses)
 
     def choice(self, kernel: str) -> Choice:
         """The row of config.TABLE for this call. kernel: the first word of the row's name."""
-        name = f"{kernel} votes" if self.votes_given else kernel
+        name = f"{kernel} votes" if self.weight is None else kernel
         if self.quadratic and f"{name} quadratic" in config.TABLE:
             name = f"{name} quadratic"
         return config.TABLE[name]
@@ -265,28 +226,30 @@ class Call:
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
 
-    def constants(self, tiles: Tiles) -> dict[str, Any]:
-        """Keyword arguments of every launch."""
-        return {**self.shape(tiles), **self.precision, "MASKED": self.masked(tiles), **tiles.launch}
-
-    def masked(self, tiles: Tiles) -> bool:
-        """MASKED: whether kernels have to ask which pairs are valid, see where_valid() in kernels/tiles.py."""
-        center = None if self.scores is None else self.scores.center
-        outside = tiles.groups * tiles.NT * tiles.JT - self.sizes[2] >= tiles.JT  # the last group has whole tiles there
-        return outside or any(value is not None for value in (self.mask, self.out_mask, center))
-
-    def shape(self, tiles: Tiles) -> dict[str, int]:
-        """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""
-        B, I, J, D, K = self.sizes
-        x = self.x.stride()[2:] if self.weight is None else (0, self.x.stride(2))
-        if self.common:
-            x = (0, x[1])
+    def constants(self, kernel: str) -> dict[str, Any]:
+        """Keyword arguments of every launch. T has sizes and inner strides: if they are compiled in, offsets in a tile
+        need no registers."""
+        self.refuse_far()
+        _, _, J, D, K = self.sizes
+        tiles = self.tiles(kernel)
         if self.positions is not None:
             x = (0, 0)  # arguments of the launch, see walk
+        elif self.weight is None:
+            x = (0 if self.common else self.x.stride(2), self.x.stride(3))
+        else:
+            x = (0, self.x.stride(2))
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
-        inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
-        cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "LANES": tiles.LANES, "KP": tiles.KP, "NT": tiles.NT}
-        return {"J": J, "D": D, "K": K, "P": self.poses, "PP": power_of_two(self.poses), **cut, **inner}
+        # The last group may have whole tiles without any output.
+        outside = tiles.groups * tiles.NT * tiles.JT - J >= tiles.JT
+        masked = outside or any(value is not None for value in (self.mask, self.out_mask, self.scores.center))
+        T = Shape(
+            J, D, K, self.poses, power_of_two(self.poses), *tiles[:6], self.weight is None,
+            dot_precision(self.x.dtype, self.tf32), self.shared_logits, self.options.leaky, self.query, self.quadratic,
+            masked, tiles.groups > 1 and kernel != "row_norm", *x, *w,
+        )  # fmt: skip
+        # The static_range() of Triton 3.6 takes no plain numbers, the interpreter takes nothing else.
+        T = T if triton.knobs.runtime.interpret else Shape(*map(triton.language.constexpr, T))
+        return {"T": T, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
     def batch_tiles(self, tiles: Tiles) -> int:
         if self.positions is not None:

@@ -85,7 +85,7 @@ def forward(
 ) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
     """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the log-sum-exp for normalize="lse"."""
     B, I, J, D, _ = call.sizes
-    assert isinstance(call.options, PassOptions) and call.scores is not None
+    assert isinstance(call.options, PassOptions)
     inward = call.normalize == "in"
     dtype = torch.float32 if inward else call.x.dtype
     weights = call.new_pairs(dtype) if return_weights else None
@@ -107,7 +107,7 @@ def forward(
                 log_sum = call.compute(_log_sum, rows[..., 0], rows[..., 1])
         partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
-        sums = passes.update_moments(call, partial, online, factor, norm)
+        sums = passes.update(call, partial, online, factor, (None, None) if norm is None else (norm[0], norm[1]))
         if norm is not None and weights is not None:
             passes.coupling(call, call.scores.query, Norms(None, *norm), weights)
         if norm is not None and return_lse:
@@ -140,7 +140,6 @@ def backward(
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(inputs, needed, strict=True))
-    assert call.scores is not None
     dmass, dfirst, dsecond = (call.compute(_plain, value, parameters.out_mask) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(_plain, given[4])
     query_and_dfirst = (call.zeros(B, J, D) if each is None else each for each in (call.scores.query, dfirst))
@@ -232,7 +231,6 @@ def _of_log_sum(pairs: Tensor) -> Tensor:
 
 def _summed(call: Call, needed: list[bool]) -> bool:
     """Whether a gradient of the scores is a sum over the input capsules."""
-    assert call.scores is not None
     need_query, need_precision, need_center, need_prior = needed
     scored = call.scores.query is not None or call.scores.precision is not None
     return need_query or need_precision or need_prior or (need_center and scored)
@@ -249,7 +247,6 @@ def _score_gradients(
 ) -> tuple[Slot | None, ...]:
     """dquery, dprecision, dcenter and dprior in float32; a gradient that is not needed is None. Fills pairs and terms,
     as passes.accumulate_gradient() does."""
-    assert call.scores is not None
     query, precision, *_ = call.scores
     need_query, need_precision, need_center, need_prior = needed
     mass, first, *_ = saved
@@ -262,7 +259,7 @@ def _score_gradients(
         kept = None if pairs is None else pairs[0]
         passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
     if partial is not None:
-        sums = passes.update_moments(call, partial)
+        sums = passes.update(call, partial)
     dprecision = dcenter = None
     if need_precision and sums is not None:
         dprecision = call.compute(_dprecision, sums.second)

@@ -1,5 +1,6 @@
 """A function for each kernel, which launches the kernel. The device of the call must be the current device."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
-from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import add_up_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
 from .plan import Slot
 
@@ -76,7 +77,7 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *mor
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
     grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
-    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
+    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(name), **constants)
 
 
 def accumulate(
@@ -150,10 +151,7 @@ def accumulate_gradient(
 def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
-    arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
-    _launch(
-        call, "accumulate", accumulate_kernel, arguments, MODE="in", KEPT=call.choice("accumulate").kept, TOGETHER=1
-    )
+    _accumulate(call, (*call.tensors, V, *norms[:3], None, None, None, None, out, None), "in")
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
@@ -164,10 +162,9 @@ def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, 
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
-    shape: dict[str, Any] = {"J": J, "D": D, "DP": DP, "RB": RB}
-    if isinstance(call.options, Options):
-        shape["KIND"] = call.options.squash if call.options.squash_last or not last else "identity"
-    return (cdiv(B * J, RB),), shape
+    squashed = isinstance(call.options, Options) and (call.options.squash_last or not last)
+    kind = call.options.squash if isinstance(call.options, Options) and squashed else "identity"
+    return (cdiv(B * J, RB),), {"J": J, "D": D, "DP": DP, "RB": RB, "KIND": kind}
 
 
 def _splits_at_once(shape: dict[str, Any]) -> int:
@@ -177,43 +174,28 @@ def _splits_at_once(shape: dict[str, Any]) -> int:
 
 def update(
     call: Call,
-    partial: Slot,
-    online: Slot | None,
-    factor: tuple[Slot | None, float],
-    V: Slot | None,
-    s: Slot,
-    norm: tuple[Slot | None, ...],
-    following: Slot | None,
-    v: Slot | None,
-) -> None:
-    """Fills s, norm and following, V of the next iteration; the last iteration fills v, the output, instead."""
-    assert isinstance(call.options, Options)
-    grid, shape = _update_grid(call, last=v is not None)
-    call.x.plan.launch(update_kernel, grid,
-        partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
-        call.sizes[0], partial.shape[0], factor[1], call.options.eps,
-        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
-    )  # fmt: skip
-
-
-def update_moments(
-    call: Call,
     partial: Sums,
     online: Slot | None = None,
     factor: tuple[Slot | None, float] = (None, 1.0),
-    norm: Slot | None = None,
+    norm: Sequence[Slot | None] = (None, None),
+    s: Slot | None = None,
+    V: Slot | None = None,
+    following: Slot | None = None,
+    v: Slot | None = None,
 ) -> Sums:
-    """Adds up the splits and multiplies the sums by factor. Fills norm [2, B, J] if norm is given."""
-    grid, shape = _update_grid(call)
+    """Adds up the splits and multiplies the sums by factor. Fills norm and, if given, s with the first sums. An
+    iteration also fills following, V of the next iteration; the last iteration fills v, the output, instead."""
     B, _, J, D, _ = call.sizes
+    grid, shape = _update_grid(call, last=v is not None)
     sums = Sums(
-        call.new(B, J, D),
+        call.new(B, J, D) if s is None else s,
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    call.x.plan.launch(moments_kernel, grid,
-        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm),
-        B, partial.first.shape[0], factor[1],
+    eps = call.options.eps if isinstance(call.options, Options) else 0.0
+    call.x.plan.launch(update_kernel, grid,
+        *partial, online, factor[0], call.bias, call.out_mask, V, *sums, *norm, following, v,
+        B, partial.first.shape[0], factor[1], eps,
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
@@ -285,7 +267,7 @@ def gradient(
         shape = (B, I, J, D) if call.common else call.x.shape
         dx = dx or call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
         # du is a sum over groups of outputs, in float32 until the last group.
-        if tiles.groups > 1 and not call.votes_given and dx.dtype != torch.float32:
+        if tiles.groups > 1 and call.weight is not None and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
     first = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
@@ -298,7 +280,7 @@ def gradient(
         assert call.weight is not None
         # One part per split of the batch; for a shared weight one part per program.
         dw = call.new(chunks * splits if call.shared else splits, *call.weight.shape)
-    constants = call.constants(tiles) | {
+    constants = call.constants("gradient") | {
         "BACK_DOT": call.back_dot, "START": first, "R": call.iterations, "UNIFORM": uniform,
         "AGREEMENT": call.agreement, "SHARED": call.shared, "HELD": held,
         "num_stages": tiles.stages if ahead else 1,

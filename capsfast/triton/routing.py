@@ -50,7 +50,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
         if not last:
             following = call.new(B, J, D) if V is None else V
         kept = (norm[0, t], norm[1, t]) if inward else (None, None)
-        passes.update(call, sums.first, online, factor, V, s[t], kept, None if last else following, v if last else None)
+        passes.update(call, sums, online, factor, kept, s[t], V, None if last else following, v if last else None)
         V = V if last else following
     if return_coupling and inward:
         passes.coupling(call, V, Norms(None, *norm[:, -1]), coupling)

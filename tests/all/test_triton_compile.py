@@ -66,7 +66,7 @@ MORE_CALLS: dict[str, Row] = {
     "EM, votes": call("votes_pass", 32, 64, 10, 16, 1, case={**EM, "shared": "J", "query": True}, dtype="bfloat16"),
     "largest update": call("em_update", 32, 128, 32, case=UPDATE),
 }
-STEPS = ("update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel")
+STEPS = ("update_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel")
 
 
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":

@@ -53,7 +53,7 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
 def call_of(B: int, I: int, J: int = 10, D: int = 16, K: int = 8, rows: int = 1) -> "Call":
     """A call whose tensors take no memory."""
     u, weight = torch.empty(1, 1, K).expand(B, I, K), torch.empty(1, J, D, K).expand(rows, -1, -1, -1)
-    return Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
+    return Call(u, weight, None, None, None, None, PLAIN.options)  # type: ignore[arg-type]
 
 
 def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

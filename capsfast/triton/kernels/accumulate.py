@@ -9,7 +9,7 @@ depends on the order in which programs run.
 import triton
 import triton.language as tl
 
-from .arguments import Given, Inputs, Norms, Shape
+from .arguments import Given, Inputs, Norms
 from .softmax import agreement_gradient, couple, exponential, finite_or_zero, log_sum_exp, scaled
 from .tiles import batch_rows, first_tile, per_input, store_coefficients, store_pairs, valid_outputs, where_valid, zeros
 from .vectors import further, load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
@@ -71,12 +71,7 @@ def accumulate_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,  # for votes with positions, else None
     B, I, chunk,
-    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    T: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr, TOGETHER: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
@@ -85,14 +80,10 @@ def accumulate_kernel(
     """
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
-    T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
-        NT * JT < J
-    )
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
+    xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
-        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump, TOGETHER
+        xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump, TOGETHER
     )
     rows = batch_rows(tl.program_id(0), inputs, T)
     split = tl.program_id(1)
@@ -105,14 +96,14 @@ def accumulate_kernel(
     known = ()
     maximum = ()
     total = ()
-    for n in tl.static_range(NT):
+    for n in tl.static_range(T.NT):
         if MODE != "uniform":
-            if QUERY and KEPT:
+            if T.QUERY and KEPT:
                 V = V + (load_vectors(V_ptr, vectors, first + n, T),)
             known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
         if ONLINE:
-            maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
-            total = total + (tl.zeros([BB, JT], tl.float32),)
+            maximum = maximum + (tl.full([T.BB, T.JT], float("-inf"), tl.float32),)
+            total = total + (tl.zeros([T.BB, T.JT], tl.float32),)
 
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
@@ -122,19 +113,20 @@ def accumulate_kernel(
         x = ()
         b = ()
         more = ((), (), ())
-        for n in tl.static_range(NT):
-            valid = tl.broadcast_to(here.ok[:, None], [BB, JT]) if MODE == "uniform" else known[n] & here.ok[:, None]
+        for n in tl.static_range(T.NT):
+            ok = here.ok[:, None]
+            valid = tl.broadcast_to(ok, [T.BB, T.JT]) if MODE == "uniform" else known[n] & ok
             x_n = votes_about_center(inputs, rows, beside, here, first + n, valid, T)
             if MODE == "uniform":
-                c0 = tl.full([BB, JT], 1.0, tl.float32)
+                c0 = tl.full([T.BB, T.JT], 1.0, tl.float32)
                 if activation_ptr is not None:
                     c0 *= a[:, None]
                 elif mass_ptr is not None:
                     c0 *= here.ok.to(tl.float32)[:, None]
                 more = add_tile(sums, more, n, None, c0, x_n, mass_ptr, second_ptr, T)
             else:
-                V_n = V[n] if KEPT and QUERY else x_n
-                if QUERY and not KEPT:
+                V_n = V[n] if KEPT and T.QUERY else x_n
+                if T.QUERY and not KEPT:
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, T)
                 b = b + (routing_logits(
                     inputs, x_n, V_n, rows, beside, here, first + n, valid, T, 0.0 if MODE == "none" else float("-inf")
@@ -144,7 +136,7 @@ def accumulate_kernel(
             # The online softmax over i: when the maximum grows, the sums so far are rescaled.
             maxima = ()
             totals = ()
-            for n in tl.static_range(NT):
+            for n in tl.static_range(T.NT):
                 grown = tl.maximum(maximum[n], b[n])
                 least = finite_or_zero(grown)
                 scale = exponential(maximum[n] - least)
@@ -164,7 +156,7 @@ def accumulate_kernel(
                 tl.store(at, log_sum_exp(m, scale), mask=rows.once)
             if activation_ptr is not None:
                 c = scaled(c, a, T)
-            for n in tl.static_range(NT):
+            for n in tl.static_range(T.NT):
                 if SUMS:
                     more = add_tile(sums, more, n, None, c[n], x[n], mass_ptr, second_ptr, T)
                 if coupling_ptr is not None:
@@ -172,12 +164,12 @@ def accumulate_kernel(
         if SUMS:
             sums = more
 
-    plane = tl.cast(split, tl.int64) * B * J
+    plane = tl.cast(split, tl.int64) * B * T.J
     if SUMS:
         store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T)
     if ONLINE:
-        totals_ptr = online_ptr + plane + tl.cast(tl.num_programs(1), tl.int64) * B * J
-        for n in tl.static_range(NT):
+        totals_ptr = online_ptr + plane + tl.cast(tl.num_programs(1), tl.int64) * B * T.J
+        for n in tl.static_range(T.NT):
             store_numbers(online_ptr + plane, maximum[n], rows, first + n, T)
             store_numbers(totals_ptr, total[n], rows, first + n, T)
 
@@ -201,23 +193,15 @@ def accumulate_gradient_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk,
-    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Computes the coefficients c and db of one iteration in dvotes, and partial sums over i: db votes, which G adds
     up, and for a pass also db and db votes^2."""
     SUMS: tl.constexpr = partial_ptr is not None
-    T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
-        NT * JT < J
-    )
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
+    xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
-        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
+        xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )
     given = Given(dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr)
     rows = batch_rows(tl.program_id(0), inputs, T)
@@ -229,7 +213,7 @@ def accumulate_gradient_kernel(
     if SUMS:
         sums = no_sums(mass_ptr, second_ptr, T)
     known = ()
-    for n in tl.static_range(NT):
+    for n in tl.static_range(T.NT):
         known = known + (valid_outputs(None, rows, rows.inside, first + n, T),)
 
     lo = split * chunk
@@ -242,14 +226,14 @@ def accumulate_gradient_kernel(
             None if norm_ptr is None else reread(norm_ptr, i32, True),
             None if inverse_ptr is None else reread(inverse_ptr, i32, True),
             None if delta_ptr is None else reread(delta_ptr, i32, True),
-            None if s_ptr is None else further(s_ptr, (i32 >> 31) * 16 if LANES > 0 else 0, T),  # as in reread()
+            None if s_ptr is None else further(s_ptr, (i32 >> 31) * 16 if T.LANES > 0 else 0, T),  # as in reread()
         )
-        state_at = reread(state_ptr, i32, LANES > 0)
+        state_at = reread(state_ptr, i32, T.LANES > 0)
         x = ()
         valid = ()
         b = ()
         dc = ()
-        for n in tl.static_range(NT):
+        for n in tl.static_range(T.NT):
             outputs = known[n]
             if out_mask_ptr is not None:
                 # Keeping the mask, as the forward does, would take registers that are scarce here.
@@ -264,8 +248,8 @@ def accumulate_gradient_kernel(
             dc = dc + (coupling_gradient(inputs, given, x[n], s, ds, rows, beside, here, first + n, valid[n], T),)
         c, _, _ = couple(b, norms, inputs, rows, here, known, first, T, MODE)
         if terms_ptr is not None:
-            for n in tl.static_range(NT):
-                term = where_valid(valid[n], c[n] * dc[n], 0.0, MASKED)
+            for n in tl.static_range(T.NT):
+                term = where_valid(valid[n], c[n] * dc[n], 0.0, T.MASKED)
                 store_pairs(terms_ptr, term, inputs, rows, here.i, first + n, T)
         a = None
         if activation_ptr is not None:
@@ -275,14 +259,14 @@ def accumulate_gradient_kernel(
         if pairs_ptr is not None:
             if a is not None:
                 c = scaled(c, a, T)
-            for n in tl.static_range(NT):
+            for n in tl.static_range(T.NT):
                 store_coefficients(pairs_ptr, c[n], db[n], inputs, rows, here.i, first + n, T)
         if SUMS:
             more = ((), (), ())
-            for n in tl.static_range(NT):
+            for n in tl.static_range(T.NT):
                 more = add_tile(sums, more, n, None, db[n], x[n], mass_ptr, second_ptr, T)
             sums = more
 
     if SUMS:
-        plane = tl.cast(split, tl.int64) * B * J
+        plane = tl.cast(split, tl.int64) * B * T.J
         store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T)

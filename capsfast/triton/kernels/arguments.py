@@ -1,9 +1,9 @@
 """Tuples that kernels pass to their functions as one argument. tiles.py has the symbols.
 
-Triton's cache of compiled kernels looks at the text of kernels and their functions, not at these classes. Whoever adds
-or moves a field has to change the calls, which are positional; so the text changes too.
+Triton's cache of compiled kernels looks at T and at the text of kernels and their functions, not at these classes.
+Whoever adds or moves a field has to change the calls, which are positional; so the text changes too.
 
-Every kernel makes these tuples itself, in the same lines: in Triton 3.6 a function cannot return a tuple with None.
+Every kernel makes Inputs itself, in the same lines: in Triton 3.6 a function cannot return a tuple with None.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,9 @@ class Shape(NamedTuple):
     """T, what a kernel is compiled for: the layer, how tiles cut it (config.Tiles), and flags.
 
     VOTES: votes are given. DOT: how votes are computed, see products.py. LEAKY: of the softmax. QUERY: there is a
-    query. QUADRATIC: votes serve more than the score with the query and the first moment. MASKED: pairs may be masked.
-    GROUPED: there is more than one group of outputs.
+    query. QUADRATIC: votes serve more than the score with the query and the first moment. MASKED: kernels have to ask
+    which pairs are valid, see where_valid() in tiles.py. GROUPED: there is more than one group of outputs. x_j, x_d,
+    w_j, w_d, w_k: strides, x_d over components of u or of votes.
     """
 
     J: Any
@@ -36,6 +37,11 @@ class Shape(NamedTuple):
     QUADRATIC: Any
     MASKED: Any
     GROUPED: Any
+    x_j: Any
+    x_d: Any
+    w_j: Any
+    w_d: Any
+    w_k: Any
 
 
 class Inputs(NamedTuple):

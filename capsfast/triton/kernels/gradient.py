@@ -17,7 +17,7 @@ loads V and ds for every input capsule.
 import triton
 import triton.language as tl
 
-from .arguments import Inputs, Shape
+from .arguments import Inputs
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
 from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, padded, per_input, valid_outputs, where_valid
@@ -148,43 +148,34 @@ def gradient_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, tiles, groups, factor,
-    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
-    LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr,
-    START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, HELD: tl.constexpr,
+    T: tl.constexpr, BACK_DOT: tl.constexpr, START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr,
+    AGREEMENT: tl.constexpr, SHARED: tl.constexpr, HELD: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". HELD: V and ds stay in registers, see
     above. tiles: batch tiles of a split.
     """
-    T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
-        NT * JT < J
-    )
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
+    xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
-        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
+        xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )
     # Splits first: if the number of splits divides the number of multiprocessors, the programs of a multiprocessor
     # share V and ds.
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    before_ptr = state_ptr + (2 * START - 1) * padded(D)
-    plane = 2 * tl.cast(B, tl.int64) * I * J
+    before_ptr = state_ptr + (2 * START - 1) * padded(T.D)
+    plane = 2 * tl.cast(B, tl.int64) * I * T.J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
-    C: tl.constexpr = D // P
+    C: tl.constexpr = T.D // T.P
     # An axis that a product does not sum over may have 8 components, except for AMD's matrix instructions.
     LEAST: tl.constexpr = 16 if BACK_DOT == "ieee" else 8
-    KB: tl.constexpr = max(KP, LEAST) if K > 8 else LEAST
+    KB: tl.constexpr = max(T.KP, LEAST) if T.K > 8 else LEAST
     # See add_scaled(). With many tiles the parts would take long to compile.
-    PARTED: tl.constexpr = LANES > 0 and (HELD or NT == 1)
-    KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
+    PARTED: tl.constexpr = T.LANES > 0 and (HELD or T.NT == 1)
+    KEEP_DW: tl.constexpr = SHARED and T.K <= KB and dw_ptr is not None
     for tile in range(batch_start, batch_end):
         rows = batch_rows(tile, inputs, T)
         vectors = vector_tile(rows, T)
@@ -192,31 +183,31 @@ def gradient_kernel(
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows.first + rows.local, mask=rows.inside, other=0.0)
         else:
-            each = tl.zeros([BB], tl.float32) + factor
+            each = tl.zeros([T.BB], tl.float32) + factor
         for group in range(groups):
             first = first_tile(group, T)
             last = group == groups - 1
             known = ()
             dw = ()
-            for n in tl.static_range(NT):
+            for n in tl.static_range(T.NT):
                 known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
                 if KEEP_DW:
-                    dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
+                    dw = dw + (tl.zeros([T.JT * T.DP, KB], tl.float32),)
             held = ()
             ds_before = ()
             if HELD:
                 if UNIFORM:
                     ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
                 for t in tl.static_range(START, R):
-                    held = held + (states_of(state_ptr + 2 * t * padded(D), vectors, states, first, T, 2 * R),)
+                    held = held + (states_of(state_ptr + 2 * t * padded(T.D), vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 x = ()
                 valid = ()
                 dxs = ()
-                for n in tl.static_range(NT):
+                for n in tl.static_range(T.NT):
                     valid = valid + (known[n] & here.ok[:, None],)
-                    if QUADRATIC:
+                    if T.QUADRATIC:
                         x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
                     else:
                         x = x + (0.0,)  # not used
@@ -233,17 +224,17 @@ def gradient_kernel(
                         )
                 else:
                     for t in range(START, R):
-                        V, ds = states_of(state_ptr + 2 * t * padded(D), vectors, states, first, T, 2 * R)
+                        V, ds = states_of(state_ptr + 2 * t * padded(T.D), vectors, states, first, T, 2 * R)
                         dxs = add_iteration(
                             dxs, V, ds, pairs_ptr + (t - START) * plane,
                             inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED
                         )
                 dx = ()
-                for n in tl.static_range(NT):
+                for n in tl.static_range(T.NT):
                     dx = dx + (whole(dxs[n], T) if PARTED else dxs[n][0],)
 
-                if VOTES:
-                    for n in tl.static_range(NT):
+                if T.VOTES:
+                    for n in tl.static_range(T.NT):
                         store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
                 elif KEEP_DW:
                     dw = add_tiles(dw, add_products(
@@ -255,8 +246,8 @@ def gradient_kernel(
                     if SHARED:
                         owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                         stored += i32 - lo
-                    dw_at = None if dw_ptr is None else dw_ptr + owner * (J * C * K)
-                    for k0 in range(0, K, KB):
+                    dw_at = None if dw_ptr is None else dw_ptr + owner * (T.J * C * T.K)
+                    for k0 in range(0, T.K, KB):
                         add_products(
                             inputs, dx, rows, here, k0, first, last, dx_ptr, room_ptr, dw_at, stored,
                             T, KB, BACK_DOT, PARTED, False
@@ -268,6 +259,7 @@ def gradient_kernel(
             tl.debug_barrier()
             if KEEP_DW:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
-                for n in tl.static_range(NT):
-                    add_weight_gradient(dw_ptr + owner * (J * C * K), dw[n], first + n, 0, tile - batch_start, T, KB)
+                dw_at = dw_ptr + owner * (T.J * C * T.K)
+                for n in tl.static_range(T.NT):
+                    add_weight_gradient(dw_at, dw[n], first + n, 0, tile - batch_start, T, KB)
                 tl.debug_barrier()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arguments import Given, Inputs, Shape
+from .arguments import Given, Inputs
 from .softmax import exponential, finite_or_zero, inverse, store_row_norms
 from .tiles import batch_rows, padded, per_input, valid_outputs, where_valid
 from .vectors import load_vectors, vector_tile
@@ -20,24 +20,16 @@ def row_norm_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, groups,
-    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Goes through outputs tile by tile.
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
-    T: tl.constexpr = Shape(
-        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
-        False
-    )
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
+    xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
-        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
+        xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )
     given = Given(dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr)
     rows = batch_rows(tl.program_id(0), inputs, T)
@@ -47,13 +39,13 @@ def row_norm_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         here = input_capsule(inputs, rows, i32, T, w_i == 0)
         # If LEAKY, the softmax has one more entry, with logit 0.
-        m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
-        total = tl.full([BB], 1.0 if LEAKY else 0.0, tl.float32)
-        inner = tl.zeros([BB], tl.float32)
-        for n in range(groups * NT):
+        m = tl.full([T.BB], 0.0 if T.LEAKY else float("-inf"), tl.float32)
+        total = tl.full([T.BB], 1.0 if T.LEAKY else 0.0, tl.float32)
+        inner = tl.zeros([T.BB], tl.float32)
+        for n in range(groups * T.NT):
             valid = valid_outputs(out_mask_ptr, rows, here.ok, n, T)
             x = votes_about_center(inputs, rows, vectors, here, n, valid, T)
-            V = load_vectors(state_ptr, vectors, n, T, S) if QUERY else None
+            V = load_vectors(state_ptr, vectors, n, T, S) if T.QUERY else None
             b = routing_logits(inputs, x, V, rows, vectors, here, n, valid, T)
             grown = tl.maximum(m, tl.max(b, 1))
             least = finite_or_zero(grown)
@@ -61,9 +53,9 @@ def row_norm_kernel(
             e = exponential(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                ds = load_vectors(state_ptr + padded(D), vectors, n, T, S)
+                ds = load_vectors(state_ptr + padded(T.D), vectors, n, T, S)
                 dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, T)
-                inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
+                inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, T.MASKED), 1)
             m = grown
         scale = inverse(total)
         if WITH_DS:

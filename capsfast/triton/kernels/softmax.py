@@ -40,8 +40,9 @@ def over_tiles(tiles, T: tl.constexpr):
 
 
 @triton.jit
-def over_outputs(b, T: tl.constexpr):
-    """c of all tiles, and maximum and 1 / sum [BB] of a row, 0 where the row has no finite logit."""
+def over_outputs(b, T: tl.constexpr, EMPTY: tl.constexpr):
+    """c of all tiles, and maximum and 1 / sum [BB] of a row. EMPTY: whether a row may have no finite logit; then both
+    are 0."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     most = b[0]
     for n in tl.static_range(1, T.NT):
@@ -49,7 +50,8 @@ def over_outputs(b, T: tl.constexpr):
     m = tl.max(most, 1)
     if T.LEAKY:
         m = tl.maximum(m, 0.0)
-    m = finite_or_zero(m)
+    if EMPTY:
+        m = finite_or_zero(m)
     # All exponents of a row have the rounding error of this product, so the error cancels.
     shift = m * LOG2_E
     exponentials = ()
@@ -58,7 +60,7 @@ def over_outputs(b, T: tl.constexpr):
     total = over_tiles(exponentials, T)
     if T.LEAKY:
         total += tl.exp2(-shift)
-    scale = inverse(total)
+    scale = inverse(total) if EMPTY else 1.0 / total
     c = ()
     for n in tl.static_range(T.NT):
         c = c + (exponentials[n] * scale[:, None],)
@@ -95,7 +97,8 @@ def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl
     m = tl.zeros([1], tl.float32)
     scale = m
     if MODE == "out":
-        c, m, scale = over_outputs(b, T)
+        EMPTY: tl.constexpr = T.MASKED or T.QUADRATIC or inputs.logits is not None or inputs.prior is not None
+        c, m, scale = over_outputs(b, T, EMPTY)
     elif MODE == "row_norm":
         m, scale, _ = load_row_norms(norms.rows, rows, here, inputs)
         c = ()

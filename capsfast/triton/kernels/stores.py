@@ -69,14 +69,15 @@ def add_weight_gradient(dw_ptr, value, n, k0, stored, T: tl.constexpr, KP: tl.co
     column, k = fragment(T.JT * T.DP, KP, DOWN, ACROSS)
     j, d = place(column, T)
     within = (existing(n, n * T.JT + j, T) & below(d, C, T.DP))[:, None] & below(k0 + k, T.K, KP)
-    at = dw_ptr + (j * (C * T.K) + d * T.K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (T.JT * C * T.K)
+    at = dw_ptr + tl.cast(n, tl.int64) * (T.JT * C * T.K) + (j * (C * T.K) + d * T.K)[:, None] + (k0 + k)
     add_to(at, as_fragment(value, DOWN, ACROSS), within, stored)
 
 
 @triton.jit
 def add_input_gradient(dx_ptr, room, value, inputs, rows, here, k0, first, last, T: tl.constexpr, KP: tl.constexpr):
     """Stores du of an input capsule for the rows, in [B, I, P K], components k from k0 on."""
-    value = tl.where(here.ok[:, None], value, 0.0)
+    if inputs.mask is not None:
+        value = tl.where(here.ok[:, None], value, 0.0)
     row, k = fragment(T.BB, KP, T.BB // 16, 1)
     sample, pose = row // T.PP, row % T.PP
     NUMBERS: tl.constexpr = T.P * T.K

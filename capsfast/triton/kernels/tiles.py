@@ -191,9 +191,29 @@ def per_pair(ptr, inputs, rows, i, n, valid, T: tl.constexpr, SHARED: tl.constex
 
 @triton.jit
 def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
-    """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
-    at = pairs(ptr, inputs, rows, i, n, T, False)
-    tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T) < T.J)[None, :])
+    """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J].
+
+    For computed votes, every lane of an output has the numbers. The first of these lanes stores what it has, without an
+    exchange: the numbers [M] are in the order in which the compiler distributes M to lanes, to warps, to registers.
+    """
+    if T.LANES == 0:
+        at = pairs(ptr, inputs, rows, i, n, T, False)
+        tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T) < T.J)[None, :])
+    else:
+        # A warp has 16 rows, or the columns of whole outputs.
+        DOWN: tl.constexpr = T.BB // 16
+        ACROSS: tl.constexpr = T.JT * T.LANES // 4
+        M: tl.constexpr = T.BB * T.JT * T.LANES
+        value = tl.broadcast_to(value[:, :, None], [T.BB, T.JT, T.LANES])
+        value = tl.permute(tl.reshape(value, [DOWN, 2, 8, ACROSS, 4]), (1, 0, 3, 2, 4))
+        index = tl.arange(0, M)
+        lane = index // 32 % ACROSS * 4 + index % 4
+        row = (index // (32 * ACROSS) % DOWN * 2 + index // (32 * ACROSS * DOWN)) * 8 + index // 4 % 8
+        j, sample = lane // T.LANES, row // T.PP
+        first = (lane % T.LANES == 0) & (row % T.PP == 0)
+        # Adds tiles last: if there is one group, they are part of the instruction.
+        at = ptr + (rows.first * inputs.I + i) * T.J + (sample * (inputs.I * T.J) + j) + n * T.JT
+        tl.store(at, tl.reshape(value, [M]), mask=first & (sample < rows.count) & (n * T.JT + j < T.J))
 
 
 @triton.jit

@@ -110,12 +110,14 @@ def add_bias(s, bias_ptr, own, J: tl.constexpr, D: tl.constexpr):
 )
 def update_kernel(
     partial_ptr,  # [splits, B, J, D] float32
+    partial_mass_ptr,  # [splits, B, J] float32, of a routing pass, or None
+    partial_second_ptr,  # [splits, B, J, D] float32, of a routing pass, or None
     online_ptr,  # [2, splits, B, J] float32, for softmax "in": maximum and sum of exponentials of each split, or None
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     V_ptr,  # [B, J, D] float32, V of the pass, or None for zero
-    s_ptr,  # [B, J, D] float32, out
+    s_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None if the partial sums are None
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     next_ptr,  # [B, J, D] float32, out: V + v, or None
     v_ptr,  # [B, J, D], out, or None
@@ -123,41 +125,7 @@ def update_kernel(
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
-    own = own_rows(B, J, D, DP, RB)
-    plane = tl.cast(B, tl.int64) * J
-    each, m = common_factor(
-        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane, J, SB, LEAKY
-    )
-    online = (online_ptr, own.rows, own.ok, plane, m)
-    s = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB) * each[:, None]
-    tl.store(s_ptr + own.at, s, mask=own.within)
-    s = add_bias(s, bias_ptr, own, J, D)
-    v = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash(s, eps, KIND), 0.0)
-    if v_ptr is not None:
-        tl.store(v_ptr + own.at, v, mask=own.within)
-    if next_ptr is not None:
-        if V_ptr is not None:
-            v += tl.load(V_ptr + own.at, mask=own.within, other=0.0)
-        tl.store(next_ptr + own.at, v, mask=own.within)
-
-
-@triton.jit(
-    do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr"]
-)
-def moments_kernel(
-    partial_ptr,  # [splits, B, J, D] float32
-    partial_mass_ptr,  # [splits, B, J] float32 or None
-    partial_second_ptr,  # [splits, B, J, D] float32 or None
-    online_ptr,  # [2, splits, B, J] float32, for softmax "in": maximum and sum of exponentials of each split, or None
-    factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
-    out_mask_ptr,
-    first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None if the partial sums are None
-    norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
-    B, splits, factor,
-    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
-    LEAKY: tl.constexpr,
-):
-    """Adds up the partial sums of a routing pass; 0 for masked outputs, whose votes may be NaN."""
+    """Adds up the partial sums of a pass; 0 for masked outputs, whose votes may be NaN. A routing has v or next too."""
     own = own_rows(B, J, D, DP, RB)
     plane = tl.cast(B, tl.int64) * J
     each, m = common_factor(
@@ -165,14 +133,23 @@ def moments_kernel(
     )
     online = (online_ptr, own.rows, own.ok, plane, m)
     alive = row_is_valid(out_mask_ptr, own)[:, None]
-    first = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB)
-    tl.store(first_ptr + own.at, tl.where(alive, first * each[:, None], 0.0), mask=own.within)
+    s = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB)
+    s = tl.where(alive, s * each[:, None], 0.0)
+    tl.store(s_ptr + own.at, s, mask=own.within)
     if mass_ptr is not None:
         mass = sum_splits(partial_mass_ptr, own.rows[:, None], own.ok[:, None], splits, plane, online, SB)
         tl.store(mass_ptr + own.rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=own.ok[:, None])
     if second_ptr is not None:
         second = sum_splits(partial_second_ptr, own.at, own.within, splits, plane * D, online, SB)
         tl.store(second_ptr + own.at, tl.where(alive, second * each[:, None], 0.0), mask=own.within)
+    if v_ptr is not None or next_ptr is not None:
+        v = tl.where(alive, squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
+        if v_ptr is not None:
+            tl.store(v_ptr + own.at, v, mask=own.within)
+        if next_ptr is not None:
+            if V_ptr is not None:
+                v += tl.load(V_ptr + own.at, mask=own.within, other=0.0)
+            tl.store(next_ptr + own.at, v, mask=own.within)
 
 
 @triton.jit

@@ -60,8 +60,7 @@ def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
     along = k * w_k
     if inputs.together > 1:
         along = k // OF_ONE * (w_i // inputs.together) + k % OF_ONE * w_k
-    at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + along[None, :]
-    at += tl.cast(n, tl.int64) * (T.JT * w_j)
+    at = w_ptr + tl.cast(n, tl.int64) * (T.JT * w_j) + i * w_i + (j * w_j + d * w_d)[:, None] + along[None, :]
     inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
