@@ -4,24 +4,63 @@
 
 #include "../../cpu/vec.inl"
 #include "kernel.h"
+#include "gather.inl"
 
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
   static constexpr int64_t kPart = 32;  // a long sum is a sum of partial sums of so many terms, to round less
 
+  // Numbers that the coupling and its gradient depend on; null where there are none. Of a lane, [L]: 1 or 0, activation,
+  // the given lse, and the gradient of the lse of a softmax over the output capsules.
+  struct LaneNumbers {
+    const T *valid, *activation, *lse, *dlse;
+  };
+  // Of an output capsule, [J][L], or [J] if the numbers are the Same in all lanes. See AccumulatePass.
+  struct OutputNumbers {
+    const T *valid, *in_max, *in_scale, *c_dc, *in_dlse;
+
+    // Those of a tile of samples; iteration: [J][L] of all tiles before its iteration and tile.
+    template <class Pass>
+    static CAPSFAST_INLINE OutputNumbers of(const Pass& pass, int64_t tile, int64_t iteration) {
+      return {from(pass.valid_out, tile), from(pass.in_max, iteration), from(pass.in_scale, iteration),
+              from(pass.c_dc, iteration), from(pass.in_dlse, iteration)};
+    }
+  };
+
   // The logit of a masked entry, which gives it the coupling 0.
   static CAPSFAST_INLINE T masked_logit(Normalize way) {
     return way == Normalize::none ? T(0) : -static_cast<T>(__builtin_inf());
   }
 
-  // Adds the prior logits, `shared` [J] or `sample` [J][L], to b [J][L]. Then entries where valid_in [L] or valid_out
-  // [J][L] is 0 become `masked`. A pointer is null if there are no such numbers.
-  static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
-                                        int64_t J, T masked, T* b) {
-    add<true>(shared, J, b);
-    add(sample, J, b);
-    mask(valid_in, valid_out, J, masked, b);
+  // If `out`, writes lanes [J][L] to `view` [B, I, J]; else adds `view` to them. `count` lanes, from (b, i) on, run along
+  // the axis of samples (0) or of input capsules (1).
+  template <bool out, int axis>
+  static CAPSFAST_ONCE void transfer(const View& view, int64_t b, int64_t i, int64_t count, int64_t J, T* lanes) {
+    for (int64_t l = 0; l < count; ++l) {
+      int64_t at = b * view.stride[0] + i * view.stride[1] + l * view.stride[axis];
+      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
+        if constexpr (out) {
+          write<T>(view, at, lanes[j * L + l]);
+        } else {
+          lanes[j * L + l] += read<T>(view, at);
+        }
+      }
+    }
+  }
+
+  // Writes the numbers of `count` lanes to `view` [B, I].
+  template <int axis>
+  static CAPSFAST_ONCE void put(const View& view, int64_t b, int64_t i, int64_t count, const T* lanes) {
+    for (int64_t l = 0; l < count; ++l)
+      write<T>(view, b * view.stride[0] + i * view.stride[1] + l * view.stride[axis], lanes[l]);
+  }
+  // The same, 0 where valid [L] is 0.
+  template <int axis>
+  static CAPSFAST_INLINE void put(const View& view, int64_t b, int64_t i, int64_t count, const T* valid, V value) {
+    alignas(sizeof(V)) T lanes[L];
+    store<L>(lanes, valid == nullptr ? value : where(load<L>(valid) > V{}, value, V{}));
+    put<axis>(view, b, i, count, lanes);
   }
 
   // Element n of an array: [..][L] or, if it is the Same in all lanes, [..].
@@ -34,9 +73,12 @@ struct Coupling {
     }
   }
 
+  // Entries where valid_in [L] or a valid_out is 0 become `masked`. A pointer is null if everything is valid.
+  template <bool Same = false>
   static CAPSFAST_INLINE void mask(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
-    if (valid_in != nullptr || valid_out != nullptr) put_masked(valid_in, valid_out, J, masked, b);
+    if (valid_in != nullptr || valid_out != nullptr) put_masked<Same>(valid_in, valid_out, J, masked, b);
   }
+  template <bool Same>
   static CAPSFAST_ONCE void put_masked(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
     const V out = broadcast<L>(masked);
     if (valid_in != nullptr) {
@@ -45,7 +87,7 @@ struct Coupling {
     }
     if (valid_out != nullptr) {
       for (int64_t j = 0; j < J; ++j)
-        store<L>(b + j * L, where(load<L>(valid_out + j * L) > V{}, load<L>(b + j * L), out));
+        store<L>(b + j * L, where(V{} + parameter<Same>(valid_out, j) > V{}, load<L>(b + j * L), out));
     }
   }
 
@@ -176,6 +218,21 @@ struct Coupling {
       const V each = load<L>(c + j * L), rest = load<L>(dc + j * L) - parameter<Same>(c_dc, j);
       const V db = divided(V{} + parameter<Same>(in_scale, j), each) * rest;
       store<L>(dc + j * L, dlse == nullptr ? db : db + each * parameter<Same>(dlse, j));
+    }
+  }
+
+  // Replaces dc, the gradient of R activation, by the gradient of the logits.
+  template <bool Same>
+  static CAPSFAST_INLINE void differentiate(const Problem& p, const LaneNumbers& lanes, const OutputNumbers& outputs,
+                                            const T* c, T* dc) {
+    weigh(lanes.activation, p.J, dc);
+    if (p.normalize == Normalize::out) {
+      softmax_out_backward(p.J, c, lanes.dlse, dc);
+    } else if (p.softmax_in()) {
+      softmax_in_backward<Same>(p.J, outputs.in_scale, c, outputs.c_dc, outputs.in_dlse, dc);
+    } else {
+      derivative(p.normalize, p.J, c, dc);
+      if (p.normalize == Normalize::none) mask<Same>(lanes.valid, outputs.valid, p.J, T(0), dc);
     }
   }
 

@@ -7,7 +7,6 @@
 #include "coupling.inl"
 #include "gather.inl"
 #include "products.inl"
-#include "rows.inl"
 
 template <class T>
 struct Factored : Products<T> {
@@ -191,7 +190,7 @@ struct Factored : Products<T> {
     if (p.logits.data == nullptr) return;
     __builtin_memset(block.logits(n), 0, static_cast<size_t>(block.size()) * sizeof(T));
     for (int64_t k = 0; k < block.call.blocks; ++k)
-      RowsBlock<T, L>::template transfer<false>(
+      Couplings::template transfer<false, 1>(
           p.logits, block.b0 + n, k * L, block.capsules(k), p.J, block.logits(n) + k * p.J * L);
   }
 
@@ -232,8 +231,8 @@ struct Factored : Products<T> {
     const T masked = Couplings::masked_logit(p.normalize);
     for (int64_t k = span.from; k < span.to; ++k) {
       T* const b = c + k * J * L;
-      Couplings::add_prior(
-          nullptr, prior ? block.logits(n) + k * J * L : nullptr, block.valid(n, k), block.valid_out(n), J, masked, b);
+      if (prior) Couplings::add(block.logits(n) + k * J * L, J, b);
+      Couplings::mask(block.valid(n, k), block.valid_out(n), J, masked, b);
       if (!p.softmax_in()) Couplings::softmax_out(J, p.leaky, nullptr, b);
     }
     if (p.softmax_in()) softmax_in(J, span.to, p.leaky, c, inverse);
@@ -362,7 +361,7 @@ struct Factored : Products<T> {
     for (int64_t k = 0; k < block.call.blocks; ++k) {
       T* const c = block.at.c + k * J * L;
       if (k >= block.used[n]) __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
-      RowsBlock<T, L>::template transfer<true>(block.call.out.coupling, block.b0 + n, k * L, block.capsules(k), J, c);
+      Couplings::template transfer<true, 1>(block.call.out.coupling, block.b0 + n, k * L, block.capsules(k), J, c);
     }
   }
 
@@ -459,8 +458,7 @@ struct Factored : Products<T> {
         if (!query && !prior) return;
         scores(block, n, block.dZ(t) + n * J * Kp, span, dl);
         for (int64_t k = span.from; k < span.to && t == block.last() && dcoupling.data != nullptr; ++k)
-          RowsBlock<T, L>::template transfer<false>(
-              dcoupling, block.b0 + n, k * L, block.capsules(k), J, dl + k * J * L);
+          Couplings::template transfer<false, 1>(dcoupling, block.b0 + n, k * L, block.capsules(k), J, dl + k * J * L);
         differentiate(block, n, t, span, c, dl);
         for (int64_t k = span.from * J * L; k < span.to * J * L && prior; k += L)
           store<L>(total + k, load<L>(total + k) + load<L>(dl + k));
@@ -521,7 +519,7 @@ struct Factored : Products<T> {
     for (int64_t k = 0; k < block.call.blocks; ++k) {
       T* const from = block.at.dlogits + n * block.size() + k * J * L;
       if (block.call.dlogits.data != nullptr) {
-        RowsBlock<T, L>::template transfer<true>(block.call.dlogits, block.b0 + n, k * L, block.capsules(k), J, from);
+        Couplings::template transfer<true, 1>(block.call.dlogits, block.b0 + n, k * L, block.capsules(k), J, from);
         continue;
       }
       for (int64_t l = 0; l < block.capsules(k); ++l) {

@@ -167,7 +167,7 @@ struct LanesAccumulate {
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
-    const bool online_softmax = p.softmax_in() && tile.in_max == nullptr;
+    const bool online_softmax = p.softmax_in() && tile.outputs.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     if (held >= J) {
@@ -181,7 +181,7 @@ struct LanesAccumulate {
         Coefficients::coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) {
           Coefficients::online(pass, tile, at);
-          B_::weigh(Coefficients::row(p.activation, at.activation, i), J, at.scores);
+          B_::weigh(tile.numbers(p, pass.dlse, at, i).activation, J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
         add_votes(pass, at, coefficient, at.x, 0, J);
@@ -293,7 +293,7 @@ struct LanesAccumulate {
     const Problem& p = *pass.problem;
     const bool scored = tile.score.linear != nullptr || p.logits.data != nullptr || tile.gradient.linear != nullptr;
     const bool written = pass.coupling.data != nullptr || pass.lse.data != nullptr;
-    const bool masked = tile.valid != nullptr || tile.valid_out != nullptr;
+    const bool masked = tile.valid != nullptr || tile.outputs.valid != nullptr;
     return p.normalize == Normalize::out && pass.second.high != nullptr && !scored && !written && !masked &&
            (K_ > 0 || p.P == 1);
   }
@@ -374,11 +374,7 @@ struct LanesAccumulate {
         tile.center = from(pass.center, vectors);
         tile.score = pass.score.from(vectors, scalars);
         tile.gradient = pass.gradient.from(vectors, scalars);
-        tile.valid_out = from(pass.valid_out, scalars);
-        tile.in_max = from(pass.in_max, scalars);
-        tile.in_scale = from(pass.in_scale, scalars);
-        tile.c_dc = from(pass.c_dc, scalars);
-        tile.in_dlse = from(pass.in_dlse, scalars);
+        tile.outputs = Coefficients::Couplings::OutputNumbers::of(pass, scalars, scalars);
         tile.begin(p, t, tile.center, pass.dlse, at);
         if (pass.unweighted) {
           plain(pass, tile, at);
@@ -393,7 +389,7 @@ struct LanesAccumulate {
         } else {
           chunk(pass, tile, at);
         }
-        if (p.softmax_in() && tile.in_max == nullptr) Coefficients::join(at.norm, J, pass.norm, scalars);
+        if (p.softmax_in() && tile.outputs.in_max == nullptr) Coefficients::join(at.norm, J, pass.norm, scalars);
         if (pass.mass.high != nullptr) Coefficients::join(at.mass, J, pass.mass, scalars);
       }
     }

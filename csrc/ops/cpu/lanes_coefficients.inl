@@ -19,13 +19,8 @@ struct LanesCoefficients {
   struct Tile : LanesTile<T, L> {
     const T* center;
     Form<T> score, gradient;
-    const T *valid_out, *in_max, *in_scale, *c_dc, *in_dlse;
+    typename Couplings::OutputNumbers outputs;
   };
-
-  // The numbers of input capsule i [L] in `rows`, null if the pass has no such numbers.
-  static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
-    return view.data == nullptr ? nullptr : rows + i * L;
-  }
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
   // logits. For the softmax over the input capsules in the forward, b stays the logits; online() or chunk_online()
@@ -33,40 +28,27 @@ struct LanesCoefficients {
   static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J;
-    const bool sample_logits = p.logits.stride[0] != 0;
-    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-    const T* activation = row(p.activation, at.activation, i);
-    const T masked = Couplings::masked_logit(p.normalize);
+    const int64_t J = p.J, i_of_all = tile.i0 + i;
+    const typename Couplings::LaneNumbers lanes = tile.numbers(p, pass.dlse, at, i);
     Couplings::add(tile.score.constant, J, b);
-    Couplings::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i),
-                         tile.valid_out, J, masked, b);
+    tile.add_logits(p, tile.outputs.valid, at, i, b);
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
-      Couplings::normalize(
-          p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
-      if (pass.lse.data != nullptr) Packing::put(pass.lse, tile.b0, tile.samples, tile.i0 + i, found);
-    } else if (tile.in_max != nullptr) {
-      Couplings::softmax_in(J, tile.in_max, tile.in_scale, b);
+      Couplings::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : found, b);
+      if (pass.lse.data != nullptr) Couplings::template put<0>(pass.lse, tile.b0, i_of_all, tile.samples, found);
+    } else if (tile.outputs.in_max != nullptr) {
+      Couplings::softmax_in(J, tile.outputs.in_max, tile.outputs.in_scale, b);
     }
     if (tile.gradient.linear == nullptr) {
-      if (!p.softmax_in() || tile.in_max != nullptr) Couplings::weigh(activation, J, b);
+      if (!p.softmax_in() || tile.outputs.in_max != nullptr) Couplings::weigh(lanes.activation, J, b);
       if (pass.coupling.data != nullptr)
-        Packing::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
+        Couplings::template transfer<true, 0>(pass.coupling, tile.b0, i_of_all, tile.samples, J, b);
       return;
     }
     Couplings::add(tile.gradient.constant, J, dc);
     if (pass.dcoupling.data != nullptr)
-      Packing::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
-    Couplings::weigh(activation, J, dc);
-    if (p.normalize == Normalize::out) {
-      Couplings::softmax_out_backward(J, b, row(pass.dlse, at.dlse, i), dc);
-    } else if (p.softmax_in()) {
-      Couplings::softmax_in_backward(J, tile.in_scale, b, tile.c_dc, tile.in_dlse, dc);
-    } else {
-      Couplings::derivative(p.normalize, J, b, dc);
-      if (p.normalize == Normalize::none) Couplings::mask(tile.valid_of(i), tile.valid_out, J, masked, dc);
-    }
+      Couplings::template transfer<false, 0>(pass.dcoupling, tile.b0, i_of_all, tile.samples, J, dc);
+    Couplings::template differentiate<false>(p, lanes, tile.outputs, b, dc);
   }
 
   // Multiplies all sums so far by `scale`, after the maximum of output capsule j has grown.
@@ -146,10 +128,10 @@ struct LanesCoefficients {
     const int64_t size = p.J * L;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     for (int64_t i = 0; i < tile.count; ++i) coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
-    if (p.softmax_in() && tile.in_max == nullptr) {
+    if (p.softmax_in() && tile.outputs.in_max == nullptr) {
       chunk_online(pass, tile, at);
       for (int64_t i = 0; i < tile.count; ++i)
-        Couplings::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
+        Couplings::weigh(tile.numbers(p, pass.dlse, at, i).activation, p.J, at.scores + i * size);
     }
     if (pass.first.high == nullptr) return;
     for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);

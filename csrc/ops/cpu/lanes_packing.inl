@@ -219,26 +219,6 @@ struct LanesPacking {
     for (int64_t n = 0; n < count * L; n += L) store<L>(to + n, where(load<L>(valid + n) > V{}, load<L>(to + n), V{}));
   }
 
-  // Writes the number of each sample of input capsule i to `view` [B, I].
-  static CAPSFAST_ONCE void put(const View& view, int64_t b0, int64_t samples, int64_t i, const T* lanes) {
-    for (int64_t l = 0; l < samples; ++l) write<T>(view, (b0 + l) * view.stride[0] + i * view.stride[1], lanes[l]);
-  }
-
-  // If `out`, writes lanes [J][L] of input capsule i to `view` [B, I, J]. Else adds `view` to them.
-  template <bool out>
-  static CAPSFAST_ONCE void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
-    for (int64_t l = 0; l < samples; ++l) {
-      int64_t at = (b0 + l) * view.stride[0] + i * view.stride[1];
-      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
-        if constexpr (out) {
-          write<T>(view, at, lanes[j * L + l]);
-        } else {
-          lanes[j * L + l] += read<T>(view, at);
-        }
-      }
-    }
-  }
-
   // Copies the weight [J R K] of input capsule i to `out`.
   static CAPSFAST_ONCE void copy_weight(const Problem& p, int64_t i, T* out) {
     const View& w = p.weight;

@@ -3,6 +3,7 @@
 
 #include "../../cpu/vec.inl"
 #include "kernel.h"
+#include "coupling.inl"
 #include "lanes_packing.inl"
 
 // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
@@ -12,6 +13,7 @@ template <class T, int L_>
 struct LanesTile {
   static constexpr int L = L_;
   using Packing = LanesPacking<T, L>;
+  using Couplings = Coupling<T, L>;
 
   int64_t t, b0, samples, i0, count;
   const T* weights;
@@ -27,6 +29,21 @@ struct LanesTile {
     i0 = from;
     count = Packing::chunk_of(p, from, to, most);
     weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
+  }
+
+  // What begin() has copied for input capsule i.
+  template <class At>
+  CAPSFAST_INLINE typename Couplings::LaneNumbers numbers(const Problem& p, const View& dlse, const At& at,
+                                                          int64_t i) const {
+    const auto row = [&](const View& view, const T* rows) { return view.data == nullptr ? nullptr : rows + i * L; };
+    return {valid_of(i), row(p.activation, at.activation), row(p.lse, at.lse), row(dlse, at.dlse)};
+  }
+  template <class At>
+  CAPSFAST_INLINE void add_logits(const Problem& p, const T* valid_out, const At& at, int64_t i, T* b) const {
+    const bool per_sample = p.logits.stride[0] != 0;
+    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * p.J * (per_sample ? L : 1);
+    per_sample ? Couplings::add(logits, p.J, b) : Couplings::template add<true>(logits, p.J, b);
+    Couplings::mask(valid_of(i), valid_out, p.J, Couplings::masked_logit(p.normalize), b);
   }
 
   // Copies the data of tile `tile` for this chunk to `at`: poses or votes less the center, logits, numbers of input

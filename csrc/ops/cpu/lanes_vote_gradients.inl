@@ -31,55 +31,38 @@ struct LanesVoteGradients {
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
-    const bool sample_logits = p.logits.stride[0] != 0;
-    const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
-    const T masked = B_::masked_logit(p.normalize);
     for (int64_t i = 0; i < tile.count; ++i) {
-      const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-      const T* activation = p.activation.data == nullptr ? nullptr : at.activation + i * L;
+      const int64_t i_of_all = tile.i0 + i;
+      const typename B_::LaneNumbers lanes = tile.numbers(p, pass.dlse, at, i);
       for (int64_t t = pass.first; t < p.iterations; ++t) {
         const int64_t scalars = (t * tiles + tile.t) * J * L;
+        const auto outputs = B_::OutputNumbers::of(pass, tile.t * J * L, scalars);
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i), valid_out,
-                      J, masked, c);
+        B_::add(from(pass.score.constant, scalars), J, c);
+        tile.add_logits(p, outputs.valid, at, i, c);
         if (p.softmax_in()) {
-          B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
+          B_::softmax_in(J, outputs.in_max, outputs.in_scale, c);
         } else {
-          B_::normalize(p.normalize, J, p.leaky, at.lse + i * L, nullptr, c);
+          B_::normalize(p.normalize, J, p.leaky, lanes.lse, nullptr, c);
         }
         if (!needs_db(pass, t)) {
-          B_::weigh(activation, J, c);
+          B_::weigh(lanes.activation, J, c);
           continue;
         }
-        if (pass.gradient.constant != nullptr) B_::add(pass.gradient.constant + scalars, J, dc);
-        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
-          B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+        B_::add(from(pass.gradient.constant, scalars), J, dc);
+        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations)
+          B_::template transfer<false, 0>(pass.dcoupling, tile.b0, i_of_all, tile.samples, J, dc);
+        if (pass.dactivation.data != nullptr)
+          B_::template put<0>(pass.dactivation, tile.b0, i_of_all, tile.samples, lanes.valid, B_::total(J, c, dc));
+        B_::template differentiate<false>(p, lanes, outputs, c, dc);
+        if (pass.dlse_given.data != nullptr) {
+          const V total = V{} - B_::total(J, dc, nullptr);
+          B_::template put<0>(pass.dlse_given, tile.b0, i_of_all, tile.samples, lanes.valid, total);
         }
-        if (pass.dactivation.data != nullptr) number(pass.dactivation, tile, i, B_::total(J, c, dc));
-        B_::weigh(activation, J, dc);
-        if (p.normalize == Normalize::out) {
-          B_::softmax_out_backward(J, c, pass.dlse.data == nullptr ? nullptr : at.dlse + i * L, dc);
-        } else if (p.softmax_in()) {
-          const T* dlse = pass.in_dlse == nullptr ? nullptr : pass.in_dlse + scalars;
-          B_::softmax_in_backward(J, pass.in_scale + scalars, c, pass.c_dc + scalars, dlse, dc);
-        } else {
-          B_::derivative(p.normalize, J, c, dc);
-          if (p.normalize == Normalize::none) B_::mask(tile.valid_of(i), valid_out, J, masked, dc);
-        }
-        if (pass.dlse_given.data != nullptr) number(pass.dlse_given, tile, i, V{} - B_::total(J, dc, nullptr));
-        B_::weigh(activation, J, c);
+        B_::weigh(lanes.activation, J, c);
       }
     }
-  }
-
-  // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
-  static void number(const View& view, const Tile& tile, int64_t i, V value) {
-    B_::template keep_valid<1>(tile.valid_of(i), &value);
-    alignas(sizeof(V)) T lanes[L];
-    store<L>(lanes, value);
-    B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
   }
 
   // Products that add up to a row of dvotes of (i, j): factors of the pair times rows of the output capsule. The rows

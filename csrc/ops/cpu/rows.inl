@@ -23,77 +23,29 @@ struct RowsBlock : Coupling<T, L_> {
 
   // Adds the prior logits of input capsules [i0, i0 + count) of sample b to scores [J][L]. Masked entries and the lanes
   // from `count` on become masked_logit().
-  static CAPSFAST_INLINE void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out,
-                                        T* scores) {
-    const bool plain = p.logits.data == nullptr && p.mask.data == nullptr && valid_out == nullptr && count == L;
-    if (!plain) add_given(p, b, i0, count, valid_out, scores);
+  static CAPSFAST_INLINE void add_logits(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid,
+                                         const T* valid_out, T* scores) {
+    using B_ = Coupling<T, L>;
+    if (p.logits.data != nullptr) B_::template transfer<false, 1>(p.logits, b, i0, count, p.J, scores);
+    B_::template mask<true>(valid, valid_out, p.J, B_::masked_logit(p.normalize), scores);
   }
-  static CAPSFAST_ONCE void add_given(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out,
-                                      T* scores) {
-    const int64_t J = p.J;
-    const T out = Coupling<T, L>::masked_logit(p.normalize);
-    for (int64_t n = 0; n < L; ++n) {
-      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
-      if (!valid) {
-        for (int64_t j = 0; j < J; ++j) scores[j * L + n] = out;
-      } else if (p.logits.data != nullptr) {
-        const int64_t at = b * p.logits.stride[0] + (i0 + n) * p.logits.stride[1];
-        for (int64_t j = 0; j < J; ++j) scores[j * L + n] += read<T>(p.logits, at + j * p.logits.stride[2]);
+
+  // The numbers of input capsules [i0, i0 + count), 0 for masked capsules and in the lanes from `count` on.
+  static CAPSFAST_ONCE typename Coupling<T, L>::LaneNumbers numbers(
+      const Problem& p, const View& dlse, int64_t b, int64_t i0, int64_t count, const RowsScratch<T>& at) {
+    const bool all = p.mask.data == nullptr && count == L;
+    for (int64_t n = 0; n < L && !all; ++n)
+      at.valid[n] = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n)) ? T(1) : T(0);
+    const auto copied = [&](const View& view, T* to) -> const T* {
+      if (view.data == nullptr) return nullptr;
+      for (int64_t n = 0; n < L; ++n) {
+        const bool valid = all || at.valid[n] > 0;
+        to[n] = valid ? read<T>(view, b * view.stride[0] + (i0 + n) * view.stride[1]) : T(0);
       }
-    }
-    if (valid_out == nullptr) return;
-    for (int64_t j = 0; j < J; ++j) {
-      if (!(valid_out[j] > 0)) store<L>(scores + j * L, broadcast<L>(out));
-    }
-  }
-
-  // For Normalize::none, makes dl 0 where a pair is masked or a lane has no input capsule. For other ways dl is 0
-  // already.
-  static CAPSFAST_ONCE void mask_unnormalized(const Problem& p, int64_t b, int64_t i0, int64_t count,
-                                              const T* valid_out, T* dc) {
-    if (p.normalize != Normalize::none) return;
-    for (int64_t n = 0; n < L; ++n) {
-      if (n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n))) continue;
-      for (int64_t j = 0; j < p.J; ++j) dc[j * L + n] = 0;
-    }
-    for (int64_t j = 0; j < p.J && valid_out != nullptr; ++j) {
-      if (!(valid_out[j] > 0)) store<L>(dc + j * L, V{});
-    }
-  }
-
-  // Copies numbers [B, I] of input capsules [i0, i0 + count) to lanes, 0 for masked capsules. Null if there are no
-  // numbers.
-  static CAPSFAST_ONCE const T* numbers(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count,
-                                        T* to) {
-    if (view.data == nullptr) return nullptr;
-    for (int64_t n = 0; n < L; ++n) {
-      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
-      to[n] = valid ? read<T>(view, b * view.stride[0] + (i0 + n) * view.stride[1]) : T(0);
-    }
-    return to;
-  }
-
-  // Writes a number of input capsules [i0, i0 + count) to `view` [B, I]; 0 for masked capsules.
-  static CAPSFAST_ONCE void put(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count, V value) {
-    for (int64_t n = 0; n < count; ++n) {
-      const bool valid = p.mask.data == nullptr || p.mask.at(b, i0 + n);
-      write<T>(view, b * view.stride[0] + (i0 + n) * view.stride[1], valid ? value[n] : T(0));
-    }
-  }
-
-  // If `out`, writes lanes [J][L] of input capsules [i0, i0 + count) to `view` [B, I, J]. Else adds `view` to them.
-  template <bool out>
-  static CAPSFAST_ONCE void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
-    for (int64_t n = 0; n < count; ++n) {
-      int64_t at = b * view.stride[0] + (i0 + n) * view.stride[1];
-      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
-        if constexpr (out) {
-          write<T>(view, at, lanes[j * L + n]);
-        } else {
-          lanes[j * L + n] += read<T>(view, at);
-        }
-      }
-    }
+      return to;
+    };
+    return {
+        all ? nullptr : at.valid, copied(p.activation, at.activation), copied(p.lse, at.lse), copied(dlse, at.dlse)};
   }
 
   // Points at[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them. Contiguous votes of

@@ -69,50 +69,35 @@ struct RowsAccumulate {
     const int64_t vectors = block.b * J * D;
     const Form<T> score = pass.score.from(vectors, block.b * J), gradient = pass.gradient.from(vectors, block.b * J);
     const T* center = from(pass.center, vectors);
-    const T* valid_out = from(pass.valid_out, block.b * J);
-    const T* activation = B_::numbers(p.activation, p, block.b, block.i0, block.count, at.activation);
+    const typename B_::LaneNumbers lanes = B_::numbers(p, pass.dlse, block.b, block.i0, block.count, at);
+    const auto outputs = B_::OutputNumbers::of(pass, block.b * J, block.b * J);
     if (score.linear == nullptr) {
       __builtin_memset(at.c, 0, static_cast<size_t>(J * L) * sizeof(T));
     } else {
       B_::dots(block.votes, block.count, score, center, J, D, at.part, at.c);
     }
     B_::template add<true>(score.constant, J, at.c);
-    B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.c);
-    const bool known = !p.softmax_in() || pass.in_max != nullptr;
+    B_::add_logits(p, block.b, block.i0, block.count, lanes.valid, outputs.valid, at.c);
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
-      const T* lse = B_::numbers(p.lse, p, block.b, block.i0, block.count, at.lse);
-      B_::normalize(p.normalize, J, p.leaky, lse, pass.lse.data == nullptr ? nullptr : found, at.c);
-      for (int64_t n = 0; n < block.count && pass.lse.data != nullptr; ++n) {
-        write<T>(pass.lse, block.b * pass.lse.stride[0] + (block.i0 + n) * pass.lse.stride[1], found[n]);
-      }
-    } else if (known) {
-      B_::template softmax_in<true>(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.c);
+      B_::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : found, at.c);
+      if (pass.lse.data != nullptr) B_::template put<1>(pass.lse, block.b, block.i0, block.count, found);
+    } else if (outputs.in_max != nullptr) {
+      B_::template softmax_in<true>(J, outputs.in_max, outputs.in_scale, at.c);
     } else {
       online(pass, at, block);
     }
     const T* coefficient = at.c;
     if (gradient.linear == nullptr) {
-      B_::weigh(activation, J, at.c);
+      B_::weigh(lanes.activation, J, at.c);
       if (pass.coupling.data != nullptr)
-        B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.c);
+        B_::template transfer<true, 1>(pass.coupling, block.b, block.i0, block.count, J, at.c);
     } else {
       B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.db);
       B_::template add<true>(gradient.constant, J, at.db);
       if (pass.dcoupling.data != nullptr)
-        B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.db);
-      B_::weigh(activation, J, at.db);
-      if (p.normalize == Normalize::out) {
-        const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
-        B_::softmax_out_backward(J, at.c, dlse, at.db);
-      } else if (p.softmax_in()) {
-        const int64_t scalars = block.b * J;
-        B_::template softmax_in_backward<true>(
-            J, pass.in_scale + scalars, at.c, pass.c_dc + scalars, from(pass.in_dlse, scalars), at.db);
-      } else {
-        B_::derivative(p.normalize, J, at.c, at.db);
-        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, at.db);
-      }
+        B_::template transfer<false, 1>(pass.dcoupling, block.b, block.i0, block.count, J, at.db);
+      B_::template differentiate<true>(p, lanes, outputs, at.c, at.db);
       coefficient = at.db;
     }
     if (pass.first.high == nullptr) return;

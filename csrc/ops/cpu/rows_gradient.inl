@@ -22,50 +22,40 @@ struct RowsGradient {
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
     const bool want_db = want_logits || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
     const T* center = from(pass.center, block.b * J * D);
-    const T* valid_out = from(pass.valid_out, block.b * J);
-    const T* activation = B_::numbers(p.activation, p, block.b, block.i0, block.count, at.activation);
-    const T* lse = B_::numbers(p.lse, p, block.b, block.i0, block.count, at.lse);
-    const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
+    const typename B_::LaneNumbers lanes = B_::numbers(p, pass.dlse, block.b, block.i0, block.count, at);
     for (int64_t t = pass.first; t < p.iterations; ++t) {
       T* c = at.c + (t - pass.first) * J * L;
       T* dc = at.db + (t - pass.first) * J * L;
       const int64_t scalars = (t * p.B + block.b) * J;
+      const auto outputs = B_::OutputNumbers::of(pass, block.b * J, scalars);
       if (t < pass.scored) {
         __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
       } else {
         B_::dots(block.votes, block.count, pass.score.from(scalars * D, scalars), center, J, D, at.part, c);
       }
       B_::template add<true>(from(pass.score.constant, scalars), J, c);
-      B_::add_prior(p, block.b, block.i0, block.count, valid_out, c);
+      B_::add_logits(p, block.b, block.i0, block.count, lanes.valid, outputs.valid, c);
       if (p.softmax_in()) {
-        B_::template softmax_in<true>(J, pass.in_max + scalars, pass.in_scale + scalars, c);
+        B_::template softmax_in<true>(J, outputs.in_max, outputs.in_scale, c);
       } else {
-        B_::normalize(p.normalize, J, p.leaky, lse, nullptr, c);
+        B_::normalize(p.normalize, J, p.leaky, lanes.lse, nullptr, c);
       }
       if (!want_db && (p.gradient_last || t < pass.scored)) {
-        B_::weigh(activation, J, c);
+        B_::weigh(lanes.activation, J, c);
         continue;
       }
       B_::dots(block.votes, block.count, pass.gradient.from(scalars * D, scalars), center, J, D, at.part, dc);
       B_::template add<true>(from(pass.gradient.constant, scalars), J, dc);
-      if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
-        B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
-      }
+      if (pass.dcoupling.data != nullptr && t + 1 == p.iterations)
+        B_::template transfer<false, 1>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
       if (pass.dactivation.data != nullptr)
-        B_::put(pass.dactivation, p, block.b, block.i0, block.count, B_::total(J, c, dc));
-      B_::weigh(activation, J, dc);
-      if (p.normalize == Normalize::out) {
-        B_::softmax_out_backward(J, c, dlse, dc);
-      } else if (p.softmax_in()) {
-        B_::template softmax_in_backward<true>(
-            J, pass.in_scale + scalars, c, pass.c_dc + scalars, from(pass.in_dlse, scalars), dc);
-      } else {
-        B_::derivative(p.normalize, J, c, dc);
-        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, dc);
+        B_::template put<1>(pass.dactivation, block.b, block.i0, block.count, lanes.valid, B_::total(J, c, dc));
+      B_::template differentiate<true>(p, lanes, outputs, c, dc);
+      if (pass.dlse_given.data != nullptr) {
+        const V total = V{} - B_::total(J, dc, nullptr);
+        B_::template put<1>(pass.dlse_given, block.b, block.i0, block.count, lanes.valid, total);
       }
-      if (pass.dlse_given.data != nullptr)
-        B_::put(pass.dlse_given, p, block.b, block.i0, block.count, V{} - B_::total(J, dc, nullptr));
-      B_::weigh(activation, J, c);
+      B_::weigh(lanes.activation, J, c);
     }
     if (want_logits) logits(pass, at, block);
   }

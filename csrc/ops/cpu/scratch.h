@@ -125,13 +125,13 @@ struct SmallBatchScratch {
 
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
 // 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. c and db
-// [iterations][J][L]; a pass that accumulates has one iteration. activation, lse and dlse [L].
+// [iterations][J][L]; a pass that accumulates has one iteration. valid, activation, lse and dlse [L].
 // Only to accumulate: sum and second [J][vectors of D][L], norm [J] and mass [J][L], the sums of a chunk.
 // Only for gradients: row [J D or D], dvotes before they are converted to another dtype. For keys also gradients
 // [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
 template <class T>
 struct RowsScratch {
-  T *rows, *part, *c, *db, *activation, *lse, *dlse, *sum, *norm, *second, *mass, *row, *gradients, *padded;
+  T *rows, *part, *c, *db, *valid, *activation, *lse, *dlse, *sum, *norm, *second, *mass, *row, *gradients, *padded;
   int64_t size;
 
   RowsScratch(const Problem& p, const Plan& plan, int64_t iterations, bool gradient, T* base) {
@@ -141,6 +141,7 @@ struct RowsScratch {
     rows = take(p.keys() || plan.gather_rows, L * (p.keys() ? vote : p.votes_size()));
     part = take(true, p.keys() ? L * vote : 16 * L * L);
     c = take(true, iterations * p.J * L), db = take(true, iterations * p.J * L);
+    valid = take(true, L);
     activation = take(p.moments, L), lse = take(p.moments, L), dlse = take(p.moments, L);
     sum = take(!gradient, sums), norm = take(!gradient, p.J);
     second = take(!gradient && p.moments, sums), mass = take(!gradient && p.moments, p.J * L);
