@@ -30,6 +30,16 @@ class Moments(NamedTuple):
     lse: Tensor | None = None
 
 
+def _of_one_iterable(kind: type[Moments], *given: Any, **named: Any) -> Moments:
+    """torch rebuilds the results of a function from one iterable if an argument is a subclass of Tensor."""
+    whole = len(given) == 1 and not named and not isinstance(given[0], Tensor)
+    return _new(kind, *given[0]) if whole else _new(kind, *given, **named)
+
+
+_new = Moments.__new__
+Moments.__new__ = _of_one_iterable  # type: ignore[method-assign, assignment]
+
+
 def agree(
     moments: Callable[..., Moments],
     agreement: Callable[[Tensor], Tensor],

@@ -182,6 +182,11 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
     torch.testing.assert_close(found.as_subclass(Tensor), wanted)
     with torch.device("cpu"):  # a mode of functions
         torch.testing.assert_close(capsfast.dynamic_routing(u, weight), wanted)
+    # torch rebuilds the named tuple.
+    moments = capsfast.routing_pass(u.as_subclass(Logged), weight)
+    torch.testing.assert_close(moments.first.as_subclass(Tensor), capsfast.routing_pass(u, weight).first)
+    assert type(moments.first) is Logged
+    assert moments.lse is None
 
 
 @pytest.mark.rows(6)
