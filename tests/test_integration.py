@@ -31,7 +31,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 # Together all tensors, both gradients and both softmaxes; a compilation costs seconds. No batch has the size of another
 # axis: torch.compile would treat the two sizes as one. opcheck compiles the ops of Triton.
-@pytest.mark.rows((2, 3), triton=0, reference=(0, 1))
+@pytest.mark.rows((2, 3), triton=(0, 0), reference=(0, 1))
 @pytest.mark.parametrize(
     "case",
     [

@@ -163,6 +163,26 @@ def test_huge_logits(backend: Backend, op: Op, case: AnyCase) -> None:
             check(problem, backend)
 
 
+@pytest.mark.rows(4, triton=4)
+@pytest.mark.parametrize("leaky", [False, True])
+@pytest.mark.parametrize("normalize", ["out", "in"])
+def test_scores_that_overflow(backend: Backend, normalize: str, leaky: bool) -> None:
+    """Scores of -inf for all outputs of an input capsule, or for all inputs: no coupling, and no NaN elsewhere."""
+    votes = torch.full((3, 4, 5, 6), 1e25, device=backend.device)
+    votes[1:] = 1.0
+    votes, query = votes.requires_grad_(), torch.full((3, 5, 6), -1e25, device=backend.device)
+    found = capsfast.votes_pass(
+        votes, query=query, normalize=normalize, leaky=leaky, return_lse=True, backend=backend.name
+    )
+    assert not found.mass[0].any()
+    assert not found.first[0].any()
+    assert bool((found.lse[0] == (0 if leaky else -math.inf)).all())
+    (dvotes,) = torch.autograd.grad(found.first.sum(), votes)
+    assert not dvotes[0].any()
+    assert found.first.isfinite().all()
+    assert dvotes.isfinite().all()
+
+
 @pytest.mark.only(linear=False)
 def test_an_lse_below_the_logits_overflows_to_infinity(backend: Backend) -> None:
     votes = torch.zeros(1, 4, 2, 3, device=backend.device)

@@ -224,7 +224,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, ch
         for columns in (16, 160):
             change(passes, "MOST_HELD", held)
             change(config.TABLE, "gradient", config.TABLE["gradient"]._replace(columns=columns))
-            # Not seed 0: with four iterations one of its samples makes of an ulp of the inputs an error in du of 2e-5,
+            # Seed 0 has a sample that turns an ulp of the inputs into an error of 2e-5 in du after four iterations,
             # five times what the nudged inputs of check() happen to show.
             check(make((17, 3, 11, 8, 4), case, dtype=dtype, seed=8), TRITON)
 

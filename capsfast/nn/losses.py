@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
+from .._torch import result
 from ..kinds import LOSSES
 from ..precision import wide_dtype
 from . import _arguments
@@ -128,6 +129,7 @@ class ReconstructionLoss(Layer):
         return _reduced(error.square().flatten(1).sum(1), self.reduction)
 
 
+@result
 class LossParts(NamedTuple):
     """``total = margin + reconstruction_weight · reconstruction``, all tensors."""
 

@@ -94,10 +94,6 @@ class Tiles(NamedTuple):
         """Columns that a warp holds."""
         return self.NT * self.JT * self.DP * self.BB // (ROWS * self.warps)
 
-    @property
-    def launch(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
 
 class Layer(NamedTuple):
     """The layer for which tiles are chosen. K is 0 if votes are given.

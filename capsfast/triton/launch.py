@@ -89,7 +89,7 @@ class Call:
 
     together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
 
-    Known of every call: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
+    Attributes: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
     positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
     output capsules have the same votes. normalize, iterations: of a pass, or of a routing. query: votes are scored with
     a query or with V. quadratic: the call takes more from the votes than a dot product and the first moment. agreement:
@@ -152,7 +152,7 @@ class Call:
     @functools.cached_property
     def walk(self) -> tuple[int | None, ...]:
         """Arguments of every launch: the strides of x over samples and i, the stride of the weight over i; what
-        positions need in addition, or None; B and I. shape() has the other strides.
+        positions need in addition, or None; B and I. Shape has the other strides.
 
         Positions need their number S, the strides of x over i, j, d, and the stride of x over b less S strides over
         positions. These are arguments, so a new number of positions compiles no new kernel.

@@ -40,9 +40,9 @@ def over_tiles(tiles, T: tl.constexpr):
 
 
 @triton.jit
-def over_outputs(b, T: tl.constexpr, EMPTY: tl.constexpr):
-    """c of all tiles, and maximum and 1 / sum [BB] of a row. EMPTY: whether a row may have no finite logit; then both
-    are 0."""
+def over_outputs(b, T: tl.constexpr):
+    """c of all tiles, and maximum and 1 / sum [BB] of a row, both 0 for a row without a finite logit. Scores that
+    overflow make such a row too."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     most = b[0]
     for n in tl.static_range(1, T.NT):
@@ -50,8 +50,7 @@ def over_outputs(b, T: tl.constexpr, EMPTY: tl.constexpr):
     m = tl.max(most, 1)
     if T.LEAKY:
         m = tl.maximum(m, 0.0)
-    if EMPTY:
-        m = finite_or_zero(m)
+    m = finite_or_zero(m)
     # All exponents of a row have the rounding error of this product, so the error cancels.
     shift = m * LOG2_E
     exponentials = ()
@@ -60,7 +59,7 @@ def over_outputs(b, T: tl.constexpr, EMPTY: tl.constexpr):
     total = over_tiles(exponentials, T)
     if T.LEAKY:
         total += tl.exp2(-shift)
-    scale = inverse(total) if EMPTY else 1.0 / total
+    scale = inverse(total)
     c = ()
     for n in tl.static_range(T.NT):
         c = c + (exponentials[n] * scale[:, None],)
@@ -97,8 +96,7 @@ def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl
     m = tl.zeros([1], tl.float32)
     scale = m
     if MODE == "out":
-        EMPTY: tl.constexpr = T.MASKED or T.QUADRATIC or inputs.logits is not None or inputs.prior is not None
-        c, m, scale = over_outputs(b, T, EMPTY)
+        c, m, scale = over_outputs(b, T)
     elif MODE == "row_norm":
         m, scale, _ = load_row_norms(norms.rows, rows, here, inputs)
         c = ()

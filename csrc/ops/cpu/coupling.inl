@@ -11,16 +11,16 @@ struct Coupling {
   using V = Vec<T, L>;
   static constexpr int64_t kPart = 32;  // a long sum is a sum of partial sums of so many terms, to round less
 
-  // Numbers that the coupling and its gradient depend on; null where there are none. Of a lane, [L]: 1 or 0, activation,
-  // the given lse, and the gradient of the lse of a softmax over the output capsules.
+  // Numbers that the coupling and its gradient depend on; null where there are none. Each lane has, [L]: 1 or 0,
+  // activation, the given lse, and the gradient of the lse of a softmax over the output capsules.
   struct LaneNumbers {
     const T *valid, *activation, *lse, *dlse;
   };
-  // Of an output capsule, [J][L], or [J] if the numbers are the Same in all lanes. See AccumulatePass.
+  // Each output capsule has, [J][L], or [J] if the numbers are the Same in all lanes (see AccumulatePass):
   struct OutputNumbers {
     const T *valid, *in_max, *in_scale, *c_dc, *in_dlse;
 
-    // Those of a tile of samples; iteration: [J][L] of all tiles before its iteration and tile.
+    // The numbers of a tile of samples. iteration: where the tile begins in arrays with an axis of iterations.
     template <class Pass>
     static CAPSFAST_INLINE OutputNumbers of(const Pass& pass, int64_t tile, int64_t iteration) {
       return {from(pass.valid_out, tile), from(pass.in_max, iteration), from(pass.in_scale, iteration),
