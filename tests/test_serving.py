@@ -295,6 +295,14 @@ def test_named_tuples_are_saved(name: str, tmp_path: Path) -> None:
     assert_same(got, model, images)
 
 
+def test_parts_of_a_loss_are_saved(tmp_path: Path) -> None:
+    given = ((torch.rand(2, 4), torch.rand(2, 4, 3), None), torch.rand(2, 1, 5, 5), torch.tensor([0, 3]))
+    loss = capsfast.nn.CapsNetLoss()
+    torch.export.save(torch.export.export(loss, given), tmp_path / "loss.pt2")
+    got = torch.export.load(tmp_path / "loss.pt2").module()(*given)
+    torch.testing.assert_close(got, loss(*given))
+
+
 def test_torch_jit_script_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch.jit.script cannot compile RoutedCaps; use torch.export or torch"):
         torch.jit.script(nn.Sequential(capsfast.nn.RoutedCaps(6, 4, 6, 5)))
