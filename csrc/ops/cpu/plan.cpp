@@ -85,11 +85,16 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
   // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
   if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
-  cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
-  // Finer along the input capsules: each task then reads only its part of the weight. Not with many tiles: then a pass
-  // takes long anyway, and its partial sums are large.
-  if (threads > 1 && plan->tiles < kTasks * threads)
-    plan->splits = finer(plan->splits, std::min(divide_up(p.I, plan->chunk), p.I * p.K / kPerSum));
+  const int64_t chunks = divide_up(p.I, plan->chunk), cheap = std::min(chunks, p.I * p.K / kPerSum);
+  if (threads > 1 && cheap >= kTasks * threads) {
+    // A long weight comes from memory: a task then reads its part once for all samples.
+    plan->splits = kTasks * threads;
+  } else {
+    cut(plan->tiles, chunks, threads, &plan->tile_groups, &plan->splits);
+    // Finer along the input capsules: each task then reads only its part of the weight. Not with many tiles: then a
+    // pass takes long anyway, and its partial sums are large.
+    if (threads > 1 && plan->tiles < kTasks * threads) plan->splits = finer(plan->splits, cheap);
+  }
 
   // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple
   // of L rows (j, d), which is a multiple of `whole` output capsules.
@@ -106,11 +111,12 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   if (p.quadratic || p.side_by_side)
     plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
-  const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
-  plan->gradient_splits = std::min(chunks, threads);
+  const int64_t gradient_chunks = divide_up(p.I, plan->gradient_chunk);
+  plan->gradient_splits = std::min(gradient_chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
   // For one tile of samples such short tasks were measured to cost more than they gain.
-  if (threads > 1 && plan->tiles > 1 && !p.shared_weight) plan->gradient_splits = finer(plan->gradient_splits, chunks);
+  if (threads > 1 && plan->tiles > 1 && !p.shared_weight)
+    plan->gradient_splits = finer(plan->gradient_splits, gradient_chunks);
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
