@@ -35,10 +35,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "slim own kernels": (caps.SlimConvCaps2d, {"shared": False}),
     "slim 3-D": (caps.SlimConvCaps3d, {"padding": 1, "routing": "em"}),
     "up": (caps.SlimConvTransposeCaps2d, {"conv_bias": True}),
-    "transposed gaps": (
-        caps.SlimConvTransposeCaps2d,
-        {"kernel_size": 2, "stride": 3, "padding": 0, "output_padding": 2},
-    ),
+    "transposed gaps": (caps.SlimConvTransposeCaps2d, {"kernel_size": 2, "stride": 3, "padding": 0}),
     "up, em": (caps.SlimConvTransposeCaps2d, {"routing": "em", "kernel_size": 3, "dilation": 2, "padding": 2}),
     "up, 3-D": (caps.SlimConvTransposeCaps3d, {}),
 }

@@ -90,11 +90,10 @@ WINDOWS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
     "up": (SlimConvTransposeCaps2d, {}, {}),
     "up all": (
         SlimConvTransposeCaps2d,
-        {"kernel_size": (3, 2), "stride": (2, 3), "padding": (1, 0), "output_padding": (1, 2), "dilation": (1, 2)},
-        {},
+        {"kernel_size": (3, 2), "stride": (2, 3), "padding": (1, 0), "dilation": (1, 2)},
+        {"size": (10, 14)},
     ),
     "up own kernels": (SlimConvTransposeCaps2d, {"kernel_size": 2, "padding": 0, "shared": False}, {}),
-    "up to a size": (SlimConvTransposeCaps2d, {"kernel_size": 3}, {"size": (10, 7)}),
     "up 3d": (SlimConvTransposeCaps3d, {"kernel_size": (1, 2, 2), "stride": (1, 2, 1), "padding": 0}, {}),
 }
 
@@ -179,7 +178,7 @@ def weighted(votes: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     ("routing", "window"),
     [
         *itertools.product(OF_VOTES, ["2d own kernels", "3d to one", "up"]),
-        *itertools.product([Weighted], ["2d all", "3d", "up all", "up to a size"]),
+        *itertools.product([Weighted], ["2d all", "3d", "up all"]),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

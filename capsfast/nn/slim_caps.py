@@ -283,8 +283,8 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
     ``[I·in_dim, out_types·out_dim, kh, kw]``), and the parameters of the routing.
 
     Args:
-        kernel_size, stride, padding, output_padding, dilation: as for :class:`torch.nn.ConvTranspose2d`; an int, or an
-            int for each axis. The default doubles the size.
+        kernel_size, stride, padding, dilation: as for :class:`torch.nn.ConvTranspose2d`; an int, or an int for each
+            axis. The default doubles the size; ``size`` of a call chooses among the sizes of a stride above 1.
         all others, shapes, source, errors: as for SlimConvCaps2d. A position that no capsule reaches has
             votes 0 (or conv_bias) and activation 0.
     """
@@ -301,26 +301,17 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         kernel_size: int | Sequence[int] = 4,
         stride: int | Sequence[int] = 2,
         padding: int | Sequence[int] = 1,
-        output_padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         num_iterations: int | None = None,
         **options: Any,
     ) -> None:
-        axes = self._image.count(",") + 1
-        self.output_padding = _arguments.for_axes(self._op, "output_padding", output_padding, axes, least=0)
         window = (kernel_size, stride, padding, dilation)
         super().__init__(in_types, out_types, in_dim, out_dim, *window, num_iterations, **options)
-        for more, step, gap in zip(self.output_padding, self.stride, self.dilation, strict=True):
-            if more >= max(step, gap):
-                raise ValueError(
-                    f"{self._op}: output_padding must be smaller than stride or dilation, got {self.output_padding} "
-                    f"with stride {self.stride} and dilation {self.dilation}"
-                )
 
     def grid(self, size: Sequence[int]) -> tuple[int, ...]:
         """The positions after the layer, for so many before it."""
-        sizes = zip(size, self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation, strict=True)
-        grid = tuple((n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, more, d in sizes)
+        sizes = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        grid = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, k, s, p, d in sizes)
         if min(grid) < 1 or min(size) < 1:
             raise ValueError(
                 f"{self._op}: the output must have at least one position, got {' x '.join(map(str, grid))} "
@@ -329,8 +320,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         return grid
 
     def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
-        least = [there - more for there, more in zip(self.grid(poses.shape[3:]), self.output_padding, strict=True)]
-        given = list(size)
+        least, given = list(self.grid(poses.shape[3:])), list(size)
         if len(given) != len(least) or any(
             not low <= there < low + step for there, low, step in zip(given, least, self.stride, strict=True)
         ):
@@ -356,11 +346,9 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         return math.prod(max(1.0, size / step) for size, step in zip(self.kernel_size, self.stride, strict=True))
 
     def _window(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> dict[str, Any]:
-        more = self.output_padding
-        if before:
-            sizes = zip(more, after, self.grid(before), strict=True)
-            more = tuple(own + there - least for own, there, least in sizes)
-        return {**super()._window(), "output_padding": more}
+        least = self.grid(before) if before else ()
+        more = [there - low for there, low in zip(after, least, strict=True)]
+        return {**super()._window(), "output_padding": more or 0}
 
     def forward(
         self,
@@ -370,7 +358,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         size: Sequence[int] | None = None,
         return_coupling: bool = False,
     ) -> Routed | tuple[Routed, Tensor]:
-        """``size``: size of the output, instead of output_padding; at most stride - 1 above the size without it."""
+        """``size``: size of the output; at most stride - 1 above the size without it."""
         return self._forward(poses, activation, size, return_coupling)
 
 
