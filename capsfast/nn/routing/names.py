@@ -1,7 +1,7 @@
 """The routings by name."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -74,8 +74,13 @@ def make_routing(
         options = {
             name: value for name, value in options.items() if name in known or name not in MADE or value is not None
         }
-        known_options(op, routing, known, options)
-    _takes(op, make, in_caps, out_caps, in_dim, out_dim, **options)
+        for name in options:
+            if name not in known:
+                remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
+                there, hint = ", ".join(known) if known else "none", _keywords.meant(name, known)
+                raise TypeError(
+                    f"{op}: routing {routing_name(routing)} has no option {name}{hint}; it has {there}{remedy}"
+                )
     made = make(in_caps, out_caps, in_dim, out_dim, **options)
     if not isinstance(made, Routing):
         raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}{OF_ONES_OWN}")
@@ -85,35 +90,6 @@ def make_routing(
             f"super().__init__(in_caps, out_caps, in_dim, out_dim, **made) in its __init__"
         )
     return made
-
-
-def _takes(op: str, make: Callable[..., Any], *sizes: int, **options: Any) -> None:
-    """
-    Raises:
-        TypeError: the class or function can't be called with these arguments.
-    """
-    signature = inspect.signature(make)
-    try:
-        signature.bind(*sizes, **options)
-    except TypeError as error:
-        raise TypeError(
-            f"{op}: routing must take (in_caps, out_caps, in_dim, out_dim, **options) and make a capsfast.nn.Routing, "
-            f"got {routing_name(make)}{signature}: {error}{OF_ONES_OWN}"
-        ) from None
-
-
-def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options: Iterable[str]) -> None:
-    """Rejects unknown options.
-
-    Raises:
-        TypeError: an option is not in ``known``.
-    """
-    for name in options:
-        if name not in known:
-            remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
-            there = ", ".join(known) if known else "none"
-            hint = _keywords.meant(name, known)
-            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}{hint}; it has {there}{remedy}")
 
 
 def options_of(routing: Callable[..., Any]) -> list[str]:
