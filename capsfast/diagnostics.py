@@ -5,14 +5,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
 from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement
-from .nn.couplings import shares_of
+from .nn.couplings import routed_by_passes, shares_of
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -103,7 +103,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     as_capsfast: Any = getattr(layer, "as_capsfast", None)
     if as_capsfast is not None:  # capsfast.accelerate made it
         layer, u = as_capsfast(u)
-    if not hasattr(layer, "recorded") and not hasattr(layer, "as_connected"):
+    if not isinstance(layer, (RoutedCaps, RoutingByAgreement, ConvCaps2d)):
         raise TypeError(
             f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "
             f"{type(layer).__name__}; of a model, take its part .routing"
@@ -111,10 +111,8 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     if not isinstance(u, Tensor):
         raise TypeError(f"{op}: u must be a torch.Tensor, got {type(u).__name__}")
     text = f"{type(layer).__name__}({layer.extra_repr()})"
-    as_connected = getattr(layer, "as_connected", None)
-    if as_connected is not None:  # a layer of windows
-        layer, u, given = as_connected(u, **given)
-    layer = cast(Layer, layer)
+    if isinstance(layer, ConvCaps2d):
+        layer, u, given = layer.as_connected(u, **given)
     routing = getattr(layer, "routing", layer)  # RoutingByAgreement, which takes votes, is its own routing
     name = next(iter(inspect.signature(layer.forward).parameters))
     softmax = getattr(routing, "softmax", "out")
@@ -177,7 +175,7 @@ def _buffers_kept(layer: nn.Module) -> Iterator[None]:
 def _couplings(layer: Layer, u: Tensor, softmax: str, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
     with torch.no_grad():
-        found = layer.recorded(u, **given)
+        found = routed_by_passes(layer, u, **given)
         shares = map(shares_of, found.weights) if softmax == "out" else found.weights
         return [c.unflatten(1, (found.groups, -1)) for c in shares]
 

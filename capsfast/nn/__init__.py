@@ -2,16 +2,14 @@
 
 from .class_caps import ClassCaps2d
 from .conv_caps import ConvCaps2d
-from .coupling_entropy import CouplingEntropy
-from .couplings import couplings, recorded
+from .couplings import CouplingEntropy, couplings, recorded
 from .decoder import ConvDecoder, Decoder
-from .depthwise_caps import DepthwisePrimaryCaps
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
 from .interest_caps import InterestCapsules, Interests
 from .label_attention import LabelAwareAttention, interest_scores
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
 from .matrix_routing import MatrixRouting, ScoredCapsules
-from .primary_caps import FlattenCaps, PrimaryCaps
+from .primary_caps import DepthwisePrimaryCaps, FlattenCaps, PrimaryCaps
 from .primary_matrix_caps import PrimaryMatrixCaps
 from .readout import Length, Mask
 from .routed_caps import RoutedCaps

@@ -1,5 +1,6 @@
-"""The coupling coefficients of a routing, pass by pass."""
+"""The coupling coefficients of a routing, pass by pass, and their entropy."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..precision import wide_dtype
+from . import _arguments
+from ._layer import Layer
 from .routed_caps import RoutedCaps
-from .routing.votes import RecordedVotes
+from .routing.votes import RecordedVotes, votes_of
+from .routing_by_agreement import RoutingByAgreement
 
 
 @torch.no_grad()
@@ -32,10 +37,30 @@ def couplings(
         TypeError: any other layer.
     """
     checks.boolean("capsfast.nn.couplings", "shares", shares)
-    if not hasattr(layer, "recorded"):
+    if not isinstance(layer, RoutedCaps | RoutingByAgreement):
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
-    weights: list[Tensor] = layer.recorded(u, activation, **given).weights  # type: ignore[operator]
+    weights = routed_by_passes(layer, u, activation, **given).weights
     return [shares_of(c) for c in weights] if shares else weights
+
+
+def routed_by_passes(
+    layer: RoutedCaps | RoutingByAgreement,
+    u: Tensor,
+    activation: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    **given: Any,
+) -> RecordedVotes:
+    """Runs a layer in single passes and returns the votes with the coupling of each pass."""
+    if isinstance(layer, RoutingByAgreement):
+        votes = RecordedVotes(votes_of(layer._op, u, mask=mask, out_mask=out_mask, backend=layer.backend))
+        votes.agree(**layer.options(), **given)
+    else:
+        u, activation = layer.activated(u, activation, mask)
+        votes = RecordedVotes(layer.votes(u, mask, out_mask))
+        layer.routing(votes, activation, **given)
+    return votes
 
 
 def shares_of(c: Tensor) -> Tensor:
@@ -79,3 +104,35 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     finally:
         for handle in handles:
             handle.remove()
+
+
+class CouplingEntropy(Layer):
+    """Mean entropy ``-sum c log c`` of the coupling coefficients: 0 if every softmax is one-hot.
+
+    As a term of a loss, it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).
+    Empty softmaxes (masked capsules) count neither in the sum nor in the mean.
+
+    Args:
+        softmax: ``"out"`` or ``"in"``, as in the routing that made the coupling.
+        normalize: divide by the entropy of equal coupling, ``log J`` or ``log I``, so that the largest value is 1.
+
+    Shapes: ``coupling [B, I, J]`` to ``[]``; formed in float32 for 16-bit inputs.
+
+    Raises:
+        ValueError, TypeError: an option or an input that does not fit.
+    """
+
+    def __init__(self, softmax: str = "out", normalize: bool = True) -> None:
+        super().__init__()
+        self.softmax, self.normalize = softmax, normalize
+
+    def forward(self, coupling: Tensor) -> Tensor:
+        _arguments.floats(self._op, "coupling", coupling, "[B, I, J]")
+        dim = 2 if self.softmax == "out" else 1
+        c = coupling.to(wide_dtype(coupling.dtype))
+        # log 1 instead of log 0: c log c is 0 there, and its derivative must be finite.
+        entropy = -(c * torch.where(c > 0, c, 1).log()).sum(dim)
+        filled = (coupling.detach() > 0).any(dim)
+        size = c.shape[dim]
+        most = math.log(size) if self.normalize and size > 1 else 1.0
+        return entropy.sum() / filled.sum().clamp(min=1) / most

@@ -11,7 +11,7 @@ from . import _arguments, weights
 from ._layer import Layer
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
-from .routing.votes import GroupedVotes, RecordedVotes, Votes, votes_of
+from .routing.votes import GroupedVotes, Votes, votes_of
 from .weights import Weight
 
 
@@ -181,21 +181,6 @@ class RoutedCaps(Layer):
         """Calls the layer with activations if the routing uses them, see :meth:`activated`."""
         u, activation = self.activated(u, activation, given.get("mask"))
         return self(u, activation, **given)  # type: ignore[no-any-return]
-
-    def recorded(
-        self,
-        u: Tensor,
-        activation: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        out_mask: Tensor | None = None,
-        **given: Any,
-    ) -> RecordedVotes:
-        """Runs the routing in single passes and returns the votes with the coupling of each pass."""
-        u, activation = self.activated(u, activation, mask)
-        votes = RecordedVotes(self.votes(u, mask, out_mask))
-        self.routing(votes, activation, **given)
-        return votes
 
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None

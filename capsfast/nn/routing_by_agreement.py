@@ -12,7 +12,6 @@ from . import _arguments
 from ._layer import Layer
 from .routing.agreement import Agreement
 from .routing.base import Capsules, lengths
-from .routing.votes import RecordedVotes, votes_of
 
 
 class RoutingByAgreement(Agreement, Layer):
@@ -75,18 +74,3 @@ class RoutingByAgreement(Agreement, Layer):
         """Calls the layer and returns its result with the lengths."""
         v = self(votes, **given)
         return Capsules(v, lengths(v))
-
-    def recorded(
-        self,
-        votes: Tensor,
-        activation: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        out_mask: Tensor | None = None,
-        **given: Any,
-    ) -> RecordedVotes:
-        """Routes in single passes and returns the votes with the coupling of each pass. Ignores activations."""
-        made = votes_of(self._op, votes, mask=mask, out_mask=out_mask, backend=self.backend)
-        found = RecordedVotes(made)
-        found.agree(**self.options(), **given)
-        return found
