@@ -10,9 +10,7 @@ from .. import checks
 from . import _arguments
 from .primary_caps import FlattenCaps
 from .routed_caps import RoutedCaps
-from .routing.base import Capsules
 from .routing.names import RoutingChoice
-from .routing.votes import Votes
 from .weights import FullWeight
 
 
@@ -92,10 +90,6 @@ class ClassCaps2d(RoutedCaps):
         self.coordinates = coordinates if isinstance(coordinates, bool) else tuple(coordinates)
         self.flatten = FlattenCaps()
 
-    def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
-        """The votes of poses, given as an image or as a list of capsules; they are not stored."""
-        return super().votes(self._listed(u), mask, out_mask)
-
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
         # The added constant is written as a product, so that kernels need not know of it: one more column of the pose
         # times one more row of the weight, which is (0, ..., 0, 1); or two more components of a vector.
@@ -104,24 +98,14 @@ class ClassCaps2d(RoutedCaps):
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if isinstance(activation, Tensor) and activation.dim() == 4:
-            image = [activation.shape[0], self.in_types, *self.size]
-            if list(activation.shape) != image:
+            wanted = [activation.shape[0], self.in_types, *self.size]
+            if list(activation.shape) != wanted:
                 raise ValueError(
-                    f"{self._op}: activation must be [B, in_types, H, W] = {image}, got {checks.shape_of(activation)}"
+                    f"{self._op}: activation must be [B, in_types, H, W] = {wanted}, got {checks.shape_of(activation)}"
                 )
             activation = activation.flatten(1)
         if activation is not None:
             _arguments.floats(self._op, "activation", activation, "[B, I]")
-        return self._listed(u), activation
-
-    def forward(
-        self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
-    ) -> Capsules:
-        """``activation``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
-        return super().forward(*self.listed(u, activation), mask=mask, out_mask=out_mask)
-
-    def _listed(self, u: Tensor) -> Tensor:
-        """The capsules as a list ``[B, I, K]``."""
         image = isinstance(u, Tensor) and u.dim() == 5
         _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
         if image and (u.shape[1], u.shape[3], u.shape[4]) == (self.in_types, *self.size):
@@ -132,7 +116,7 @@ class ClassCaps2d(RoutedCaps):
                 f"{self._op}: u must be [B, in_types={self.in_types}, in_dim={self.in_dim}, {height}, {width}] or the "
                 f"list [B, {self.in_caps}, in_dim], got {checks.shape_of(u)}"
             )
-        return u
+        return u, activation
 
     def _placed(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Pose and weight, extended so that their product adds the coordinates."""

@@ -16,7 +16,8 @@ from ._layer import Layer
 LARGEST = 1e30
 
 
-def _operands(op: str, interests: object, items: object, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _operands(op: str, interests: object, items: object, mask: Tensor | None, rows: str = "B") -> tuple[Tensor, Tensor]:
+    """The checked interests, 0 where they are absent, and items. rows: what the first of two axes of items counts."""
     vectors = checks.tensor(op, "interests", interests, "[B, J, D]")
     checks.floating(op, "interests", vectors)
     if not isinstance(items, Tensor):
@@ -30,6 +31,9 @@ def _operands(op: str, interests: object, items: object, mask: Tensor | None) ->
         raise ValueError(f"{op}: interests must be at least one for each user, got {checks.shape_of(vectors)}")
     if items.dim() == 0 or items.shape[-1] != D:
         raise ValueError(f"{op}: items must end in D={D}, the size of an interest, got {checks.shape_of(items)}")
+    of_users = items.dim() == 3 or rows == "B"
+    if items.dim() not in (2, 3) or (of_users and items.shape[0] != B):
+        raise ValueError(f"{op}: items must be [{rows}, D] or [B, N, D] with B={B}, got {checks.shape_of(items)}")
     if mask is not None:
         checks.tensor(op, "mask", mask, "[B, J]")
         if mask.dtype != torch.bool:
@@ -84,11 +88,6 @@ class LabelAwareAttention(Layer):
     def forward(self, interests: Tensor, items: Tensor, mask: Tensor | None = None) -> Tensor:
         """See the class."""
         vectors, targets = _operands(self._op, interests, items, mask)
-        if targets.dim() not in (2, 3) or targets.shape[0] != vectors.shape[0]:
-            raise ValueError(
-                f"{self._op}: items must be [B, D] or [B, N, D] with B={vectors.shape[0]}, "
-                f"got {checks.shape_of(targets)}"
-            )
         several = targets if targets.dim() == 3 else targets[:, None]
         scores = several @ vectors.transpose(1, 2)  # [B, N, J]
         absent = None if mask is None else ~mask[:, None]
@@ -131,12 +130,7 @@ def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None
     """
     if has_torch_function((interests, items, mask)):
         return instead(interest_scores, locals(), 3)  # type: ignore[no-any-return]
-    op = "capsfast.nn.interest_scores"
-    vectors, targets = _operands(op, interests, items, mask)
-    if targets.dim() not in (2, 3) or (targets.dim() == 3 and targets.shape[0] != vectors.shape[0]):
-        raise ValueError(
-            f"{op}: items must be [N, D] or [B, N, D] with B={vectors.shape[0]}, got {checks.shape_of(targets)}"
-        )
+    vectors, targets = _operands("capsfast.nn.interest_scores", interests, items, mask, "N")
     best: Tensor | None = None
     for j in range(vectors.shape[1]):
         scores = vectors[:, j] @ targets.T if targets.dim() == 2 else (targets @ vectors[:, j, :, None])[..., 0]

@@ -135,7 +135,7 @@ class RoutedCaps(Layer):
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` for the routing; they are not stored."""
-        op = self._op
+        op, (u, _) = self._op, self.listed(u, None)
         _arguments.floats(op, "u", u, "[B, I, K]")
         if u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
             checks.refuse_capsules(op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
@@ -186,6 +186,7 @@ class RoutedCaps(Layer):
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
         """``activation [B, I]``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
+        u, activation = self.listed(u, activation)
         return self.routing(self.votes(u, mask, out_mask), activation)  # type: ignore[no-any-return]
 
     def _load_from_state_dict(

@@ -133,20 +133,20 @@ class SlimConvCaps2d(WindowLayer):
             nn.init.zeros_(self.conv.bias)
 
     def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
-        """``[B, in_types, in_dim, *spatial]`` to the convolution's ``votes [B, I, J, D, *spatial']``.
-
-        ``size``: size of the output, if the layer has a choice.
-        """
+        """``[B, in_types, in_dim, *spatial]`` to the votes of the convolution, ``[B, I, J, D, *spatial']``."""
         grid = self._grid_of(poses, size)
-        chosen = {} if size is None else {"output_size": grid}
+        chosen = {} if grid == self.grid(poses.shape[3:]) else {"output_size": grid}
         # In the convolution, types are samples (shared kernel) or groups of channels.
         return self._votes_in(self.conv(self._channels(poses), **chosen), poses.shape[0])
 
     def _grid_of(self, poses: Tensor, size: Sequence[int] | None) -> tuple[int, ...]:
         sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
         _arguments.sized(self._op, "poses", poses, f"[B, in_types, in_dim, {self._image}]", **sizes)
-        grid = self.grid(poses.shape[3:])
-        return grid if size is None else tuple(self._size(poses, size))
+        least = self.grid(poses.shape[3:])
+        if size is None:
+            return least
+        self._check_size(tuple(size), least)
+        return tuple(size)
 
     def _channels(self, poses: Tensor) -> Tensor:
         return poses.flatten(0, 1) if self.shared else poses.flatten(1, 2)
@@ -156,8 +156,9 @@ class SlimConvCaps2d(WindowLayer):
         axes = maps.shape[2:]
         return maps.reshape(samples, I, J, D, *axes)
 
-    def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
-        raise TypeError(f"{self._op}: the size of the output follows from the input, got size={tuple(size)}")
+    def _check_size(self, size: tuple[int, ...], least: tuple[int, ...]) -> None:
+        if size != least:
+            raise TypeError(f"{self._op}: the size of the output follows from the input, got size={size}")
 
     def _reached(self) -> float:
         """The number of positions whose capsules contribute to a vote."""
@@ -167,30 +168,28 @@ class SlimConvCaps2d(WindowLayer):
         """Arguments of the convolution from a grid ``before`` to a grid ``after``."""
         return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
 
-    def activation_at(self, poses: Tensor, activation: Tensor, votes: Tensor) -> Tensor:
+    def _means(self, activation: Tensor, inside: Tensor, **window: Any) -> Tensor:
         """``[B, in_types, *spatial]`` to ``[B, in_types, *spatial']``: the mean activation in the window of a vote.
 
         Padding does not count. If a window holds only padding, the activation is 0.
         """
-        _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
-        inside = torch.ones_like(activation[:1, 0].unsqueeze(1))
-        return self._means(activation, inside, **self._window(poses.shape[3:], votes.shape[4:]))
-
-    def _means(self, activation: Tensor, inside: Tensor, **window: Any) -> Tensor:
         ones = torch.ones((1, 1, *self.kernel_size), dtype=activation.dtype, device=activation.device)
         total, count = (self._spread(maps, ones, **window) for maps in (activation.flatten(0, 1).unsqueeze(1), inside))
         means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
         return means
 
     def forward(
-        self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False
+        self,
+        poses: Tensor,
+        activation: Tensor | None = None,
+        *,
+        size: Sequence[int] | None = None,
+        return_coupling: bool = False,
     ) -> Routed | tuple[Routed, Tensor]:
-        """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``."""
-        return self._forward(poses, activation, None, return_coupling)
+        """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``.
 
-    def _forward(
-        self, poses: Tensor, activation: Tensor | None, size: Sequence[int] | None, return_coupling: bool
-    ) -> Routed | tuple[Routed, Tensor]:
+        ``size``: size of the output of a transposed layer, at most stride - 1 above the size without it.
+        """
         grid = self._grid_of(poses, size)
         if activation is not None:
             if self.uses_poses_alone:
@@ -231,10 +230,11 @@ class SlimConvCaps2d(WindowLayer):
     def _all(
         self, poses: Tensor, activation: Tensor | None, grid: Sequence[int], return_coupling: bool
     ) -> tuple[Any, ...]:
-        chosen = {} if tuple(grid) == self.grid(poses.shape[3:]) else {"size": grid}
-        votes = self.votes(poses, **chosen)
-        given = None if activation is None else self.activation_at(poses, activation, votes)
-        return self._from_votes(votes, given, return_coupling)
+        votes = self.votes(poses, grid)
+        if activation is not None:
+            inside = torch.ones_like(activation[:1, :1])
+            activation = self._means(activation, inside, **self._window(poses.shape[3:], grid))
+        return self._from_votes(votes, activation, return_coupling)
 
     def _from_votes(self, votes: Tensor, activation: Tensor | None, return_coupling: bool) -> tuple[Any, ...]:
         """The output capsules, then their coupling or None."""
@@ -319,16 +319,14 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
             )
         return grid
 
-    def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
-        least, given = list(self.grid(poses.shape[3:])), list(size)
-        if len(given) != len(least) or any(
-            not low <= there < low + step for there, low, step in zip(given, least, self.stride, strict=True)
+    def _check_size(self, size: tuple[int, ...], least: tuple[int, ...]) -> None:
+        if len(size) != len(least) or any(
+            not low <= there < low + step for there, low, step in zip(size, least, self.stride, strict=True)
         ):
             raise ValueError(
-                f"{self._op}: size must be at least {least} and less than a stride of {self.stride} larger, "
-                f"got {checks.shown(tuple(given))}"
+                f"{self._op}: size must be at least {list(least)} and less than a stride of {self.stride} larger, "
+                f"got {checks.shown(size)}"
             )
-        return given
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         step, reach = self.stride[axis], self.dilation[axis] * (self.kernel_size[axis] - 1)
@@ -349,17 +347,6 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         least = self.grid(before) if before else ()
         more = [there - low for there, low in zip(after, least, strict=True)]
         return {**super()._window(), "output_padding": more or 0}
-
-    def forward(
-        self,
-        poses: Tensor,
-        activation: Tensor | None = None,
-        *,
-        size: Sequence[int] | None = None,
-        return_coupling: bool = False,
-    ) -> Routed | tuple[Routed, Tensor]:
-        """``size``: size of the output; at most stride - 1 above the size without it."""
-        return self._forward(poses, activation, size, return_coupling)
 
 
 class SlimConvTransposeCaps3d(SlimConvTransposeCaps2d):
