@@ -211,16 +211,6 @@ def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     assert layer.eval()(u[:1]).activations.isfinite().all()
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_a_state_without_the_statistics_of_a_batch(batch_norm: bool) -> None:
-    """A checkpoint from a version whose default was False."""
-    old, new = (VariationalRouting(I, J, K, D, batch_norm=each) for each in (batch_norm, "both"))
-    with pytest.raises(
-        RuntimeError, match=rf"Routing: batch_norm needs .* build the layer with batch_norm={batch_norm}"
-    ):
-        new.load_state_dict(old.state_dict())
-
-
 def test_a_reset_forgets_the_statistics_of_a_batch() -> None:
     layer = RoutedCaps(I, J, K, D, routing="variational")
     fresh = copy.deepcopy(layer.routing).state_dict()

@@ -13,17 +13,15 @@ from .primary_caps import DepthwisePrimaryCaps, FlattenCaps, PrimaryCaps
 from .primary_matrix_caps import PrimaryMatrixCaps
 from .readout import Length, Mask
 from .routed_caps import RoutedCaps
-from .routing.agreement import AgreementRouting
-from .routing.attention import AttentionRouting, SelfAttentionRouting
+from .routing.agreement import AgreementRouting, RoutingByAgreement
+from .routing.attention import AttentionRouting, InvertedAttentionRouting, SelfAttentionRouting
 from .routing.base import Capsules, IterativeRouting, Routing
 from .routing.cosine import CosineRouting, KMeansRouting
 from .routing.em import EMRouting
-from .routing.inverted_attention import InvertedAttentionRouting
 from .routing.names import ROUTINGS
 from .routing.self_routing import SelfRouting
 from .routing.variational import VariationalRouting
 from .routing.votes import Votes
-from .routing_by_agreement import RoutingByAgreement
 from .slim_caps import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
 from .vector_routing import VectorRouting
 from .weights import FullWeight, Groups, LowRank, SharedWeight, Weight

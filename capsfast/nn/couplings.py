@@ -13,8 +13,8 @@ from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
 from .routed_caps import RoutedCaps
+from .routing.agreement import RoutingByAgreement
 from .routing.votes import RecordedVotes, votes_of
-from .routing_by_agreement import RoutingByAgreement
 
 
 @torch.no_grad()
@@ -74,8 +74,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     They have a gradient, so that a loss can use them, for example with :class:`capsfast.nn.CouplingEntropy`.
 
     Args:
-        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting` (with groups:
-            ``[B, I, J / groups]``).
+        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting`.
         shares: as for :func:`couplings`.
 
     Raises:

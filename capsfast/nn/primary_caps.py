@@ -192,19 +192,10 @@ class DepthwisePrimaryCaps(PrimaryCaps):
     component k of capsule type t.
 
     Args:
-        types: capsules at each place, C.
-        dim: size of a capsule, K.
-        kernel_size, stride: kernel and stride of the convolution; an int or two ints (vertical, horizontal).
-        bias: whether the convolution has a bias.
-        squash, eps: see :func:`capsfast.squash`; the paper's is ``"exp"``.
-        flatten: return a list of capsules; False: an image of capsules, as :class:`ConvCaps2d` takes it.
-        device, dtype: device and dtype of the parameters.
+        squash: see :func:`capsfast.squash`; the paper's is ``"exp"``.
+        all others, and errors: as for :class:`PrimaryCaps`.
 
-    Shapes: ``[B, types·dim, H, W]`` to ``u [B, types·H'·W', dim]`` with the capsules in the order (type, y, x);
-    without ``flatten`` to ``[B, types, dim, H', W']``.
-
-    Raises:
-        ValueError, TypeError: a size, an option or an input that does not fit.
+    Shapes: ``[B, types·dim, H, W]`` to the capsules of PrimaryCaps.
     """
 
     _depthwise = True

@@ -1,4 +1,4 @@
-"""Dynamic routing as a routing class."""
+"""Dynamic routing as a routing class, and as a layer of given votes."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ... import checks
-from ...options import Options
+from ...functional import route_votes
+from ...kinds import FORMS
+from ...options import OptionKeywords, Options
+from .. import _arguments
 from .._arguments import AgreementKeywords
 from .._layer import Layer
 from .base import Capsules, IterativeRouting, lengths
@@ -38,10 +41,7 @@ class AgreementRouting(Agreement, IterativeRouting):
     Parameters, on request: ``logits [in_caps, out_caps]`` and ``bias [out_caps, out_dim]``.
 
     Args:
-        num_iterations: weighted sums formed, at least 1.
-        learned_logits: a parameter for the log prior of the coupling, starting at 0.
-        bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
-        options: softmax, squash and so on: the keywords of :func:`capsfast.dynamic_routing`.
+        num_iterations, learned_logits, bias, options: as for :class:`capsfast.DynamicRouting`.
         all others: as for :class:`Routing`.
     """
 
@@ -101,6 +101,69 @@ class AgreementRouting(Agreement, IterativeRouting):
         for name, option in (("logits", "learned_logits"), ("bias", "bias")):
             text += f", {option}=True" if getattr(self, name) is not None else ""
         return text
+
+
+class RoutingByAgreement(Agreement, Layer):
+    """Routing by agreement over given votes (Sabour, Frosst, Hinton 2017, procedure 1): ``votes -> v``.
+
+    It has no parameters and no sizes; :class:`AgreementRouting` has both.
+
+    Args:
+        num_iterations: number of weighted sums, at least 1.
+        options: softmax, squash and so on, and backend: the keywords of :func:`capsfast.dynamic_routing`.
+
+    Shapes: ``votes [B, I, J, D]`` to ``v [B, J, D]``.
+
+    Raises:
+        ValueError, TypeError: options that the function rejects.
+    """
+
+    _op = "capsfast.nn.RoutingByAgreement"
+    _others = FORMS
+
+    def __init__(
+        self,
+        num_iterations: int = 3,
+        *,
+        backend: str | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> None:
+        super().__init__()
+        self._hold(num_iterations, options)
+        self.backend = backend
+
+    def forward(
+        self,
+        votes: Tensor,
+        batch_size: int | None = None,
+        *,
+        logits: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+        return_coupling: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``votes [B, I, J, D]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J]``.
+
+        ``batch_size`` exists because some code passes it; if given, it must be B.
+        """
+        _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
+        _arguments.batch_size(self._op, batch_size, votes)
+        return route_votes(  # type: ignore[no-any-return]
+            votes,
+            **self.options(),
+            logits=logits,
+            bias=bias,
+            mask=mask,
+            out_mask=out_mask,
+            return_coupling=return_coupling,
+            backend=self.backend,
+        )
+
+    def capsules(self, votes: Tensor, **given: Any) -> Capsules:
+        """Calls the layer and returns its result with the lengths."""
+        v = self(votes, **given)
+        return Capsules(v, lengths(v))
 
 
 def starting_std(num_iterations: int | None, share: float, summed: float) -> float:

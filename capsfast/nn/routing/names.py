@@ -8,11 +8,10 @@ from torch import nn
 
 from ... import _keywords, checks
 from .agreement import AgreementRouting
-from .attention import AttentionRouting, SelfAttentionRouting
+from .attention import AttentionRouting, InvertedAttentionRouting, SelfAttentionRouting
 from .base import Routing
 from .cosine import CosineRouting, KMeansRouting
 from .em import EMRouting
-from .inverted_attention import InvertedAttentionRouting
 from .self_routing import SelfRouting
 from .variational import VariationalRouting
 

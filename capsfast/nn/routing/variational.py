@@ -82,18 +82,6 @@ class VariationalRouting(IterativeRouting):
             if norm is not None:
                 norm.reset_running_stats()
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
-    ) -> None:
-        names = [name for name, norm in (("norm", self.norm), ("pose_norm", self.pose_norm)) if norm is not None]
-        absent = [name for name in names if f"{prefix}{name}.running_mean" not in state_dict]
-        if absent and prefix + "beta_a" in state_dict:  # of another option, or from when False was the default
-            lists[2].append(
-                f"{self._op}: batch_norm needs the statistics of {' and '.join(absent)}, got a state without them; "
-                f"build the layer with batch_norm={absent != names}"
-            )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-
     @property
     def independent(self) -> bool:  # type: ignore[override]
         return self.norm is None
