@@ -1,6 +1,7 @@
 """The private parts of torch that the core uses, each with the reason. No other core module uses private torch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,14 +21,11 @@ transformed = torch._C._are_functorch_transforms_active
 gradients_in_batches = torch._C._functorch.is_legacy_batchedtensor
 # None if nothing is traced. torch.jit.is_tracing() would add two Python calls.
 tracing_state = torch._C._get_tracing_state
+# The level of forward-mode differentiation, -1 outside of it. torch.autograd.forward_ad has no public function for it.
+forward_level = partial(getattr, forward_ad, "_current_level")
 
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
-
-
-def forward_mode() -> bool:
-    """Whether the call is differentiated in forward mode. torch.autograd.forward_ad has no public function for it."""
-    return forward_ad._current_level >= 0
 
 
 def result(kind: C) -> C:

@@ -164,6 +164,7 @@ def choose(call: Call, backend: str | None) -> str:
         RuntimeError: the demanded backend cannot serve the call.
     """
     demand, device = demanded(call.op, backend), call.u.device
+    kind = device.type
     if demand is not None:
         reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)
         if reason:
@@ -172,11 +173,11 @@ def choose(call: Call, backend: str | None) -> str:
     lacking = ""
     for name, there in BACKENDS.items():
         # Not _elsewhere(): Triton's interpreter runs only on demand.
-        if device.type not in (*there.devices, "meta") and name != "reference":
+        if kind not in there.devices and kind != "meta" and name != "reference":
             continue
         if there.refuses and there.refuses(call):
             continue
-        reason = there.absent() or (_of_gpu(name, device) if device.type == "cuda" else "")
+        reason = there.absent() or (_of_gpu(name, device) if kind == "cuda" else "")
         if not reason:
             if name == "reference" and lacking:
                 _warn_once(lacking)

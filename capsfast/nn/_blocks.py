@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import checks
-from .._torch import forward_mode, gradients_in_batches
+from .._torch import forward_level, gradients_in_batches
 from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer, hooked
@@ -95,7 +95,7 @@ class WindowLayer(Layer):
 
         A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
         """
-        if not all(value is None or checks.is_eager(value) for value in tensors) or forward_mode():
+        if not all(value is None or checks.is_eager(value) for value in tensors) or forward_level() >= 0:
             return False
         parts = (part for part in self.modules() if part is not self)
         changed = any(hooked(each) or is_parametrized(each) for each in parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import native
 from .._names import NAMESPACE, PACKAGE
-from .._torch import OpOverload, any_autocast, below_autograd, forward_mode, tracing_state, transformed
+from .._torch import OpOverload, any_autocast, below_autograd, forward_level, tracing_state, transformed
 from ..arguments import Call
 from ..axes import axes_of
 from ..backend import choose
@@ -104,22 +104,21 @@ class Op:
         first = contract.differentiable
 
         def keep_name(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-            ctx.public = _named(self.public, inputs, first)
+            ctx.public = self.public[inputs[first + 1] is None]
 
         save = _saving(contract, self.public)
-        fused_backward = _called(op_backward, self.public, keep_name, _no_second_derivative, 0, first)
+        option, results = contract.backward.index(contract.arguments[contract.tensors]), len(contract.needed)
+        fused_backward = _called(op_backward, self.public, keep_name, _no_second_derivative, 0, first, option, results)
         backward = _backward_by(contract, fused_backward)
         torch.library.register_fake(op)(self._fake)
         torch.library.register_fake(op_backward)(self._fake_backward)
-        torch.library.register_autograd(op, backward, setup_context=save)
-        torch.library.register_autograd(op_backward, _no_second_derivative, setup_context=keep_name)
         for each in (op, op_backward):
             torch.library.register_vmap(each, _vmap(each))
         for device in ("CPU", "CUDA"):
             _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
         if self.sharded:
             sharding.announce(contract, op, op_backward)
-        return _called(op, self.public, save, backward, self.cast, 0)
+        return _called(op, self.public, save, backward, self.cast, 0, contract.tensors, first)
 
     def _fake(self, *arguments: Any) -> Any:
         return self.fake(SimpleNamespace(**dict(zip(self.contract.arguments, arguments, strict=True))))
@@ -186,20 +185,14 @@ def _bind_triton(name: str) -> None:
         _library.impl(f"triton_{name}_backward", bound("backward"), key)
 
 
-def _named(public: tuple[str, ...], inputs: Sequence[Any], first: int = 0) -> str:
-    """The public function of a call. first: index of u among the inputs; the weight follows u."""
-    return public[-1 if inputs[first + 1] is None else 0]
-
-
 def _saving(contract: Contract, public: tuple[str, ...]) -> Function:
-    """setup_context of an op: saves its tensors, the outputs that the backward needs, and the options."""
+    """Saves the tensors of an op, the outputs that the backward needs, and the options."""
     tensors, last = contract.tensors, len(contract.arguments) - contract.requests
-    saved, constant = len(contract.outputs) - len(contract.saved), contract.differentiable
+    saved = len(contract.outputs) - len(contract.saved)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.save_for_backward(*inputs[:tensors], *output[saved:])
-        ctx.options, ctx.public = inputs[tensors:last], _named(public, inputs)
-        ctx.mark_non_differentiable(*output[constant:])
+        ctx.options, ctx.public = inputs[tensors:last], public[inputs[1] is None]
         ctx.set_materialize_grads(False)
 
     return save
@@ -208,29 +201,37 @@ def _saving(contract: Contract, public: tuple[str, ...]) -> Function:
 def _backward_by(contract: Contract, op: Function) -> Function:
     """The backward of an autograd formula. op: the function of the ``..._backward`` op."""
     may_need, differentiable = len(contract.needed), contract.differentiable
-    others = (None,) * (len(contract.arguments) - may_need)
 
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         # A result that was not requested is an empty vector. torch may pass zeros of this shape as its gradient.
         received = [g if g is None or g.dim() > 1 else None for g in given[:differentiable]]
         needed = list(ctx.needs_input_grad[:may_need])
         gradients = op(*received, *ctx.saved_tensors, *ctx.options, needed)
+        others = (None,) * (len(ctx.needs_input_grad) - may_need)
         return (*[g if wanted else None for g, wanted in zip(gradients, needed, strict=True)], *others)
 
     return backward
 
 
 def _called(
-    op: OpOverload, public: tuple[str, ...], save: Function, backward: Function, count: int, first: int
+    op: OpOverload,
+    public: tuple[str, ...],
+    save: Function,
+    backward: Function,
+    count: int,
+    first: int,
+    tensors: int,
+    results: int,
 ) -> Function:
-    """A function that calls an op directly or through an autograd.Function.
+    """Registers the autograd of an op, and returns a function that calls the op directly or in an autograd.Function.
 
     Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
     torch.library, and in eager mode their autograd takes most of the host time of a call. In these two cases save and
     backward run in an autograd.Function instead.
 
     public: see :class:`Op`. count: autocast casts so many arguments, from the first on. first: index of the first
-    argument that is always a tensor; the gradients before it may be None.
+    argument that is always a tensor; the gradients before it may be None. tensors: so many arguments are tensors or
+    None; the options follow. results: so many outputs have gradients; the others are for the backward.
     """
 
     class Transformed(torch.autograd.Function):
@@ -238,23 +239,30 @@ def _called(
         def forward(*inputs: Any) -> Any:
             return op(*inputs)
 
-        setup_context = staticmethod(save)
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+            save(ctx, inputs, output)
+            ctx.mark_non_differentiable(*output[results:])
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
             return _vmap(Transformed.apply)(info, in_dims, *inputs)
 
     class Eager(torch.autograd.Function):
+        """Takes the options as one argument and returns no output without a gradient: torch wraps each one."""
+
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: Any, *given: Any) -> Any:
+            inputs = (*given[:-1], *given[-1])
             with below_autograd():
                 output = op(*inputs)
             save(ctx, inputs, output)
-            return output
+            return output[:results]
 
     for function in (Transformed, Eager):
         function.backward = staticmethod(backward)  # type: ignore[assignment]
         function.jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+    torch.library.register_autograd(op, backward, setup_context=Transformed.setup_context)
 
     def call(*inputs: Any) -> Any:
         if type(inputs[first]) is not Tensor:
@@ -275,12 +283,12 @@ def _called(
                 return op(*inputs)
             differentiated = False
             if torch.is_grad_enabled():
-                for value in inputs:
-                    if isinstance(value, Tensor) and value.requires_grad:
+                for value in inputs[:tensors]:
+                    if value is not None and value.requires_grad:
                         differentiated = True
             # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.
-            if differentiated or forward_mode():
-                return Eager.apply(*inputs)
+            if differentiated or forward_level() >= 0:
+                return Eager.apply(*inputs[:tensors], inputs[tensors:])
             with below_autograd():
                 return op(*inputs)
         except (RuntimeError, MemoryError) as error:
@@ -288,8 +296,8 @@ def _called(
             if not str(error).startswith("std::bad_alloc"):
                 raise
             raise MemoryError(
-                f"{_named(public, inputs, first)}: the system has no memory for the scratch of this call ({error}); "
-                "take a smaller batch or fewer threads (torch.set_num_threads)"
+                f"{public[inputs[first + 1] is None]}: the system has no memory for the scratch of this call "
+                f"({error}); take a smaller batch or fewer threads (torch.set_num_threads)"
             ) from None
 
     return call

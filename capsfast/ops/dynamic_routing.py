@@ -53,7 +53,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
             v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
             return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
-    return v, c.to(v.dtype)
+    return v, c.to(v.dtype) if return_coupling else c
 
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:

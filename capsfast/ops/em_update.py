@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, native, toolchain
-from .._torch import forward_mode
+from .._torch import forward_level
 from ..backend import demanded
 from ..options import EMOptions
 from ..reference.em_update import em_update as reference
@@ -55,7 +55,7 @@ def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str |
     and center; a user's own votes decide their dtypes and shapes.
     """
     mass, first, *_ = moments
-    if not checks.is_eager(first) or forward_mode():
+    if not checks.is_eager(first) or forward_level() >= 0:
         return "reference"
     if first.dtype not in (torch.float32, torch.float64) or any(value.dtype != first.dtype for value in moments):
         return "reference"
