@@ -16,13 +16,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks, functional, passes
-from .agreement import Moments, agree
 from .arguments import RoutingParameters
 from .functional import CoupledKeywords, RoutingKeywords
 from .ops import sharding
 from .options import Options
 from .passes import PassKeywords
 from .precision import wide_dtype
+from .reference.dynamic_routing import agree
+from .reference.routing_pass import Moments
 
 if not dist.is_available():
     raise ImportError("capsfast.distributed: this torch was built without torch.distributed; install one that has it")
@@ -135,15 +136,15 @@ def dynamic_routing(
     def moments(**more: Any) -> Moments:
         return _combined(op, ranks, partial(passes.routing_pass, u, weight), {**common, **more})  # type: ignore[typeddict-item]
 
-    def agreement(query: Tensor) -> Tensor:
+    def agreement(query: Tensor) -> Tensor | None:
         """The agreement of the rank's own votes, not rounded to 16 bits."""
         wide = wide_dtype(u.dtype)
         asked: PassKeywords = {**common, "query": query, "normalize": "none", "return_weights": True}
-        found = passes.routing_pass(u.to(wide), weight.to(wide), **asked)
-        assert found.weights is not None
-        return found.weights
+        return passes.routing_pass(u.to(wide), weight.to(wide), **asked).weights
 
-    v, last = agree(moments, agreement, o, logits=given.logits, bias=given.bias, return_weights=return_coupling)
+    v, last = agree(
+        moments, o, logits=given.logits, bias=given.bias, agreement=agreement, return_weights=return_coupling
+    )
     if given.out_mask is not None:
         v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     v = v.to(u.dtype)

@@ -8,11 +8,11 @@ from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks
 from ._overrides import instead
-from .agreement import Moments
 from .arguments import GIVEN, PassParameters
 from .ops import routing_pass as _routing_pass
 from .options import PassOptions
 from .positions import restore
+from .reference.routing_pass import Moments
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import _keywords, arguments, checks
-from ..agreement import Moments, agree
 from ..arguments import Call, RoutingParameters
 from ..options import OptionKeywords, Options
 from ..passes import routing_pass, votes_pass
 from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
+from ..reference.dynamic_routing import agree
+from ..reference.routing_pass import Moments
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -96,20 +97,16 @@ def masked_after_routing(
         raise TypeError(f"{op}: mask must be a torch.Tensor [B, I], got {checks.shown(mask)}")
     call, pair = _checked(masked_after_routing, op, u, weight, num_iterations, mask != 0, options)
     # If output capsules share the weight, an out_mask tells the pass their number.
-    more: dict[str, Any] = {"activation": mask.to(u.dtype), "backend": backend}
+    more: dict[str, Any] = {"activation": mask.to(u.dtype)}
     if weight is not None and weight.shape[1] == 1 and call.J != 1:
         more["out_mask"] = torch.ones(u.shape[0], call.J, dtype=torch.bool, device=u.device)
 
     def moments(**given: Any) -> Moments:
+        given["backend"] = backend
         return votes_pass(u, **given) if weight is None else routing_pass(u, weight, **given)
 
-    def agreement(query: Tensor) -> Tensor:
-        found = moments(query=query, normalize="none", return_weights=True, backend=backend).weights
-        assert found is not None
-        return found
-
     logits, bias = call.parameters[:2]
-    v, last = agree(moments, agreement, call.options, logits=logits, bias=bias, return_weights=pair, **more)
+    v, last = agree(moments, call.options, logits=logits, bias=bias, return_weights=pair, **more)
     cast = checks.autocast_dtype(u.device)  # the result gets the dtype of the fused op's result
     v = v.to(u.dtype if cast is None or u.dtype.itemsize == 8 else cast)
     if not pair:
@@ -163,7 +160,7 @@ def _averaged(call: Call) -> tuple[Tensor, Tensor]:
         c = coupling_coefficients(b[None], None, normalize, leaky)[0]
         return Moments(c.sum(0), weighted_sums(c), weights=c)
 
-    v, last = agree(moments, agreement, call.options, logits=logits, bias=bias)
+    v, last = agree(moments, call.options, logits=logits, bias=bias, agreement=agreement)
     assert last.weights is not None
     coupling = last.weights.expand(B, I, J)
     return v, coupling if mask is None else coupling.masked_fill(~mask[:, :, None], 0.0)

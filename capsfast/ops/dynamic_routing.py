@@ -27,11 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..agreement import Moments, agree
 from ..arguments import Call, PassParameters
 from ..options import PassOptions
 from ..precision import in_wide_dtype, wide_dtype
+from ..reference.dynamic_routing import agree
 from ..reference.dynamic_routing import dynamic_routing as definition
+from ..reference.routing_pass import Moments
 from . import factored_routing, routing_pass
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
@@ -64,7 +65,7 @@ def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[
         *,
         query: Tensor | None = None,
         logits: Tensor | None = None,
-        normalize: str = "none",
+        normalize: str,
         leaky: bool = False,
         return_weights: bool = False,
     ) -> Moments:
@@ -73,14 +74,7 @@ def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[
         found = without_votes(routing_pass.run, (), one, return_weights, False, backend)
         return Moments(found[0], found[1], weights=found[3])
 
-    def agreement(query: Tensor) -> Tensor:
-        weights = moments(query=query, return_weights=True).weights
-        assert weights is not None
-        return weights
-
-    v, last = agree(
-        moments, agreement, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling
-    )
+    v, last = agree(moments, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling)
     if given.out_mask is not None:
         v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     assert last.weights is not None

@@ -1,13 +1,68 @@
-"""Routing by agreement (Sabour, Frosst, Hinton 2017, procedure 1)."""
+"""Routing by agreement (Sabour, Frosst, Hinton 2017, procedure 1) as a loop over passes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch import forward_level
 from ..arguments import Call
+from ..options import Options
 from ..positions import from_samples
 from .coupling import coupling_coefficients, valid_pairs
+from .routing_pass import Moments
 from .squash import squash
 from .votes import votes
+
+
+def agree(
+    moments: Callable[..., Moments],
+    options: Options,
+    *,
+    logits: Tensor | None,
+    bias: Tensor | None,
+    agreement: Callable[[Tensor], Tensor | None] | None = None,
+    shrink: Callable[[Tensor], Tensor] | None = None,
+    accumulate: bool = True,
+    return_weights: bool = False,
+    **passed: Any,
+) -> tuple[Tensor, Moments]:
+    """The loop, whatever computes the passes: v, and the moments of the last pass.
+
+    Args:
+        moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
+        agreement: takes a query and returns its products with the votes, ``[B, I, J]``; default: the weights of a pass
+            with this query alone.
+        shrink: a squash that replaces the one in the options.
+        accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
+        passed: more keywords for the passes.
+    """
+    o, constant = options, options.gradient == "last"
+    if shrink is None:
+        shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
+    if agreement is None:
+
+        def agreement(query: Tensor) -> Tensor | None:
+            return moments(query=query, normalize="none", return_weights=True).weights
+
+    query: Tensor | None = None
+    for t in range(o.num_iterations):
+        last = t + 1 == o.num_iterations
+        score, prior = query, logits if accumulate or t == 0 else None
+        if constant and last and query is not None and (torch.is_grad_enabled() or forward_level() >= 0):
+            # As a query, the agreement would be differentiated with respect to the votes as well.
+            agreed = agreement(query)
+            assert agreed is not None
+            score, prior = None, agreed.detach() if prior is None else prior + agreed.detach()
+        asked = {**passed, "return_weights": True} if return_weights and last else passed
+        found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
+        v = found.first if bias is None else found.first + bias
+        v = shrink(v) if o.squash_last or not last else v
+        v = v.detach() if constant and not last else v
+        query = query + v if accumulate and query is not None else v
+    return v, found
 
 
 def dynamic_routing(call: Call) -> tuple[Tensor, Tensor]:
@@ -16,25 +71,21 @@ def dynamic_routing(call: Call) -> tuple[Tensor, Tensor]:
         B, S = call.u.shape[0], call.u.shape[4]
         v, c = dynamic_routing(call.as_samples())
         return from_samples(v, B, S), from_samples(c, B, S)
-    o = call.options
     logits, bias, mask, out_mask = call.parameters
-    x = votes(call)
-    pairs = (*x.shape[:2], call.J)
-    constant = x.detach() if o.gradient == "last" else x
-    prior = x.new_zeros(pairs) if logits is None else logits.expand(pairs)
+    x, valid = votes(call), valid_pairs(mask, out_mask)
+    none = x.new_zeros(*x.shape[:2], call.J)
 
-    valid = valid_pairs(mask, out_mask)
-    agreement: Tensor | float = 0.0
-    for t in range(o.num_iterations):
-        c = coupling_coefficients(prior + agreement, valid, o.softmax, o.leaky)
-        s = torch.einsum("bij,bijd->bjd", c, x)
-        if bias is not None:
-            s = s + bias
-        last = t + 1 == o.num_iterations
-        v = squash(s, -1, o.eps, o.squash) if o.squash_last or not last else s
-        if out_mask is not None:
-            v = v.masked_fill(~out_mask[:, :, None], 0.0)
-        if not last:
-            fixed = v.detach() if o.gradient == "last" else v
-            agreement = agreement + torch.einsum("bijd,bjd->bij", constant, fixed)
-    return v, c
+    def without_masked(v: Tensor) -> Tensor:
+        return v if out_mask is None else v.masked_fill(~out_mask[:, :, None], 0.0)
+
+    def agreement(query: Tensor) -> Tensor:
+        return torch.einsum("bijd,bjd->bij", x, without_masked(query))
+
+    def moments(query: Tensor | None, logits: Tensor | None, normalize: str, leaky: bool) -> Moments:
+        b = none if logits is None else logits.expand(none.shape)
+        c = coupling_coefficients(b if query is None else b + agreement(query), valid, normalize, leaky)
+        return Moments(c.sum(1), torch.einsum("bij,bijd->bjd", c, x), weights=c)
+
+    v, last = agree(moments, call.options, logits=logits, bias=bias, agreement=agreement)
+    assert last.weights is not None
+    return without_masked(v), last.weights

@@ -1,12 +1,43 @@
 """A routing pass: score votes, normalise, add up their moments."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from .._torch import result
 from ..arguments import Call, PassParameters
 from ..positions import from_samples
 from .coupling import coupling_coefficients, log_sum_exp, valid_pairs
 from .votes import votes
+
+
+@result
+class Moments(NamedTuple):
+    """The sums of a routing pass over the input capsules.
+
+    Their dtype is float32 for 16-bit inputs, else the dtype of the inputs; ``weights`` has the dtype of the inputs.
+
+    ``mass [B, J]`` is ``sum_i r`` and ``first [B, J, D]`` is ``sum_i r x``. On request, ``second [B, J, D]`` is
+    ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse`` is the log-sum-exp of the logits: ``[B, I]``, or
+    ``[B, J]`` for ``normalize="in"``.
+    """
+
+    mass: Tensor
+    first: Tensor
+    second: Tensor | None = None
+    weights: Tensor | None = None
+    lse: Tensor | None = None
+
+
+def _of_one_iterable(kind: type[Moments], *given: Any, **named: Any) -> Moments:
+    """torch rebuilds the results of a function from one iterable if an argument is a subclass of Tensor."""
+    whole = len(given) == 1 and not named and not isinstance(given[0], Tensor)
+    return _new(kind, *given[0]) if whole else _new(kind, *given, **named)
+
+
+_new = Moments.__new__
+Moments.__new__ = _of_one_iterable  # type: ignore[method-assign, assignment]
 
 
 def routing_pass(call: Call) -> tuple[Tensor, ...]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import arguments, checks, positions
-from ...agreement import agree as agree_by_passes
 from ...arguments import GIVEN
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing
 from ...options import Options
 from ...passes import Moments, routing_pass
+from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
 
 # The cosine of a shorter vote goes to 0 with its length.
@@ -96,14 +96,8 @@ class Votes(ABC):
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
 
-        def agreement(query: Tensor) -> Tensor:
-            found = self.moments(query=query, normalize="none", return_weights=True).weights
-            assert found is not None
-            return found
-
         v, last = agree_by_passes(
             self.moments,
-            agreement,
             Options(num_iterations, squash=kind, **options),
             logits=logits,
             bias=bias,
