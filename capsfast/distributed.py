@@ -142,11 +142,10 @@ def dynamic_routing(
         asked: PassKeywords = {**common, "query": query, "normalize": "none", "return_weights": True}
         return passes.routing_pass(u.to(wide), weight.to(wide), **asked).weights
 
+    logits, bias, _, out_mask = given
     v, last = agree(
-        moments, o, logits=given.logits, bias=given.bias, agreement=agreement, return_weights=return_coupling
+        moments, o, logits=logits, bias=bias, out_mask=out_mask, agreement=agreement, return_weights=return_coupling
     )
-    if given.out_mask is not None:
-        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     v = v.to(u.dtype)
     return v if last.weights is None else (v, last.weights)
 

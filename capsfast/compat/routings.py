@@ -97,16 +97,16 @@ def masked_after_routing(
         raise TypeError(f"{op}: mask must be a torch.Tensor [B, I], got {checks.shown(mask)}")
     call, pair = _checked(masked_after_routing, op, u, weight, num_iterations, mask != 0, options)
     # If output capsules share the weight, an out_mask tells the pass their number.
-    more: dict[str, Any] = {"activation": mask.to(u.dtype)}
+    common: dict[str, Any] = {"backend": backend}
     if weight is not None and weight.shape[1] == 1 and call.J != 1:
-        more["out_mask"] = torch.ones(u.shape[0], call.J, dtype=torch.bool, device=u.device)
+        common["out_mask"] = torch.ones(u.shape[0], call.J, dtype=torch.bool, device=u.device)
 
     def moments(**given: Any) -> Moments:
-        given["backend"] = backend
+        given |= common
         return votes_pass(u, **given) if weight is None else routing_pass(u, weight, **given)
 
     logits, bias = call.parameters[:2]
-    v, last = agree(moments, call.options, logits=logits, bias=bias, return_weights=pair, **more)
+    v, last = agree(moments, call.options, logits=logits, bias=bias, return_weights=pair, activation=mask.to(u.dtype))
     cast = checks.autocast_dtype(u.device)  # the result gets the dtype of the fused op's result
     v = v.to(u.dtype if cast is None or u.dtype.itemsize == 8 else cast)
     if not pair:

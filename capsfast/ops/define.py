@@ -20,6 +20,7 @@ from .._torch import OpOverload, any_autocast, below_autograd, forward_level, tr
 from ..arguments import Call
 from ..axes import axes_of
 from ..backend import choose
+from ..positions import from_samples
 from ..precision import cast, in_wide_dtype, tf32_allowed
 from . import sharding
 from .contract import Contract
@@ -43,8 +44,8 @@ class Op:
         public: the public function that errors name; an optional second name is for calls without a weight.
         fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
         cast: autocast casts so many arguments, from the first on.
-        definition: the reference: takes a :class:`capsfast.arguments.Call` and returns the results that the public
-            function returns.
+        definition: the reference: takes a :class:`capsfast.arguments.Call` without positions and returns the results
+            that the public function returns.
         narrow: takes the options and returns the indices of the results with the dtype of u; the others, sums, are
             float32 for 16-bit inputs.
         sharded: whether the op has sharding rules for DTensors.
@@ -85,7 +86,10 @@ class Op:
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
         """The results of the op from its definition."""
         assert self.definition is not None
-        found = in_wide_dtype(self.definition, call, self.narrow(call.options))
+        found = in_wide_dtype(self.definition, call.as_samples(), self.narrow(call.options))
+        if call.weight is None and call.u.dim() == 5:
+            B, S = call.u.shape[0], call.u.shape[4]
+            found = tuple(value if value.dim() == 1 else from_samples(value, B, S) for value in found)
         asked = dict(zip(self.contract.arguments[-len(requests) :], requests, strict=True))
         return tuple(
             value if asked.get(f"return_{name.removesuffix('_out')}", True) else value.new_empty(0)

@@ -59,24 +59,15 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` by passes that form no votes."""
-    given, asked = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
+    logits, bias, mask, out_mask = call.parameters
 
-    def moments(
-        *,
-        query: Tensor | None = None,
-        logits: Tensor | None = None,
-        normalize: str,
-        leaky: bool = False,
-        return_weights: bool = False,
-    ) -> Moments:
-        parameters = PassParameters(query=query, logits=logits, **asked)
+    def moments(normalize: str, leaky: bool = False, return_weights: bool = False, **given: Tensor | None) -> Moments:
+        parameters = PassParameters(mask=mask, out_mask=out_mask, **given)
         one = replace(call, parameters=parameters, options=PassOptions(normalize, leaky, False))
         found = without_votes(routing_pass.run, (), one, return_weights, False, backend)
         return Moments(found[0], found[1], weights=found[3])
 
-    v, last = agree(moments, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling)
-    if given.out_mask is not None:
-        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
+    v, last = agree(moments, call.options, logits=logits, bias=bias, out_mask=out_mask, return_weights=return_coupling)
     assert last.weights is not None
     return v, last.weights
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from .._torch import forward_level
 from ..arguments import Call
 from ..options import Options
-from ..positions import from_samples
 from .coupling import coupling_coefficients, valid_pairs
 from .routing_pass import Moments
 from .squash import squash
@@ -23,6 +22,7 @@ def agree(
     *,
     logits: Tensor | None,
     bias: Tensor | None,
+    out_mask: Tensor | None = None,
     agreement: Callable[[Tensor], Tensor | None] | None = None,
     shrink: Callable[[Tensor], Tensor] | None = None,
     accumulate: bool = True,
@@ -33,6 +33,7 @@ def agree(
 
     Args:
         moments: runs a pass; takes the keywords of :func:`capsfast.routing_pass`.
+        out_mask: takes output capsules out of the result; ``moments`` takes them out of the coupling.
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``; default: the weights of a pass
             with this query alone.
         shrink: a squash that replaces the one in the options.
@@ -60,32 +61,26 @@ def agree(
         found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
         v = found.first if bias is None else found.first + bias
         v = shrink(v) if o.squash_last or not last else v
+        v = v if out_mask is None else v.masked_fill(~out_mask[:, :, None], 0.0)
         v = v.detach() if constant and not last else v
         query = query + v if accumulate and query is not None else v
     return v, found
 
 
 def dynamic_routing(call: Call) -> tuple[Tensor, Tensor]:
-    """Output capsules ``v [B, J, D]`` and the last coupling ``[B, I, J]``."""
-    if call.weight is None and call.u.dim() == 5:
-        B, S = call.u.shape[0], call.u.shape[4]
-        v, c = dynamic_routing(call.as_samples())
-        return from_samples(v, B, S), from_samples(c, B, S)
+    """Output capsules ``v [B, J, D]`` and the last coupling ``[B, I, J]``, without positions."""
     logits, bias, mask, out_mask = call.parameters
     x, valid = votes(call), valid_pairs(mask, out_mask)
     none = x.new_zeros(*x.shape[:2], call.J)
 
-    def without_masked(v: Tensor) -> Tensor:
-        return v if out_mask is None else v.masked_fill(~out_mask[:, :, None], 0.0)
-
     def agreement(query: Tensor) -> Tensor:
-        return torch.einsum("bijd,bjd->bij", x, without_masked(query))
+        return torch.einsum("bijd,bjd->bij", x, query)
 
     def moments(query: Tensor | None, logits: Tensor | None, normalize: str, leaky: bool) -> Moments:
         b = none if logits is None else logits.expand(none.shape)
         c = coupling_coefficients(b if query is None else b + agreement(query), valid, normalize, leaky)
         return Moments(c.sum(1), torch.einsum("bij,bijd->bjd", c, x), weights=c)
 
-    v, last = agree(moments, call.options, logits=logits, bias=bias, agreement=agreement)
+    v, last = agree(moments, call.options, logits=logits, bias=bias, out_mask=out_mask, agreement=agreement)
     assert last.weights is not None
-    return without_masked(v), last.weights
+    return v, last.weights

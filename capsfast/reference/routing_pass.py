@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .._torch import result
 from ..arguments import Call, PassParameters
-from ..positions import from_samples
 from .coupling import coupling_coefficients, log_sum_exp, valid_pairs
 from .votes import votes
 
@@ -41,15 +40,11 @@ Moments.__new__ = _of_one_iterable  # type: ignore[method-assign, assignment]
 
 
 def routing_pass(call: Call) -> tuple[Tensor, ...]:
-    """mass ``[B, J]``, first and second ``[B, J, D]``, weights ``[B, I, J]`` and lse.
+    """mass ``[B, J]``, first and second ``[B, J, D]``, weights ``[B, I, J]`` and lse, without positions.
 
     lse is the log-sum-exp of the softmax, ``[B, I]`` for "out" and ``[B, J]`` for "in". It is an empty vector without
     a softmax, and so is second if it is not requested.
     """
-    if call.weight is None and call.u.dim() == 5:
-        B, S = call.u.shape[0], call.u.shape[4]
-        found = routing_pass(call.as_samples())
-        return tuple(value if value.dim() == 1 else from_samples(value, B, S) for value in found)
     o, J = call.options, call.J
     mask, out_mask = call.parameters.mask, call.parameters.out_mask
     query, precision, center, prior, logits, activation, lse, *_ = _without_masked(call.parameters)
