@@ -59,13 +59,6 @@ py::dict build_info() {
   for (const char* schema : kSchemas) schemas.append(schema);
   info["schemas"] = py::tuple(schemas);
   info["built_beside_torch"] = CAPSFAST_BUILD_TORCH;
-#if defined(__x86_64__)
-  info["architecture"] = "x86_64";
-#elif defined(__aarch64__)
-  info["architecture"] = "aarch64";
-#else
-  info["architecture"] = "other";
-#endif
 #if defined(__clang__)
   info["compiler"] = std::string("clang ") + __clang_version__;
 #else

@@ -19,6 +19,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/memory.h"
@@ -82,6 +83,16 @@ template <void (*kernel)(Stack&)>
 void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   Stack stack(values, arguments, results);
   kernel(stack);
+}
+
+// A word of a schema as the enumerator at its place among `words`. capsfast/options.py lists the same words.
+template <class E, size_t count>
+E choice_of(const char* option, const std::string& word, const char* const (&words)[count]) {
+  for (size_t n = 0; n < count; ++n) {
+    if (word == words[n]) return static_cast<E>(n);
+  }
+  STD_TORCH_CHECK(false, "capsfast: ", option, " must not be '", word, "'");
+  return E{};
 }
 
 template <class F>
@@ -172,6 +183,13 @@ VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>
             empty(a.u, {0}, a.u.scalar_type())};
   return {
       gradient_like(a.u, needed[0], p.empty(), &out.du), gradient_like(*a.weight, needed[1], p.empty(), &out.dweight)};
+}
+
+// The gradient of an argument that may be absent. per_sample: the argument has an axis B.
+inline Tensor gradient_of(const OptionalTensor& tensor, const Tensor& u, bool wanted, const Problem& p, View* view,
+                          bool per_sample = true) {
+  const bool positions = per_sample && p.positions >= 0;
+  return gradient_like(tensor.value_or(u), wanted && tensor.has_value(), p.empty(), view, positions);
 }
 
 template <class Engine>

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "arguments.h"
-#include "options.h"
 #include "routing.h"
 
 namespace capsfast {
@@ -85,11 +84,8 @@ class DynamicRouting : Arguments<Engine> {
     BackwardOutputs out;
     out.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
     const auto gradients = gradients_of(a, p, needed, out);
-    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view, bool position) {
-      return gradient_like(tensor.value_or(a.u), wanted && tensor.has_value(), p.empty(), view, position);
-    };
-    Tensor dlogits = gradient(a.logits, needed[2], &out.dlogits, positions && out.per_sample_logits);
-    Tensor dbias = gradient(a.bias, needed[3], &out.dbias, false);
+    Tensor dlogits = gradient_of(a.logits, a.u, needed[2], p, &out.dlogits, out.per_sample_logits);
+    Tensor dbias = gradient_of(a.bias, a.u, needed[3], p, &out.dbias, false);
     with_type(wide_type(a.u), [&](auto zero) { Engine::template backward<decltype(zero)>(p, in, out, a.u); });
     stack.give({gradients.u, gradients.weight, dlogits, dbias});
   }
@@ -109,10 +105,10 @@ class DynamicRouting : Arguments<Engine> {
     }
     STD_TORCH_CHECK(a.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
     p.iterations = a.num_iterations;
-    p.normalize = softmax_of(a.softmax);
-    p.gradient_last = gradient_last_of(a.gradient);
+    p.normalize = choice_of<Normalize>("softmax", a.softmax, {"out", "in"});
+    p.gradient_last = choice_of<bool>("gradient", a.gradient, {"full", "last"});
     p.leaky = a.leaky;
-    p.squash.kind = squash_of(a.squash);
+    p.squash.kind = choice_of<Squash>("squash", a.squash, {"paper", "half", "eps_outside", "exp", "unit", "identity"});
     p.squash.last = a.squash_last ? p.squash.kind : Squash::identity;
     p.squash.eps = a.eps;
     p.tf32 = a.tf32;

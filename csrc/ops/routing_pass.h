@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "arguments.h"
-#include "options.h"
 #include "pass.h"
 
 namespace capsfast {
@@ -90,17 +89,13 @@ class RoutingPass : Arguments<Engine> {
     PassGradients out;
     out.common.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
     const auto gradients = gradients_of(a, p, needed, out.common);
-    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view, bool per_sample = true) {
-      const bool positions = per_sample && p.positions >= 0;
-      return gradient_like(tensor.value_or(a.u), wanted && tensor.has_value(), p.empty(), view, positions);
-    };
-    Tensor dquery = gradient(a.query, needed[2], &out.dquery);
-    Tensor dprecision = gradient(a.precision, needed[3], &out.dprecision);
-    Tensor dcenter = gradient(a.center, needed[4], &out.dcenter);
-    Tensor dprior = gradient(a.prior, needed[5], &out.dprior);
-    Tensor dlogits = gradient(a.logits, needed[6], &out.common.dlogits, out.common.per_sample_logits);
-    Tensor dactivation = gradient(a.activation, needed[7], &out.dactivation);
-    Tensor dlse = gradient(a.lse, needed[8], &out.dlse);
+    Tensor dquery = gradient_of(a.query, a.u, needed[2], p, &out.dquery);
+    Tensor dprecision = gradient_of(a.precision, a.u, needed[3], p, &out.dprecision);
+    Tensor dcenter = gradient_of(a.center, a.u, needed[4], p, &out.dcenter);
+    Tensor dprior = gradient_of(a.prior, a.u, needed[5], p, &out.dprior);
+    Tensor dlogits = gradient_of(a.logits, a.u, needed[6], p, &out.common.dlogits, out.common.per_sample_logits);
+    Tensor dactivation = gradient_of(a.activation, a.u, needed[7], p, &out.dactivation);
+    Tensor dlse = gradient_of(a.lse, a.u, needed[8], p, &out.dlse);
     with_type(
         wide_type(a.u), [&](auto zero) { Engine::template pass_backward<decltype(zero)>(p, in, saved, out, a.u); });
     stack.give({gradients.u, gradients.weight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse});
@@ -110,7 +105,7 @@ class RoutingPass : Arguments<Engine> {
   static Problem problem(const PassArguments& a) {
     Problem p = problem_of(a.u, a.weight, a.J);
     p.moments = true;
-    p.normalize = normalize_of(a.normalize);
+    p.normalize = choice_of<Normalize>("normalize", a.normalize, {"out", "in", "sigmoid", "none", "lse"});
     p.leaky = a.leaky;
     p.tf32 = a.tf32;
     p.quadratic = a.second || a.precision.has_value() || a.center.has_value();

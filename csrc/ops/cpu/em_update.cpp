@@ -21,7 +21,6 @@
 
 #include "../../cpu/parallel.h"
 #include "../arguments.h"
-#include "../options.h"
 #include "engine.h"
 
 namespace capsfast {
@@ -44,8 +43,8 @@ struct Call {
     std::string cost, nonlinearity;
     stack >> mass >> first >> second >> center >> beta_a >> beta_u >> last >> out_mask >> floor >> momentum >>
         isotropic >> cost >> cost_scale >> nonlinearity >> inverse_temperature >> final;
-    cost_of_variance = choice_of("cost", cost, {"mass", "variance"}) == 1;
-    softmax = choice_of("nonlinearity", nonlinearity, {"sigmoid", "softmax"}) == 1;
+    cost_of_variance = choice_of<bool>("cost", cost, {"mass", "variance"});
+    softmax = choice_of<bool>("nonlinearity", nonlinearity, {"sigmoid", "softmax"});
     type = mass.scalar_type();
     STD_TORCH_CHECK(
         type == ScalarType::Float || type == ScalarType::Double, "capsfast: em_update takes float32 and float64");
