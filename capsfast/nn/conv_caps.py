@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
-from .._torch import forward_mode
+from .._torch import forward_level
 from ..precision import wide_dtype
 from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer
@@ -172,7 +172,7 @@ class ConvCaps2d(WindowLayer):
 
     def _unfolded(self, image: Tensor) -> Tensor:
         """The same with a faster gradient."""
-        eager = checks.is_eager(image) and not forward_mode()
+        eager = checks.is_eager(image) and forward_level() < 0
         if not (eager and image.requires_grad and torch.is_grad_enabled()):
             return self._windows(image)
         return _Unfolded.apply(image, self)  # type: ignore[no-any-return]
