@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    from capsfast.triton import config, launch, passes, plan, routing
+    from capsfast.triton import config, dynamic_routing, launch, passes, plan
     from capsfast.triton.config import Choice
 
 TRITON = named("triton")
@@ -293,7 +293,7 @@ def test_a_backward_in_parts_of_the_batch(
     """The batch is taken in parts if coefficients of all samples would take more than half the size of the votes."""
     given = problem(shape, case)
     whole = kernels_of(lambda: run(given, "triton"), monkeypatch)
-    change(routing, "MOST_COEFFICIENTS", 0)
+    change(dynamic_routing, "MOST_COEFFICIENTS", 0)
     assert len(kernels_of(lambda: exact(given), monkeypatch)) > len(whole)
 
 

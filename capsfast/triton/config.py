@@ -18,7 +18,7 @@ ROWS = 16
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
 # Kernels take a larger K in steps of this size, because the tiles of W for one step have to fit in registers.
 LARGEST_K = 32
-# An output whose dot products cross warps costs as much as this many columns, see _cut().
+# An output whose dot products cross warps costs as much as this many columns, see _of_product().
 EXCHANGE = 16
 # In the gradient pass a tile costs as much as this many columns of a warp, because each tile loads u and adds to du.
 # Tiles wider than 32 columns save nothing: registers have no room for their V and ds.
@@ -90,9 +90,13 @@ class Tiles(NamedTuple):
     stages: int
 
     @property
+    def width(self) -> int:
+        return self.JT * self.DP
+
+    @property
     def columns(self) -> int:
         """Columns that a warp holds."""
-        return self.NT * self.JT * self.DP * self.BB // (ROWS * self.warps)
+        return self.NT * self.width * self.BB // (ROWS * self.warps)
 
 
 class Layer(NamedTuple):
@@ -108,20 +112,6 @@ class Layer(NamedTuple):
     poses: int = 1
 
 
-class Cut(NamedTuple):
-    """NT tiles of JT outputs for ``across`` warps side by side; DP and LANES as in Tiles."""
-
-    across: int
-    DP: int
-    LANES: int
-    JT: int
-    NT: int
-
-    @property
-    def columns(self) -> int:
-        return self.JT * self.DP
-
-
 def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
@@ -135,32 +125,6 @@ def padded(D: int) -> int:
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the
     outputs into groups that do not depend on each other."""
-    return _of_votes(kernel, layer, choice) if layer.K == 0 else _of_product(kernel, layer, choice)
-
-
-def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """Tiles for given votes: a tile has 16 columns per warp, more if D is larger."""
-    DP = power_of_two(layer.D)
-    warps = 1
-    while True:
-        columns = max(16 * warps, DP)
-        JT = columns // DP
-        NT = -(-layer.J // JT)
-        if NT * columns <= choice.columns * warps or warps == choice.warps:
-            break
-        warps *= 2
-    NT, groups = _groups(kernel, NT, max(1, choice.columns * warps // columns))
-    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if kernel != "gradient" else 1)
-
-
-def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
-    """(tiles of a group, groups) for NT tiles, of which a group can hold ``fit``; row_norm holds one tile at a time."""
-    groups = -(-NT // (1 if kernel == "row_norm" else fit))
-    return -(-NT // groups), groups
-
-
-def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """Tiles for computed votes: a warp has whole rows or, if rows are too long, the columns of whole outputs."""
     J, D, K, itemsize, poses = layer
     apart = kernel in ("gradient", "row_norm")  # these kernels need not hold all outputs at once
     rows = max(ROWS, power_of_two(poses))
@@ -169,22 +133,36 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     # Where a kernel need not hold all outputs at once, a tile of long outputs may have twice as many columns.
     turn, room = (TURN, 2 * held) if apart else (0, held)
-    cuts = [_cut(J, D, across, turn, room) for across in (1, 2, 4, 8, 16) if across <= choice.warps]
-    whole = [cut for cut in cuts if not apart and cut.NT * cut.columns <= room * cut.across]
-    single = [cut for cut in cuts if cut.columns <= room * cut.across]
-    cut = (whole + single + cuts[-1:])[0]
-    across, columns = cut.across, cut.columns
-    NT, groups = _groups(kernel, cut.NT, max(1, held * across // columns))
+    warps = [across for across in (1, 2, 4, 8, 16) if across <= choice.warps]
+    if K == 0:
+        cuts = [_of_votes(J, D, across) for across in warps]
+        fitting = [cut for cut in cuts if cut.columns <= held]
+    else:
+        # A warp has whole rows or, if rows are too long, the columns of whole outputs.
+        cuts = [_of_product(J, D, across, turn, room) for across in warps]
+        fitting = [cut for cut in cuts if not apart and cut.columns <= room]
+        fitting += [cut for cut in cuts if cut.width <= room * cut.warps]
+    cut = (fitting or cuts[-1:])[0]
+    # row_norm holds one tile at a time.
+    groups = -(-cut.NT // (1 if kernel == "row_norm" else max(1, held * cut.warps // cut.width)))
+    cut = cut._replace(NT=-(-cut.NT // groups), groups=groups)
+    if K == 0:
+        return cut._replace(stages=3 if kernel != "gradient" else 1)
     # Warps one below the other share the weight. The compiler arranges warps so for tiles of up to 32 columns.
-    down = choice.down if across == 1 and columns <= 32 else 1
-    BB = max(rows, ROWS * down)
+    BB = max(rows, ROWS * (choice.down if cut.warps == 1 and cut.width <= 32 else 1))
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
-    steps = min(2, -(-K // KP))
-    pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
-    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipeline <= SHARED else 1)
+    pipeline = 2 * (cut.NT * cut.width + BB) * KP * min(2, -(-K // KP)) * itemsize
+    return cut._replace(BB=BB, KP=KP, warps=cut.warps * BB // ROWS, stages=2 if pipeline <= SHARED else 1)
 
 
-def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
+def _of_votes(J: int, D: int, warps: int) -> Tiles:
+    """Tiles of given votes: a tile has 16 columns per warp, more if D is larger."""
+    DP = power_of_two(D)
+    JT = max(16 * warps, DP) // DP
+    return Tiles(ROWS, JT, DP, 0, 1, -(-J // JT), 1, warps, 1)
+
+
+def _of_product(J: int, D: int, across: int, turn: int, room: int) -> Tiles:
     """The tiles with the fewest columns of padding for ``across`` warps side by side. turn: TURN or 0; room: the most
     columns of a tile that a warp should have.
 
@@ -202,5 +180,6 @@ def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
         columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
         columns += NT * turn * across * max(1, JT * DP // (32 * across))
         wide = room * across < JT * DP
-        found.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
-    return Cut(across, *min(found)[3:])
+        cut = Tiles(ROWS, JT, DP, LANES, 0, NT, 1, across, 1)
+        found.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, cut))
+    return min(found)[-1]

@@ -4,12 +4,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from ..arguments import PassParameters
 from ..options import SOFTMAX, Options, PassOptions
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
@@ -63,20 +64,17 @@ def bytes_of(mask: Slot | None) -> Any:
 
 
 def _bytes(mask: Tensor) -> Tensor:
-    return mask.view(torch.uint8).contiguous()
+    return mask if mask.dtype == torch.uint8 else mask.view(torch.uint8).contiguous()
 
 
-class Scores(NamedTuple):
-    """What a pass takes beside logits to score votes: float32, contiguous, 0 for masked capsules."""
-
-    query: Slot | None = None  # [B, J, D]
-    precision: Slot | None = None  # [B, J, D]
-    center: Slot | None = None  # [B, J, D]
-    prior: Slot | None = None  # [B, J]
-    activation: Slot | None = None  # [B, I]
-
-
-NO_SCORES = Scores()
+def plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:
+    """The value as contiguous float32, with 0 where out_mask [B, J] hides outputs, whose values may be NaN."""
+    if value is None:
+        return None
+    value = value.float()
+    if out_mask is not None:
+        value = value.masked_fill(~(out_mask if value.dim() == 2 else out_mask[:, :, None]), 0.0)
+    return value.contiguous()
 
 
 @dataclass
@@ -84,35 +82,50 @@ class Call:
     """A call. x: u [B, I, P K] if there is a weight [I or 1, J, D / P, K], otherwise votes [B, I, J or 1, D]. Tensors
     may have any strides; all but x and the weight are copied if they are not contiguous. tf32: whether TF32 is allowed.
 
-    outputs: J, if x does not show it. scores: of a pass; the routing ops score with V. With votes [B, I, J, D, S] every
-    position is a sample, and masks and scores have a row for every sample. Logits [B, I, J, S] stay as they are.
+    parameters: PassParameters of slots. A routing has logits and masks there, and scores with V. From here on the masks
+    are bytes, and query, precision, center, prior and activation are float32, with 0 for masked capsules.
+
+    outputs: J, if x does not show it. With votes [B, I, J, D, S] every position is a sample, and all parameters but
+    logits have a row for every sample. Logits [B, I, J, S] stay as they are.
 
     together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
 
     Attributes: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
     positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
-    output capsules have the same votes. normalize, iterations: of a pass, or of a routing. query: votes are scored with
-    a query or with V. quadratic: the call takes more from the votes than a dot product and the first moment. agreement:
-    the votes have a gradient through the logits. uniform_start: the first coupling of a sample is one number for all
-    (i, j), because nothing scores the votes.
+    output capsules have the same votes. of_pass: the call is a pass, not a routing; second: it makes second moments.
+    normalize, iterations: of a pass, or of a routing. squashes: of an iteration, and of the last. query: votes are
+    scored with a query or with V. quadratic: the call takes more from the votes than a dot product and the first
+    moment. agreement: the votes have a gradient through the logits. uniform_start: the first coupling of a sample is
+    one number for all (i, j), because nothing scores the votes.
     """
 
     x: Slot
     weight: Slot | None
-    logits: Slot | None
-    bias: Slot | None
-    mask: Slot | None
-    out_mask: Slot | None
+    parameters: Any
     options: Options | PassOptions
     tf32: bool = False
     outputs: int | None = None
-    scores: Scores = NO_SCORES
+    bias: Slot | None = None
     together: int = 1
 
     def __post_init__(self) -> None:
         x, weight, options = self.x, self.weight, self.options
-        self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
-        self.logits, self.bias = (None if each is None else each.contiguous() for each in (self.logits, self.bias))
+        query, precision, center, prior, given_logits, activation, lse, mask, out_mask = self.parameters
+        self.bias = None if self.bias is None else self.bias.contiguous()
+        logits: Any = None if given_logits is None else given_logits.contiguous()
+        scores: Any = (
+            (query, out_mask),
+            (precision, out_mask),
+            (center, out_mask),
+            (prior, out_mask),
+            (activation, None),
+        )
+        query, precision, center, prior, activation = (
+            None if each is None else each.plan.compute(plain, each, hidden) for each, hidden in scores
+        )
+        self.parameters = PassParameters(
+            query, precision, center, prior, logits, activation, lse, bytes_of(mask), bytes_of(out_mask)
+        )
         self.positions: int | None = None
         self.poses = 1
         if weight is None:
@@ -126,23 +139,30 @@ class Call:
             self.poses = 1 if K == 0 else numbers // K
             self.sizes = (B, I // self.together, J, self.poses * R, K * self.together)
         self.shared = weight is not None and weight.shape[0] == 1
-        self.shared_logits = self.logits is not None and self.logits.dim() == 2
+        self.shared_logits = logits is not None and logits.dim() == 2
         self.common = weight is None and x.shape[2] != J
+        self.of_pass = isinstance(options, PassOptions)
         if isinstance(options, PassOptions):
-            query, precision, center, prior, _ = self.scores
-            self.normalize, self.iterations, self.query = options.normalize, 1, query is not None
+            self.normalize, self.iterations, self.second = options.normalize, 1, options.second
+            self.squashes, self.eps = ("identity", "identity"), 0.0
+            self.query = query is not None
             self.quadratic = options.second or precision is not None or center is not None
             self.agreement = self.query or precision is not None
-            scored = self.agreement or self.logits is not None or prior is not None
+            scored = self.agreement or logits is not None or prior is not None
             self.uniform_start = not scored and options.normalize in SOFTMAX
         else:
-            self.normalize, self.iterations, self.query = options.softmax, options.num_iterations, True
-            self.quadratic, self.agreement = False, options.gradient == "full"
-            self.uniform_start = self.logits is None
+            self.normalize, self.iterations, self.second = options.softmax, options.num_iterations, False
+            self.squashes, self.eps = (
+                (options.squash, options.squash if options.squash_last else "identity"),
+                options.eps,
+            )
+            self.query, self.quadratic, self.agreement = True, False, options.gradient == "full"
+            self.uniform_start = logits is None
 
     @functools.cached_property
     def tensors(self) -> tuple[Slot | None, ...]:
-        return (self.x, self.weight, self.logits, self.mask, self.out_mask, *self.scores[1:])
+        _, precision, center, prior, logits, activation, _, mask, out_mask = self.parameters
+        return (self.x, self.weight, logits, mask, out_mask, precision, center, prior, activation)
 
     @property
     def sample_stride(self) -> int:
@@ -170,7 +190,7 @@ class Call:
         Masks tell input capsules apart, and u has to have all components of these input capsules side by side.
         """
         B, I, J, D, K = self.sizes
-        apart = self.weight is None or self.poses > 1 or self.mask is not None or isinstance(self.options, PassOptions)
+        apart = self.weight is None or self.poses > 1 or self.parameters.mask is not None or self.of_pass
         if apart or not 0 < K <= LONGEST // 2 or self.x.stride(1) != K * self.x.stride(2):
             return self
         return replace(self, together=max(1, math.gcd(I, LONGEST // K)))
@@ -241,7 +261,8 @@ class Call:
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         # The last group may have whole tiles without any output.
         outside = tiles.groups * tiles.NT * tiles.JT - J >= tiles.JT
-        masked = outside or any(value is not None for value in (self.mask, self.out_mask, self.scores.center))
+        _, _, center, *_, mask, out_mask = self.parameters
+        masked = outside or any(value is not None for value in (mask, out_mask, center))
         T = Shape(
             J, D, K, self.poses, power_of_two(self.poses), *tiles[:6], self.weight is None,
             dot_precision(self.x.dtype, self.tf32), self.shared_logits, self.options.leaky, self.query, self.quadratic,

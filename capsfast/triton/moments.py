@@ -7,120 +7,47 @@ iteration.
 """
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..options import PassOptions
-from ..positions import to_samples
 from . import passes
 from .config import padded
-from .kernels.arguments import Norms
-from .launch import Call, Scores
-from .passes import Given
+from .kernels.arguments import Given, Norms
+from .launch import Call, plain
 from .plan import Slot
-from .routing import logits_gradient, over_inputs, zeros
+from .routing import coupled, total
 
 
-class Through(NamedTuple):
-    """What accumulate_gradient takes after the call."""
-
-    state: Slot  # [B, J, 1, 2, padded D]: query and dfirst
-    dcoupling: Slot | None  # [B, I, J]
-    norms: Norms
-    given: Given
-
-
-def call(
-    x: Slot,
-    weight: Slot | None,
-    parameters: Any,
-    options: PassOptions,
-    tf32: bool = False,
-    outputs: int | None = None,
-) -> Call:
-    """The Call of a pass. parameters: PassParameters of slots; all but logits have a row for every sample.
-
-    outputs: J, if there is no weight.
-    """
-    given, plain = parameters, functools.partial(x.plan.compute, _plain)
-    shown = (given.query, given.precision, given.center, given.prior)
-    query, precision, center, prior = (plain(value, given.out_mask) for value in shown)
-    scores = Scores(query, precision, center, prior, plain(given.activation))
-    return Call(
-        x, weight, given.logits, None, given.mask, given.out_mask, options, tf32, outputs=outputs, scores=scores
-    )
-
-
-def _plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:
-    """The value as contiguous float32, with 0 where out_mask [B, J] hides outputs, whose values may be NaN."""
-    if value is None:
-        return None
-    value = value.float()
-    if out_mask is not None:
-        value = value.masked_fill(~(out_mask if value.dim() == 2 else out_mask[:, :, None]), 0.0)
-    return value.contiguous()
-
-
-def _rows(lse: Tensor | None) -> Tensor | None:
-    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp takes the place of the maximum, 1 of the sum.
-
-    The coupling is 0 where the log-sum-exp is -inf. The sum of c dc is 0, so it does not change the gradient.
-    """
-    if lse is None:
-        return None
-    nothing = torch.isneginf(lse)
-    nought = torch.zeros_like(lse, dtype=torch.float32)
-    return torch.stack([lse.masked_fill(nothing, 0.0), (~nothing).float(), nought, nought], -1)
-
-
-def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
-    """maximum + log(sum), -inf where no logit is finite. scale: 1 / sum, or 0."""
-    return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
-
-
-def forward(
-    call: Call, given_lse: Slot | None, return_weights: bool, return_lse: bool
-) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
-    """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the log-sum-exp for normalize="lse"."""
+def forward(call: Call, return_weights: bool, return_lse: bool) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
+    """Returns ``(mass, first, second, weights, lse, norm)``."""
     B, I, J, D, _ = call.sizes
-    assert isinstance(call.options, PassOptions)
     inward = call.normalize == "in"
     dtype = torch.float32 if inward else call.x.dtype
     weights = call.new_pairs(dtype) if return_weights else None
     norm = call.new(2, B, J) if inward else None
-    log_sum = call.new(B, I) if return_lse and not inward else None
-    if B == 0 or J == 0:
-        sums = passes.Sums(call.new(B, J, D), call.new(B, J), call.new(B, J, D) if call.options.second else None)
-        if log_sum is not None:
-            log_sum = call.compute(_empty_log_sum, B, I, call.options.leaky, call.x.device)
-        elif inward and return_lse:
-            log_sum = call.new(B, J)
+    lse: Slot | None = None
+    if B and J:
+        sums, lse = passes.weighted_sums(call, call.parameters.query, True, weights, return_lse, norm)
     else:
-        uniform = call.uniform_start and not return_weights and not return_lse
-        rows = call.compute(_rows, given_lse)
-        if not uniform and call.normalize == "out" and call.tiles("accumulate").groups > 1:
-            rows = call.new(B, I, 4)
-            passes.row_norm(call, call.scores.query, None, rows, False)
-            if log_sum is not None:
-                log_sum = call.compute(_log_sum, rows[..., 0], rows[..., 1])
-        partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
-        factor = passes.uniform_factor(call) if uniform else (None, 1.0)
-        sums = passes.update(call, partial, online, factor, (None, None) if norm is None else (norm[0], norm[1]))
-        if norm is not None and weights is not None:
-            passes.coupling(call, call.scores.query, Norms(None, *norm), weights)
-        if norm is not None and return_lse:
-            log_sum = call.compute(_log_sum, norm[0], norm[1])
+        sums = passes.Sums(call.new(B, J, D), call.new(B, J), call.new(B, J, D) if call.second else None)
+        if return_lse:
+            of_nothing = 0.0 if call.options.leaky else -math.inf
+            shape = (B, J if inward else I)
+            lse = call.compute(
+                functools.partial(torch.full, shape, of_nothing, dtype=torch.float32, device=call.x.device)
+            )
     assert sums.mass is not None
+    # Every output is a tensor of its own: outputs of an op may not share memory.
     return (
         sums.mass,
         sums.first,
-        # Every output is a tensor of its own: outputs of an op may not share memory.
-        call.new(0) if sums.second is None else sums.second,
-        call.new(0, dtype=dtype) if weights is None else weights,
-        call.new(0) if log_sum is None else log_sum,
-        call.new(0) if norm is None else norm,
+        sums.second or call.new(0),
+        weights or call.new(0, dtype=dtype),
+        lse or call.new(0),
+        norm or call.new(0),
     )
 
 
@@ -134,50 +61,62 @@ def backward(
     """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; a gradient that is
     not needed is empty. dx: du, or dvotes.
 
-    given: gradients of mass, first, second, weights and lse, each of which may be None. saved: what forward() returned.
+    parameters: as given, with a row for every sample. given: gradients of mass, first, second, weights and lse, each of
+    which may be None. saved: what forward() returned.
     """
-    B, I, J, D, K = call.sizes
+    B, I, J, D, _ = call.sizes
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:
-        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(inputs, needed, strict=True))
-    dmass, dfirst, dsecond = (call.compute(_plain, value, parameters.out_mask) for value in given[:3])
-    dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(_plain, given[4])
-    query_and_dfirst = (call.zeros(B, J, D) if each is None else each for each in (call.scores.query, dfirst))
-    state = call.compute(_state, *query_and_dfirst)  # without a query no kernel reads the zeros in its place
+        return passes.returned(call, inputs, needed, (None,) * 9)
+    need_x, need_weight, need_query, need_precision, need_center, need_prior, need_logits, need_a, need_lse = needed
+    query, precision, _, _, _, activation, *_ = call.parameters
+    mass, first, second, weights, _, norm = saved
+    dmass, dfirst, dsecond = (call.compute(plain, value, parameters.out_mask) for value in given[:3])
+    dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(plain, given[4])
+    # Without a query no kernel reads the zeros in its place.
+    state = call.compute(_state, *(call.zeros(B, J, D) if each is None else each for each in (query, dfirst)))
     norms = Norms()
-    beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
         # As in coupling_gradient(); an activation multiplies dc, but not s.
-        s = saved[1].aligned() if call.scores.activation is None else None
-        first = None if dfirst is None or s is not None else saved[1]
-        delta = call.compute(_inward_total, *beside[:2], dfirst, dcoupling, saved[0], first, *saved[2:4], s)
-        norms = Norms(None, saved[5][0], saved[5][1], delta, s)
-    need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
-    uniform = call.uniform_start and not need_activation
-    through = Through(state, dcoupling, norms._replace(rows=call.compute(_rows, parameters.lse)), beside)
-    launched = I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse)
+        s = first.aligned() if activation is None else None
+        of_second = second if s is None or dsecond is None else call.compute(_about, second, s)
+        delta = call.compute(
+            _products, mass, 1.0, dmass, mass, 1.0, dfirst if s is None else None, first, 1.0, dsecond, of_second
+        )
+        if dcoupling is not None:
+            delta = call.compute(torch.add, delta, call.compute(coupled, weights, dcoupling))
+        # With the positions of one sample the mass is a view whose positions are behind.
+        norms = Norms(None, norm[0], norm[1], delta.contiguous(), s)
+
+    uniform = call.uniform_start and not need_a
+    launched = I > 0 and (need_x or need_weight or need_logits or need_a or need_lse)
     pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
-    terms = call.new_pairs(torch.float32) if launched and need_activation else None
-    of_scores = _score_gradients(call, through, dfirst, saved, need_scores, pairs, terms)
-    dx = dweight = dlogits = dactivation = drow = None
+    terms = call.new_pairs(torch.float32) if launched and need_a else None
+    # Gradients of the scores are sums over the input capsules.
+    partial = dscores_x = dscores = dscores_xx = None
+    if need_query or need_precision or need_prior or (need_center and call.agreement):
+        wanted = (need_prior or (need_center and query is not None), need_precision)
+        partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
+    if partial is not None or pairs is not None:
+        of_outputs = Given(dcoupling, dmass, dsecond, dlse)
+        passes.accumulate_gradient(call, state, norms, of_outputs, pairs and pairs[0], partial, terms)
+    if partial is not None:
+        dscores_x, dscores, dscores_xx = passes.update(call, partial)
+
+    dx = dweight = dlogits = dcenter = None
     if launched:
-        if need_x or need_weight:
-            dx, parts = passes.gradient(call, state, pairs, uniform, (need_x, need_weight), dsecond)
-            dweight = None if parts is None else passes.add_up(call, parts)
-        if need_logits:
-            dlogits = logits_gradient(call, pairs)
-        if need_activation:
-            dactivation = call.compute(_over_outputs, terms)
-        if need_lse:
-            drow = call.compute(_of_log_sum, pairs)
-    found = (dx, dweight, dlogits, dactivation, drow)
-    gradients = (*found[:2], *of_scores, *found[2:])
-    return tuple(
-        zeros(call, tensor, wanted)
-        if gradient is None
-        else call.compute(Tensor.to, gradient, (call.x if tensor is None else tensor).dtype)
-        for gradient, tensor, wanted in zip(gradients, inputs, needed, strict=True)
-    )
+        dx, dweight, dlogits = passes.gradients(
+            call, state, pairs, uniform, (need_x, need_weight, need_logits), dsecond=dsecond
+        )
+    if need_center:
+        # Minus the sum over i of dx, because x = votes - center.
+        of_moments = (-1.0, mass, dfirst, -2.0, first, dsecond)
+        dcenter = call.compute(_products, first, *of_moments, -1.0, dscores, query, 1.0, dscores_x, precision)
+    dprecision = dscores_xx and call.compute(torch.mul, dscores_xx, -0.5)
+    dactivation = call.compute(total, terms, 2) if terms else None
+    drow = call.compute(torch.neg, call.compute(total, pairs[0, ..., 1], 2)) if pairs and need_lse else None
+    found = (dx, dweight, dscores_x, dprecision, dcenter, dscores, dlogits, dactivation, drow)
+    return passes.returned(call, inputs, needed, found)
 
 
 def _state(query: Tensor, dfirst: Tensor) -> Tensor:
@@ -186,116 +125,16 @@ def _state(query: Tensor, dfirst: Tensor) -> Tensor:
     return torch.nn.functional.pad(torch.stack([query, dfirst], 2)[:, :, None], (0, padded(D) - D))
 
 
-def _empty_log_sum(B: int, I: int, leaky: bool, device: torch.device) -> Tensor:
-    return torch.full((B, I), 0.0 if leaky else -torch.inf, dtype=torch.float32, device=device)
+def _about(second: Tensor, s: Tensor) -> Tensor:
+    return second - s * s
 
 
-def _inward_total(
-    dmass: Tensor | None,
-    dsecond: Tensor | None,
-    dfirst: Tensor | None,
-    dcoupling: Tensor | None,
-    mass: Tensor,
-    first: Tensor | None,
-    second: Tensor,
-    weights: Tensor,
-    s: Tensor | None,
-) -> Tensor:
-    """sum_i c dc [B, J] for a softmax over the input capsules, from the moments, because dc is linear in x and x^2.
-
-    s: the first moment, if the sum leaves out s . dfirst + s^2 . dsecond, which kernels/votes.py subtracts from dc.
-    """
-    total = torch.zeros_like(mass)
-    if dmass is not None:
-        total = total + dmass * mass
-    if dfirst is not None and first is not None:
-        total = total + (dfirst * first).sum(2)
-    if dsecond is not None:
-        total = total + (dsecond * (second if s is None else second - s * s)).sum(2)
-    if dcoupling is not None:
-        total = total + over_inputs(dcoupling.float() * weights)
-    # With the positions of one sample the mass is a view whose positions are behind.
-    return total.contiguous()
-
-
-def _over_outputs(pairs: Tensor) -> Tensor:
-    """Sums [B, I, J] or [B, I, J, S] over j. The result has a row for each sample."""
-    found = pairs.sum(2)
-    return found if pairs.dim() == 3 else to_samples(found)
-
-
-def _of_log_sum(pairs: Tensor) -> Tensor:
-    """The gradient of a given log-sum-exp, from pairs [1, B, I, J, 2]."""
-    return -_over_outputs(pairs[0, ..., 1])
-
-
-def _summed(call: Call, needed: list[bool]) -> bool:
-    """Whether a gradient of the scores is a sum over the input capsules."""
-    need_query, need_precision, need_center, need_prior = needed
-    scored = call.scores.query is not None or call.scores.precision is not None
-    return need_query or need_precision or need_prior or (need_center and scored)
-
-
-def _score_gradients(
-    call: Call,
-    through: Through,
-    dfirst: Slot | None,
-    saved: tuple[Slot, ...],
-    needed: list[bool],
-    pairs: Slot | None,
-    terms: Slot | None,
-) -> tuple[Slot | None, ...]:
-    """dquery, dprecision, dcenter and dprior in float32; a gradient that is not needed is None. Fills pairs and terms,
-    as passes.accumulate_gradient() does."""
-    query, precision, *_ = call.scores
-    need_query, need_precision, need_center, need_prior = needed
-    mass, first, *_ = saved
-    partial = sums = None
-    if _summed(call, needed):
-        wanted = (need_prior or (need_center and query is not None), need_precision)
-        partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
-    if partial is not None or pairs is not None:
-        state, dcoupling, norms, given = through
-        kept = None if pairs is None else pairs[0]
-        passes.accumulate_gradient(call, state, dcoupling, norms, kept, partial, given, terms)
-    if partial is not None:
-        sums = passes.update(call, partial)
-    dprecision = dcenter = None
-    if need_precision and sums is not None:
-        dprecision = call.compute(_dprecision, sums.second)
-    if need_center:
-        through_score = (None, None, None) if sums is None else (sums.first, sums.mass, precision)
-        dcenter = call.compute(_dcenter, mass, first, dfirst, through.given.second, query, *through_score)
-    return (
-        sums.first if need_query and sums is not None else None,
-        dprecision,
-        dcenter,
-        sums.mass if need_prior and sums is not None else None,
-    )
-
-
-def _dprecision(second: Tensor) -> Tensor:
-    return -0.5 * second
-
-
-def _dcenter(
-    mass: Tensor,
-    first: Tensor,
-    dfirst: Tensor | None,
-    dsecond: Tensor | None,
-    query: Tensor | None,
-    dscores_x: Tensor | None,
-    dscores: Tensor | None,
-    precision: Tensor | None,
-) -> Tensor:
-    """Minus the sum over i of dx, because x = votes - center. dscores, dscores_x: the sums over i of db and db x."""
-    found = torch.zeros_like(first)
-    if dfirst is not None:
-        found = found - mass[:, :, None] * dfirst
-    if dsecond is not None:
-        found = found - 2 * dsecond * first
-    if query is not None and dscores is not None:
-        found = found - query * dscores[:, :, None]
-    if precision is not None and dscores_x is not None:
-        found = found + precision * dscores_x
+def _products(like: Tensor, *terms: Any) -> Tensor:
+    """The sum of terms in the shape of ``like``, [B, J] or [B, J, D]. A term is a number and two factors [B, J] or
+    [B, J, D], either of which may be None for 0; products are summed over d if ``like`` has no d."""
+    found = torch.zeros_like(like)
+    for scale, a, b in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
+        if a is not None and b is not None:
+            product = scale * (a[..., None] if a.dim() < b.dim() else a) * b
+            found = found + (product.sum(2) if product.dim() > found.dim() else product)
     return found

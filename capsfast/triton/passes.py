@@ -1,29 +1,21 @@
-"""A function for each kernel, which launches the kernel. The device of the call must be the current device."""
+"""Passes over the input capsules and the steps between them. A routing is a sequence of passes, a routing pass is one.
 
-from collections.abc import Sequence
+Every function appends its kernels to the plan of the call. The device of the call must be the current device.
+"""
+
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..options import Options, PassOptions
 from .config import padded, power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
-from .kernels.arguments import Norms
+from .kernels.arguments import Given, Norms
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
 from .plan import Slot
-
-
-class Given(NamedTuple):
-    """Gradients of the outputs of a pass other than the first moment, float32 and contiguous."""
-
-    mass: Slot | None = None  # [B, J]
-    second: Slot | None = None  # [B, J, D]
-    lse: Slot | None = None  # [B, I], [B, J] for normalize="in"
-
 
 NOTHING = Given()
 # The gradient pass keeps V and ds of all iterations if these, with votes and dvotes, take at most MOST_HELD columns of
@@ -49,7 +41,8 @@ def mode(call: Call, kernel: str) -> str:
 def uniform_factor(call: Call) -> tuple[Slot | None, float]:
     """The coupling of a first pass without logits: a tensor [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
-    valid, count = (call.mask, I) if call.normalize == "in" else (call.out_mask, J)
+    given = call.parameters
+    valid, count = (given.mask, I) if call.normalize == "in" else (given.out_mask, J)
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
@@ -61,15 +54,19 @@ def _inverse_counts(valid: Tensor, extra: int) -> Tensor:
     return torch.where(counts > 0, 1 / (counts + extra), 0.0)
 
 
-def row_norm(
-    call: Call, state: Slot | None, dcoupling: Slot | None, rows: Slot, with_ds: bool, given: Given = NOTHING
-) -> None:
-    """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration of a state."""
+def _rows(lse: Tensor) -> Tensor:
+    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp takes the place of the maximum, 1 of the sum.
 
-    _launch(
-        call, "row_norm", row_norm_kernel, (*call.tensors, dcoupling, *given, state, rows),
-        call.tiles("row_norm").groups, WITH_DS=with_ds, R=call.iterations,
-    )  # fmt: skip
+    The coupling is 0 where the log-sum-exp is -inf. The sum of c dc is 0, so it does not change the gradient.
+    """
+    nothing = torch.isneginf(lse)
+    nought = torch.zeros_like(lse, dtype=torch.float32)
+    return torch.stack([lse.masked_fill(nothing, 0.0), (~nothing).float(), nought, nought], -1)
+
+
+def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
+    """maximum + log(sum), -inf where no logit is finite. scale: 1 / sum, or 0."""
+    return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
 
 
 def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *more: Any, **constants: Any) -> None:
@@ -80,35 +77,72 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *mor
     call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(name), **constants)
 
 
-def accumulate(
+def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, given: Given = NOTHING) -> Any:
+    """Norms.rows [B, I, 4] for the kernels of a mode; None if the mode is not "row_norm".
+
+    state: V [B, J, D] or, if with_ds, V and ds of one iteration of a state.
+    """
+    if kind != "row_norm" or call.normalize == "lse":
+        return call.compute(_rows, call.parameters.lse) if kind == "row_norm" else None
+    B, I, *_ = call.sizes
+    rows = call.new(B, I, 4)
+    _launch(
+        call, "row_norm", row_norm_kernel, (*call.tensors, *given, state, rows),
+        call.tiles("row_norm").groups, WITH_DS=with_ds, R=call.iterations,
+    )  # fmt: skip
+    return rows
+
+
+def weighted_sums(
     call: Call,
     V: Slot | None,
-    rows: Slot | None,
-    uniform: bool,
+    first: bool,
+    coupling: Slot | None = None,
+    with_lse: bool = False,
+    norm: Slot | None = None,
+    **step: Slot | None,
+) -> tuple[Sums, Slot | None]:
+    """One pass of a forward: its sums, and the log-sum-exp of the logits if with_lse, [B, I] or for "in" [B, J].
+
+    V: the query, or None for zero. first: whether this is the first iteration of a routing, or a pass. Fills what is
+    not None: coupling [B, I, J] and, for normalize="in", norm [2, B, J]. step: what the step after the pass fills, see
+    update().
+    """
+    B, I, J, *_ = call.sizes
+    inward = call.normalize == "in"
+    # For "in" the coupling is known only after all splits are added up, so it takes a pass of its own.
+    uniform = first and call.uniform_start and not with_lse and (coupling is None or inward)
+    kind = "uniform" if uniform else mode(call, "accumulate")
+    rows = rows_of(call, kind, V)
+    lse = call.new(B, I) if with_lse and kind == "out" else None
+
+    merged = call.merged() if uniform else call
+    partial = partial_sums(merged, "accumulate", call.of_pass, call.second)
+    online = call.new(2, partial.first.shape[0], B, J) if kind == "in" else None
+    _accumulate(merged, kind, V, Norms(rows), partial, online, None if inward else coupling, lse)
+    sums = update(call, partial, online, uniform_factor(call) if uniform else (None, 1.0), norm, V, **step)
+    if inward and coupling is not None:
+        assert norm is not None
+        _accumulate(call, kind="in", V=V, norms=Norms(None, *norm), coupling=coupling)
+    if with_lse and lse is None:
+        lse = call.compute(_log_sum, *(norm or (rows[..., 0], rows[..., 1])))
+    return sums, lse
+
+
+def _accumulate(
+    call: Call,
+    kind: str,
+    V: Slot | None,
+    norms: Norms,
+    partial: Sums | None = None,
+    online: Slot | None = None,
     coupling: Slot | None = None,
     lse: Slot | None = None,
-) -> tuple[Sums, Slot | None]:
-    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
-
-    In a routing pass V is the query, and the sums make all moments. Fills coupling [B, I, J], except for softmax "in",
-    and lse [B, I], if the mode is "out".
-    """
-    call = call.merged() if uniform else call
-    B, _, J, *_ = call.sizes
-    kind = "uniform" if uniform else mode(call, "accumulate")
-    of_pass = call.options if isinstance(call.options, PassOptions) else None
-
-    sums = partial_sums(call, "accumulate", of_pass is not None, of_pass is not None and of_pass.second)
-    online = call.new(2, sums.first.shape[0], B, J) if kind == "in" else None
-    arguments = (
-        *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
-        None if kind == "in" else coupling, lse if kind == "out" else None,
-    )  # fmt: skip
-    _accumulate(call, arguments, kind)
-    return sums, online
-
-
-def _accumulate(call: Call, arguments: tuple[Any, ...], kind: str) -> None:
+) -> None:
+    """Fills what is not None: partial sums [splits, B, J, D], for "in" the maxima and sums of exponentials of the
+    splits [2, splits, B, J], the coupling, and for mode "out" the log-sum-exp."""
+    first, mass, second = partial or (None, None, None)
+    arguments = (*call.tensors, V, *norms[:3], first, online, mass, second, coupling, lse)
     constants = {"MODE": kind, "KEPT": call.choice("accumulate").kept, "TOGETHER": call.together}
     _launch(call, "accumulate", accumulate_kernel, arguments, **constants)
 
@@ -127,49 +161,32 @@ def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = Fal
 def accumulate_gradient(
     call: Call,
     state: Slot,
-    dcoupling: Slot | None,
     norms: Norms,
+    given: Given,
     pairs: Slot | None,
     sums: Sums | None,
-    given: Given = NOTHING,
     terms: Slot | None = None,
 ) -> None:
-    """Launches the backward of one iteration. Fills what is not None: pairs [B, I, J, 2] float32 with the coefficients
-    c and db in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
+    """The backward of one iteration. Fills what is not None: pairs [B, I, J, 2] float32 with the coefficients c and db
+    in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
 
-    state: V and ds of the iteration, of what restore() makes.
+    state: V and ds of the iteration, of what restore() makes. given: float32 but for dcoupling, and contiguous.
     """
-    B, I, *_ = call.sizes
     kind = mode(call, "accumulate_gradient")
-    if kind == "row_norm" and call.normalize == "out":
-        norms = norms._replace(rows=call.new(B, I, 4))
-        row_norm(call, state, dcoupling, norms.rows, True, given)
-    arguments = (*call.tensors, dcoupling, *given, state, *norms, pairs, terms, *(sums or (None, None, None)))
+    norms = norms._replace(rows=rows_of(call, kind, state, True, given))
+    arguments = (*call.tensors, *given, state, *norms, pairs, terms, *(sums or (None, None, None)))
     _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
 
 
-def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
-    """Fills out [B, I, J] for softmax "in"."""
-
-    _accumulate(call, (*call.tensors, V, *norms[:3], None, None, None, None, out, None), "in")
-
-
-def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads.
-
-    last: whether the step belongs to the last iteration.
-    """
+def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
+    """Launches a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads."""
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
-    squashed = isinstance(call.options, Options) and (call.options.squash_last or not last)
-    kind = call.options.squash if isinstance(call.options, Options) and squashed else "identity"
-    return (cdiv(B * J, RB),), {"J": J, "D": D, "DP": DP, "RB": RB, "KIND": kind}
-
-
-def _splits_at_once(shape: dict[str, Any]) -> int:
-    rows: int = shape["RB"] * shape["DP"]
-    return max(1, min(16, 2048 // rows))
+    constants = {"KIND": call.squashes[0], "J": J, "D": D, "DP": DP, "RB": RB, "num_warps": 4} | constants
+    if summing:
+        constants["SB"] = max(1, min(16, 2048 // (RB * DP)))
+    call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, call.eps, **constants)
 
 
 def update(
@@ -177,26 +194,25 @@ def update(
     partial: Sums,
     online: Slot | None = None,
     factor: tuple[Slot | None, float] = (None, 1.0),
-    norm: Sequence[Slot | None] = (None, None),
-    s: Slot | None = None,
+    norm: Slot | None = None,
     V: Slot | None = None,
+    *,
+    s: Slot | None = None,
     following: Slot | None = None,
     v: Slot | None = None,
 ) -> Sums:
     """Adds up the splits and multiplies the sums by factor. Fills norm and, if given, s with the first sums. An
     iteration also fills following, V of the next iteration; the last iteration fills v, the output, instead."""
     B, _, J, D, _ = call.sizes
-    grid, shape = _update_grid(call, last=v is not None)
     sums = Sums(
         call.new(B, J, D) if s is None else s,
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    eps = call.options.eps if isinstance(call.options, Options) else 0.0
-    call.x.plan.launch(update_kernel, grid,
-        *partial, online, factor[0], call.bias, call.out_mask, V, *sums, *norm, following, v,
-        B, partial.first.shape[0], factor[1], eps,
-        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
+    _step(
+        call, update_kernel,
+        *partial, online, factor[0], call.bias, call.parameters.out_mask, V, *sums, *(norm or (None, None)), following,
+        v, B, partial.first.shape[0], factor[1], KIND=call.squashes[v is not None], LEAKY=call.options.leaky,
     )  # fmt: skip
     return sums
 
@@ -204,24 +220,16 @@ def update(
 def restore(call: Call, s: Slot, dv: Slot) -> Slot:
     """Makes a state [B, J, R, 2, padded D] from s [R, B, J, D]: V of every iteration, ds of the last, room for the
     other ds."""
-    assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, padded(D))
-    grid, shape = _update_grid(call)
-    call.x.plan.launch(restore_kernel, grid,
-        s, dv, call.bias, call.out_mask, state, B, call.options.eps,
-        **shape, LAST=_update_grid(call, last=True)[1]["KIND"], R=R, num_warps=4,
-    )  # fmt: skip
+    arguments = (s, dv, call.bias, call.parameters.out_mask, state, B)
+    _step(call, restore_kernel, *arguments, summing=False, LAST=call.squashes[1], R=R)
     return state
 
 
 def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:
-    assert isinstance(call.options, Options)
-    grid, shape = _update_grid(call)
-    call.x.plan.launch(update_gradient_kernel, grid,
-        partial, G, call.bias, call.out_mask, s, ds, call.sizes[0], partial.shape[0],
-        call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
-    )  # fmt: skip
+    arguments = (partial, G, call.bias, call.parameters.out_mask, s, ds, call.sizes[0], partial.shape[0])
+    _step(call, update_gradient_kernel, *arguments, R=call.iterations)
 
 
 def new_coefficients(call: Call, iterations: int) -> Slot:
@@ -230,7 +238,41 @@ def new_coefficients(call: Call, iterations: int) -> Slot:
     return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
-def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
+def gradients(
+    call: Call,
+    state: Slot,
+    pairs: Slot | None,
+    uniform: bool,
+    needed: tuple[bool, bool, bool],
+    dtype: torch.dtype | None = None,
+    dx: Slot | None = None,
+    dsecond: Slot | None = None,
+) -> tuple[Slot | None, Slot | None, Slot | None]:
+    """dx, dweight and dlogits; None for what is not needed, and without input capsules.
+
+    pairs: [T, B, I, J, 2] from accumulate_gradient, for the last T iterations. uniform: whether the iteration before
+    these T has a gradient too, with equal couplings. dtype: of sums over samples, None takes the dtype of the tensors.
+    dx: the memory for dx, unless output capsules share the votes. None: new memory.
+    """
+    need_x, need_weight, need_logits = needed
+    parts = dlogits = None
+    if call.sizes[1] == 0:
+        # Without input capsules the gradient pass has no programs, so it would write nothing.
+        return None, None, None
+    if need_x or need_weight:
+        dx, parts = _gradient(call, state, pairs, uniform, (need_x, need_weight), dx, dsecond)
+    if need_logits:
+        dlogits = call.compute(_sum_of_db, pairs, call.shared_logits, dtype or call.parameters.logits.dtype)
+    return dx, None if parts is None else _add_up(call, parts, dtype), dlogits
+
+
+def _sum_of_db(pairs: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
+    """Sums db over iterations and, if samples share logits [I, J], over samples."""
+    db = pairs[..., 1]
+    return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
+
+
+def _add_up(call: Call, parts: Slot, dtype: torch.dtype | None) -> Slot:
     """dweight: the sum of its parts [n, ...], in ``dtype`` or the dtype of the weight."""
     assert call.weight is not None
     dtype = dtype or call.weight.dtype
@@ -244,21 +286,16 @@ def add_up(call: Call, parts: Slot, dtype: torch.dtype | None = None) -> Slot:
     return total
 
 
-def gradient(
+def _gradient(
     call: Call,
     state: Slot,
     pairs: Slot | None,
     uniform: bool,
     needed: tuple[bool, bool],
-    dsecond: Slot | None = None,
-    dx: Slot | None = None,
+    dx: Slot | None,
+    dsecond: Slot | None,
 ) -> tuple[Slot | None, Slot | None]:
-    """dx, and dweight in parts [n, ...] that add_up() adds up; None for what is not needed.
-
-    pairs: [T, B, I, J, 2] from accumulate_gradient, for the last T iterations. uniform: whether the iteration before
-    these T has a gradient too, with equal couplings.
-    dx: the memory for dx, unless output capsules share the votes. None: new memory.
-    """
+    """As gradients(), but dweight in parts [n, ...]."""
     tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
     room = dw = None
@@ -296,3 +333,25 @@ def gradient(
 
 def _over_outputs(dvotes: Tensor, dtype: torch.dtype) -> Tensor:
     return dvotes.sum(2, keepdim=True).to(dtype)
+
+
+def returned(
+    call: Call,
+    tensors: tuple[Slot | None, ...],
+    needed: tuple[bool, ...],
+    gradients: tuple[Slot | None, ...],
+    dtype: torch.dtype | None = None,
+) -> tuple[Slot, ...]:
+    """The gradients of an op in the dtypes of the tensors, or in ``dtype`` except for x: 0 where a needed gradient is
+    None, empty where no gradient is needed."""
+    found = []
+    for tensor, wanted, gradient in zip(tensors, needed, gradients, strict=True):
+        own = (call.x if tensor is None else tensor).dtype
+        own = own if tensor is call.x else dtype or own
+        if gradient is not None:
+            found.append(call.compute(Tensor.to, gradient, own))
+        elif wanted and tensor is not None:
+            found.append(call.x.plan.zeros(*tensor.shape, dtype=own))
+        else:
+            found.append(call.new(0, dtype=own))
+    return tuple(found)

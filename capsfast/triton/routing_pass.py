@@ -8,6 +8,7 @@ from ..arguments import PassParameters
 from ..options import PassOptions
 from ..positions import as_positions, as_samples
 from . import moments
+from .launch import Call
 from .plan import Plan, Slot, planned
 
 # Kernels read and write these as they are, with positions as the last axis where there are positions.
@@ -34,8 +35,8 @@ def _positions(names: Sequence[str], values: Sequence[Slot], u: Slot) -> tuple[S
 def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot, ...]:
     J, *options, tf32, return_weights, return_lse = rest[9:]
     parameters: Any = PassParameters(*_samples(PassParameters._fields, rest[:9], u))
-    call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
-    return _positions(OUTPUTS, moments.forward(call, parameters.lse, return_weights, return_lse), u)
+    call = Call(u, weight, parameters, PassOptions(*options), tf32, J)
+    return _positions(OUTPUTS, moments.forward(call, return_weights, return_lse), u)
 
 
 @planned
@@ -45,5 +46,5 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     given = _samples(OUTPUTS[:5], args[:5], u)
     parameters: Any = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
     saved: Any = _samples(OUTPUTS, args[16:22], u)
-    call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
+    call = Call(u, weight, parameters, PassOptions(*options), tf32, J)
     return _positions(GRADIENTS, moments.backward(call, parameters, given, saved, needed), u)

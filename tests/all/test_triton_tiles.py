@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from capsfast import toolchain
+from capsfast.arguments import PassParameters
 
 from ..support.backends import Shape
 from ..support.problems import EMULATED, OPS, PLAIN, Op, make
@@ -53,7 +54,7 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
 def call_of(B: int, I: int, J: int = 10, D: int = 16, K: int = 8, rows: int = 1) -> "Call":
     """A call whose tensors take no memory."""
     u, weight = torch.empty(1, 1, K).expand(B, I, K), torch.empty(1, J, D, K).expand(rows, -1, -1, -1)
-    return Call(u, weight, None, None, None, None, PLAIN.options)  # type: ignore[arg-type]
+    return Call(u, weight, PassParameters(), PLAIN.options)  # type: ignore[arg-type]
 
 
 def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_interpreted_shapes_have_tiles_of_the_batch_and_of_input_capsules_in_one
     cuts = []
     for shape in EMULATED:
         u, weight = make(shape).inputs.values()
-        call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
+        call = Call(u.float(), weight.float(), PassParameters(), PLAIN.options)
         cuts.append(call.split_gradient("gradient"))
     assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
     assert any(splits > 1 for _, _, splits, _ in cuts)

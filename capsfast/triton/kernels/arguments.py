@@ -71,12 +71,12 @@ class Inputs(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Pointers to gradients of outputs, float32 except dcoupling. Each may be None."""
+    """Gradients of outputs, contiguous and float32 except dcoupling: pointers in kernels, tensors on the host."""
 
-    dcoupling: Any  # [B, I, J]
-    dmass: Any  # of a pass, as all that follow: [B, J]
-    dsecond: Any  # [B, J, D]
-    dlse: Any  # [B, I]; [B, J] for MODE "in"
+    dcoupling: Any = None  # [B, I, J]
+    dmass: Any = None  # of a pass, as all that follow: [B, J]
+    dsecond: Any = None  # [B, J, D]
+    dlse: Any = None  # [B, I]; [B, J] for MODE "in"
 
 
 class Norms(NamedTuple):
