@@ -67,7 +67,6 @@ def test_the_table_covers_what_it_should() -> None:
 
 REASONS = {
     "element-wise squash": "or the squash is element-wise",
-    "squash over the output capsules": "Lengths over the output capsules",
     "cosine agreement": "an agreement of normalised vectors",
 }
 

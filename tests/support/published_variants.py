@@ -62,24 +62,6 @@ class BatchMeanOverInputs(nn.Module):
         return v_j.squeeze(1)
 
 
-class SquashOverOutputs(nn.Module):
-    """``(in_units, in_channels, num_units, unit_size)``: the squash takes lengths along the output capsules."""
-
-    def __init__(self, in_units: int, in_channels: int, num_units: int, unit_size: int) -> None:
-        super().__init__()
-        self.W = nn.Parameter(torch.randn(1, in_channels, num_units, unit_size, in_units))
-
-    def forward(self, x: Tensor) -> Tensor:
-        u_hat = torch.matmul(self.W, x.transpose(1, 2)[:, :, None, :, None])
-        b_ij = torch.zeros(1, u_hat.size(1), u_hat.size(2), 1, 1)
-        for _ in range(3):
-            s_j = (F.softmax(b_ij, dim=2) * u_hat).sum(dim=1, keepdim=True)
-            n = (s_j**2).sum(dim=2, keepdim=True)
-            v_j = n / (1 + n) * (s_j / n.sqrt())
-            b_ij = b_ij + (u_hat * v_j).sum(dim=3, keepdim=True)
-        return v_j.squeeze(1)
-
-
 class CosineAgreement(nn.Module):
     """``(in_caps, out_caps, in_dim, out_dim)``: the agreement is the cosine of vote and output."""
 
@@ -93,26 +75,6 @@ class CosineAgreement(nn.Module):
         for _ in range(3):
             v = squash((b.softmax(2)[..., None] * votes).sum(1))
             b = b + F.cosine_similarity(votes, v[:, None], dim=-1)
-        return v
-
-
-class Transposed(nn.Module):
-    """``(num_in, num_out, dim_in, dim_out, routing)``: ``[B, K, I]`` to ``[B, D, J]``, ``W [I, J, D, K]``."""
-
-    def __init__(self, num_in: int, num_out: int, dim_in: int, dim_out: int, routing: int = 3) -> None:
-        super().__init__()
-        self.routing = routing
-        self.W = nn.Parameter(torch.empty(num_in, num_out, dim_out, dim_in))
-        nn.init.normal_(self.W, mean=0.0, std=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u_hat = torch.einsum("ijdk,bki->bdij", self.W, x)
-        b = torch.zeros(x.size(0), self.W.size(0), self.W.size(1))
-        for _ in range(self.routing):
-            s = (b.softmax(2).unsqueeze(1) * u_hat).sum(2)
-            n = (s**2).sum(1, keepdim=True)
-            v = n / (1 + n) * s / torch.sqrt(n + 1e-9)
-            b = b + (u_hat * v.unsqueeze(2)).sum(1)
         return v
 
 
@@ -131,31 +93,6 @@ class MergedRows(nn.Module):
             v = squash_of_norm((F.softmax(b, dim=2) * votes).sum(1), 1e-7)
             b = b + (votes * v[:, None]).sum(-1, keepdim=True)
         return v.flatten(1)
-
-
-class MergedProduct(nn.Module):
-    """``(in_num_caps, in_dim_caps, out_num_caps, out_dim_caps, iterations)``: ``weight [1, I, J*D, K, 1]``, detached
-    votes from a product and a sum.
-    """
-
-    def __init__(
-        self, in_num_caps: int, in_dim_caps: int, out_num_caps: int, out_dim_caps: int, iterations: int
-    ) -> None:
-        super().__init__()
-        self.out_num_caps, self.out_dim_caps, self.iterations = out_num_caps, out_dim_caps, iterations
-        self.weight = nn.Parameter(0.1 * torch.randn(1, in_num_caps, out_num_caps * out_dim_caps, in_dim_caps, 1))
-
-    def forward(self, u: Tensor) -> Tensor:
-        u_hat = (self.weight * u[:, :, None, :, None]).sum(3)
-        u_hat = u_hat.view(u.size(0), u.size(1), self.out_num_caps, self.out_dim_caps)
-        constant = u_hat.detach()
-        b = torch.zeros(u_hat.shape[:3])
-        for i in range(self.iterations):
-            c = F.softmax(b, dim=2).unsqueeze(3)
-            if i == self.iterations - 1:
-                return squash((c * u_hat).sum(1, keepdim=True), 1e-8)
-            b = b + (constant * squash((c * constant).sum(1, keepdim=True), 1e-8)).sum(3)
-        raise AssertionError
 
 
 class Capsules(nn.Module):
@@ -205,25 +142,6 @@ class Capsules(nn.Module):
             s = (c * votes).sum(dim=1)
             v = self.squash(s if self.bias is None else s + self.bias)
             b = b + (votes * v.unsqueeze(1)).sum(dim=-1, keepdim=True)
-        return v
-
-
-class ExtraPass(nn.Module):
-    """``(n_in, n_out, d_in, d_out, n_iter)``: one plain mean before the iterations; ``W [J, I, K, D]``."""
-
-    def __init__(self, n_in: int, n_out: int, d_in: int, d_out: int, n_iter: int = 2) -> None:
-        super().__init__()
-        self.n_out, self.n_iter = n_out, n_iter
-        self.W = nn.Parameter(torch.empty(n_out, n_in, d_in, d_out))
-        nn.init.kaiming_normal_(self.W)
-
-    def forward(self, u: Tensor) -> Tensor:
-        votes = torch.einsum("jikd,bik->bjid", self.W, u)
-        v = squash(votes.sum(2) / self.n_out)
-        b = torch.zeros(votes.shape[:3])
-        for _ in range(self.n_iter):
-            b = b + (votes * v.unsqueeze(2)).sum(-1)
-            v = squash((b.softmax(1).unsqueeze(-1) * votes).sum(2))
         return v
 
 
