@@ -20,22 +20,9 @@ from capsfast.train.learner import decay, right_predictions
 from capsfast.train.objective import multi_hot
 
 from ..support.idx_files import write_set
-from ..support.training import TINY, assert_same_state, learner_for, margin, trained
+from ..support.training import TINY, learner_for, margin, trained
 
 SIZE = 10
-
-
-@pytest.mark.parametrize(("steps", "test_every"), [(3, None), (8, None), (14, 7)])
-def test_resume_equals_an_uninterrupted_run(
-    folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None
-) -> None:
-    """Stops inside the first epoch, at its end, and inside the second epoch; tests change nothing."""
-    trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, val_check_interval=test_every)
-    stopped = read_checkpoint(tmp_path / "stopped" / "step.ckpt")
-    assert stopped["global_step"] == steps
-    torch.rand(7)  # the random state of the process must not matter
-    trained(folder, tmp_path / "resumed", resume=tmp_path / "stopped" / "step.ckpt", val_check_interval=test_every)
-    assert_same_state(whole, tmp_path / "resumed" / "last.ckpt")
 
 
 def test_seed_decides(folder: Path, tmp_path: Path) -> None:
@@ -184,15 +171,6 @@ def test_evaluate_counts(folder: Path) -> None:
     assert not found.confusion.any()
     assert train.evaluate(learner, test, limit=5).images == 5
     assert Evaluation(8, 2, None).accuracy == 0.25
-
-
-def test_evaluate_wants_both_classes_of_overlapping_images(folder: Path) -> None:
-    images = ImageData(f"multi:{folder}")
-    learner = learner_for(images)
-    batch = images.sets.test.batch(torch.arange(20))
-    longest = learner.model(batch.images).lengths.topk(2).indices
-    right = sum(set(a) == set(b) for a, b in zip(longest.tolist(), batch.labels.tolist(), strict=True))
-    assert train.evaluate(learner, images.sets.test) == Evaluation(20, right, None)
 
 
 def test_evaluate_needs_classes(folder: Path) -> None:

@@ -112,12 +112,6 @@ def test_a_second_ctrl_c_ends_at_once_with_the_checkpoint_before(
     assert_same_state(whole, tmp_path / "last.ckpt")
 
 
-def test_before_the_first_step_there_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
-    end = interrupted(folder, tmp_path, "configure_optimizers", 1, send(signal.SIGINT))
-    assert (end.step, end.checkpoint) == (0, None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_interrupted_test_of_the_end_is_an_interruption(folder: Path, tmp_path: Path) -> None:
     """The test after ``max_steps`` runs outside training, with other signal handlers."""
     for number in (signal.SIGINT, signal.SIGTERM):
