@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+import capsfast
 from capsfast.adopt import undo
 from capsfast.adopt.beside import TOLERANCE
 from capsfast.adopt.trial import relative
@@ -162,6 +163,19 @@ def test_a_parametrization_is_followed(both: tuple[Net, Net], images: Tensor) ->
     assert_same(fast, plain, images)
 
 
+def test_it_compiles_in_one_graph(both: tuple[Net, Net], images: Tensor) -> None:
+    fast, plain = both
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(fast, fullgraph=True, backend=keep)
+    torch.testing.assert_close(compiled(images), plain(images), rtol=1e-4, atol=1e-5)
+    assert len([node for node in graphs[0].graph.nodes if "capsfast" in str(node.target)]) == 2
+
+
 def test_a_fused_layer_that_is_compiled_itself_stays_fused(both: tuple[Net, Net]) -> None:
     # Lightning replaces torch.compile by its own, which writes an attribute into the layer.
     importlib.import_module("lightning.fabric")
@@ -289,6 +303,15 @@ def test_dtypes_that_the_own_forward_does_not_take_stay_its_matter() -> None:
     ):
         layer.bfloat16()(u.bfloat16())
     assert (report.calls()[""].fused, report.calls()[""].own) == (1, 1)
+
+
+def test_a_model_that_was_low_before() -> None:
+    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True).bfloat16()
+    u = example().bfloat16()
+    plain, report = copy.deepcopy(layer), accelerate(layer, u)
+    assert report.fused == ("",), report
+    assert layer(u).dtype == plain(u).dtype and relative(layer(u), plain(u)) < TOLERANCE[torch.bfloat16]
+    assert capsfast.identify(layer, u) == report[""].identification
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")

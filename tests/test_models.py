@@ -183,6 +183,16 @@ def test_routing_options_reach_the_layer() -> None:
         network("CapsNet", learned_logit=True)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_batch_size(strict: bool) -> None:
+    model, batch = network("CapsNet"), torch.export.Dim("B")
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    shapes = {"images": {0: batch}, "labels": {0: batch}}
+    program = torch.export.export(model, (x, labels), dynamic_shapes=shapes, strict=strict)
+    for rows in (2, 3):
+        torch.testing.assert_close(program.module()(x[:rows], labels[:rows]), model(x[:rows], labels[:rows]))
+
+
 def test_gradients_of_single_samples() -> None:
     model, loss = network("CapsNet", dtype=torch.float64), CapsNetLoss(reduction="none")
     x, labels = images(torch.float64), torch.tensor([0, 4, 2, 1])
