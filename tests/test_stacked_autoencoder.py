@@ -220,3 +220,9 @@ def test_clusters_are_named_once() -> None:
     assert cluster_accuracy(points, points, merged, 3) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="train must have at least num_classes=3 rows, got 2"):
         cluster_accuracy(points[:2], points, labels, 3)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (1, 28, 28, 2), 28])
+def test_the_shape_of_images_is_three_sizes(shape: object) -> None:
+    with pytest.raises(ValueError, match=r"image_shape must be \(channels, height, width\), got"):
+        TemplateMixture(4, 3, shape)  # type: ignore[arg-type]

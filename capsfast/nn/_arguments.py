@@ -127,6 +127,14 @@ def sizes(op: str, name: str, value: object, least: int = 1) -> tuple[int, ...]:
     return tuple(value)
 
 
+def image_shape(op: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or len(value) != 3:
+        raise ValueError(f"{op}: image_shape must be (channels, height, width), got {checks.shown(value)}")
+    for size in value:
+        integer(op, "image_shape", size)
+    return tuple(value)
+
+
 def for_all_axes(value: object, each: object) -> bool:
     """Whether :func:`for_axes` makes this value of the int ``each``."""
     return isinstance(value, tuple) and all(one == each for one in value)

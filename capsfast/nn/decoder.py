@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import checks
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -30,15 +29,10 @@ class _MaskedDecoder(Layer):
         self, num_caps: int, dim: int, image_shape: Sequence[int], masked: bool, class_independent: bool
     ) -> None:
         super().__init__()
-        if not isinstance(image_shape, Sequence) or len(image_shape) != 3:
-            raise ValueError(
-                f"{self._op}: image_shape must be (channels, height, width), got {checks.shown(image_shape)}"
-            )
-        for size in image_shape:
-            _arguments.integer(self._op, "image_shape", size)
+        self.image_shape = _arguments.image_shape(self._op, image_shape)
         if class_independent and not masked:
             raise ValueError(f"{self._op}: class_independent needs masked=True, got masked=False")
-        self.num_caps, self.dim, self.image_shape = num_caps, dim, tuple(image_shape)
+        self.num_caps, self.dim = num_caps, dim
         self.class_independent = class_independent
         self.mask = Mask() if masked else None
         self.in_features = dim if class_independent else num_caps * dim

@@ -89,7 +89,7 @@ class TemplateMixture(Layer):
     ) -> None:
         super().__init__()
         h, w = _arguments.pair(self._op, "template_size", template_size)
-        self.image_shape = _arguments.sizes(self._op, "image_shape", image_shape, 3)
+        self.image_shape = _arguments.image_shape(self._op, image_shape)
         self.pixel_std = pixel_std
         channels = self.image_shape[0]
         self.templates = nn.Parameter(0.1 * torch.randn(num_parts, channels, h, w, **made))
