@@ -1,7 +1,7 @@
 """Convolutional capsules."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import checks
-from .._torch import forward_level
 from ..precision import wide_dtype
 from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer
@@ -19,7 +17,8 @@ from .routed_caps import RoutedCaps, pose_sizes
 from .routing.agreement import starting_std
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
-from .routing.votes import RecordedVotes, Votes
+from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
+from .routing.votes import PassVotes, RecordedVotes, Votes
 from .routing.windows import Windows, WindowVotes
 from .weights import Weight
 
@@ -172,15 +171,22 @@ class ConvCaps2d(WindowLayer):
 
     def _unfolded(self, image: Tensor) -> Tensor:
         """The same with a faster gradient."""
-        eager = checks.is_eager(image) and forward_level() < 0
-        if not (eager and image.requires_grad and torch.is_grad_enabled()):
+        if not folds_by_pass(image):
             return self._windows(image)
-        return _Unfolded.apply(image, self)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            windows = self._windows(image)
+        return unfolded(image, windows, partial(self._fold, image.shape))
 
     def votes(self, poses: Tensor) -> Votes:
         """The votes in every window; none is in memory."""
-        layer, u, given = self.as_connected(poses)
-        return layer.votes(u, **given)
+        self._check(poses)
+        padded = self._padded(poses)
+        by_pass = self.routing.held.keeps_u and folds_by_pass(padded)
+        u = self._windows(padded.detach()) if by_pass else self._unfolded(padded)
+        votes = self.routing.votes(u, self.inside(poses))
+        if by_pass and isinstance(votes, PassVotes):
+            votes = UnfoldedVotes(votes, padded, partial(self._fold, padded.shape))
+        return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
 
     def _fold(self, shape: Sequence[int], gradient: Tensor) -> Tensor:
         """The gradient of an image of this shape from the gradient of its windows."""
@@ -204,29 +210,27 @@ class ConvCaps2d(WindowLayer):
 
     def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
         u, activation, mask = made
+        places = [last - first for first, last in box]
         found = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
-        return self._images(found, [last - first for first, last in box])
-
-    def _images(self, found: Any, places: Sequence[int]) -> tuple[Tensor, ...]:
-        """The capsules of windows, ``[B·H'·W', ...]``, as images."""
         poses = found if isinstance(found, Tensor) else found.poses
         out = poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-        if self.uses_poses_alone:
-            return (out,)
-        return out, found.activations.unflatten(0, places).movedim(-1, 1)  # [B, J, H', W']
+        return (out,) if self.uses_poses_alone else (out, found.activations.unflatten(0, places).movedim(-1, 1))
 
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
         box = tuple((0, size) for size in (poses.shape[0], *grid))
         shown = None if activation is None else self._padded(activation)
         return self._routed(box, *self._made(self._padded(poses), shown, self._ones(poses), box))
 
+    def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
+        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
+        return partial(WindowVotes, windows=windows, start=self.start)
+
     def at_windows(self, size: tuple[int, int]) -> RoutedCaps:
         """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
         if self.competition == "window":
             return self.routing
         layer = copy.copy(self.routing)
-        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
-        layer.competing = partial(WindowVotes, windows=windows, start=self.start)
+        layer.competing = self._competing(size)
         return layer
 
     def as_connected(
@@ -247,30 +251,20 @@ class ConvCaps2d(WindowLayer):
         op = self._op
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
-        self._check(poses, activation)
-        grid, routing = self.grid(poses.shape[3:]), self.routing.routing
         if self.competition == "window" and not return_coupling:
-            found = self._in_blocks(routing, poses, activation, grid, self.routing.in_caps * self.in_dim)
-        else:
-            recorded = RecordedVotes(self.votes(poses), last=True)
-            at_windows = None if activation is None else self.unfold_activation(poses, activation)
-            routed = routing(recorded if return_coupling else recorded.votes, at_windows)
-            found = self._images(routed, (poses.shape[0], *grid))
-        out: Routed = found[0] if self.uses_poses_alone else Capsules(*found)
-        return (out, recorded.weights[-1].unflatten(0, (poses.shape[0], *grid))) if return_coupling else out
-
-
-class _Unfolded(torch.autograd.Function):
-    """The windows of a layer as a function of the image."""
-
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, layer: ConvCaps2d) -> Tensor:
-        ctx.shape, ctx.layer = image.shape, layer
-        return layer._windows(image)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.layer._fold(ctx.shape, gradient), None
+            self._check(poses, activation)
+            numbers = self.routing.in_caps * self.in_dim
+            found = self._in_blocks(self.routing.routing, poses, activation, self.grid(poses.shape[3:]), numbers)
+            return found[0] if self.uses_poses_alone else Capsules(*found)
+        votes = self.votes(poses)
+        recorded = RecordedVotes(votes, last=True)
+        at_windows = None if activation is None else self.unfold_activation(poses, activation)
+        found = self.routing.routing(recorded if return_coupling else votes, at_windows)
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
+        out: Any = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+        if not self.uses_poses_alone:
+            out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
+        return (out, recorded.weights[-1].unflatten(0, places)) if return_coupling else out
 
 
 def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class Weight:
     axes: dict[str, int | None]
     # The number of groups: each group of input capsules votes only for its group of output capsules.
     groups: int = 1
+    # Whether a pass takes the input capsules unchanged.
+    keeps_u: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
@@ -131,6 +133,10 @@ class LowRank(Weight):
         of_inputs = None if self.positions is None else 0
         return {"W": 1, "A": of_inputs} if self.factors == "WA" else {"U": of_inputs, "V": 0}
 
+    @property
+    def keeps_u(self) -> bool:  # type: ignore[override]
+        return self.factors == "UV"
+
     def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
         rows, (D, K) = types_of(op, in_caps, self.positions), matrix
         if self.factors == "WA":
@@ -171,6 +177,7 @@ class Groups(Weight):
 
     groups: int
     weight: Weight = FullWeight()
+    keeps_u: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
