@@ -348,10 +348,10 @@ def returned(
     for tensor, wanted, gradient in zip(tensors, needed, gradients, strict=True):
         own = (call.x if tensor is None else tensor).dtype
         own = own if tensor is call.x else dtype or own
-        if gradient is not None:
-            found.append(call.compute(Tensor.to, gradient, own))
-        elif wanted and tensor is not None:
-            found.append(call.x.plan.zeros(*tensor.shape, dtype=own))
-        else:
+        if not wanted or tensor is None:
             found.append(call.new(0, dtype=own))
+        elif gradient is not None:
+            found.append(call.compute(Tensor.to, gradient, own))
+        else:
+            found.append(call.x.plan.zeros(*tensor.shape, dtype=own))
     return tuple(found)
