@@ -123,10 +123,8 @@ def check(
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
-    given = {}
-    for name, value in zip(parameters._fields, parameters, strict=True):
-        if value is not None:
-            given[name] = value  # noqa: PERF403 - a comprehension is one more call
+    pairs = zip(parameters._fields, parameters, strict=True)
+    given = {name: value for name, value in pairs if value is not None}
     spatial: tuple[int, ...] = ()
     if weight is GIVEN:
         weight = None

@@ -152,10 +152,8 @@ class Call:
             self.uniform_start = not scored and options.normalize in SOFTMAX
         else:
             self.normalize, self.iterations, self.second = options.softmax, options.num_iterations, False
-            self.squashes, self.eps = (
-                (options.squash, options.squash if options.squash_last else "identity"),
-                options.eps,
-            )
+            self.squashes = (options.squash, options.squash if options.squash_last else "identity")
+            self.eps = options.eps
             self.query, self.quadratic, self.agreement = True, False, options.gradient == "full"
             self.uniform_start = logits is None
 
