@@ -121,7 +121,7 @@ class Backward {
 
   void gradient_pass() {
     GradientPass<T> pass;
-    pass.first = first;
+    pass.since = first;
     pass.score.linear = V.get();
     pass.gradient.linear = ds.get();
     pass.in_max = in_norm.max();

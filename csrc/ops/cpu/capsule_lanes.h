@@ -40,52 +40,41 @@ class CapsuleLanes {
   // The pass of a split, with sums for each lane in place of the split's own sums, [B][J D] and [B][J].
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
     AccumulatePass<T> pass = of_sample(split);
-    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc, &pass.in_dlse})
-      *numbers = spread(at(*numbers, p.J), p.J);
-    for (View* view : {&pass.dcoupling, &pass.dlse, &pass.coupling, &pass.lse})
-      *view = across_lanes(samples(p, *view, b), L);
-    for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = at(*sum, p.J * p.D);
-    for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = at(*sum, p.J);
-    if (pass.max != nullptr) pass.max += b * p.J;
-    own_ = pass;
-    for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = lanes_of(*sum, p.J * p.D);
-    for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = lanes_of(*sum, p.J);
-    if (pass.max != nullptr) {
-      // The initial value of a softmax over the input capsules must count once, not in every lane.
-      pass.max = take(p.J);
-      std::fill_n(pass.max, p.J * L, std::numeric_limits<T>::lowest());
-      for (int64_t j = 0; j < p.J; ++j) {
-        pass.max[j * L] = own_.max[j];
-        std::swap(pass.norm.high[j * L], own_.norm.high[j]);
-        std::swap(pass.norm.low[j * L], own_.norm.low[j]);
-      }
+    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(at(*numbers, p.J), p.J);
+    for (View* view : {&pass.dcoupling, &pass.coupling, &pass.lse}) *view = across_lanes(samples(p, *view, b), L);
+    open_sums(&pass);
+    if (pass.max == nullptr) return pass;
+    const Sum<T> norm = at(pass.norm, p.J);
+    open(&pass.norm, 1);
+    relative_ = !pass.unweighted;
+    own_max_ = pass.max + b * p.J;
+    // The initial value of a softmax over the input capsules must count once, not in every lane.
+    pass.max = lane_max_ = take(p.J);
+    std::fill_n(pass.max, p.J * L, std::numeric_limits<T>::lowest());
+    for (int64_t j = 0; j < p.J; ++j) {
+      pass.max[j * L] = own_max_[j];
+      std::swap(pass.norm.high[j * L], norm.high[j]);
+      std::swap(pass.norm.low[j * L], norm.low[j]);
     }
-    lanes_ = pass;
     return pass;
   }
 
   // Adds the sums of the lanes to the sums of the split.
   void finish(const Kernels<T>& kernels) {
     const T* factor = nullptr;
-    if (lanes_.max != nullptr && !lanes_.unweighted) {
+    if (relative_) {
       // Each lane has its own maximum, and its sums are relative to it.
       T* factors = take(p.J);
       for (int64_t j = 0; j < p.J; ++j) {
-        const T* max = lanes_.max + j * L;
+        const T* max = lane_max_ + j * L;
         T most = std::numeric_limits<T>::lowest();
         for (int64_t l = 0; l < L; ++l) most = max[l] > most || max[l] != max[l] ? max[l] : most;
         for (int64_t l = 0; l < L; ++l) factors[j * L + l] = std::exp(max[l] - most);
-        own_.max[j] = most;
+        own_max_[j] = most;
       }
       factor = factors;
     }
-    const auto add = [&](const Sum<T>& lanes, int64_t size, const Sum<T>& to) {
-      if (to.high != nullptr) kernels.fold_capsules(lanes, factor, p.J, size, to);
-    };
-    add(lanes_.first, p.D, own_.first);
-    add(lanes_.second, p.D, own_.second);
-    add(lanes_.mass, 1, own_.mass);
-    if (own_.max != nullptr) add(lanes_.norm, 1, own_.norm);
+    for (const Opened& sum : sums_) kernels.fold_capsules(sum.lanes, factor, p.J, sum.size, sum.own);
   }
 
   GradientPass<T> begin(const GradientPass<T>& given) {
@@ -97,6 +86,7 @@ class CapsuleLanes {
     for (View* view : {&pass.dcoupling, &pass.dlse, &pass.dactivation, &pass.dlse_given, &pass.dlogits_sample})
       *view = across_lanes(samples(p, *view, b), L);
     pass.dvotes = samples(p, pass.dvotes, b);
+    open_sums(&pass);
     return pass;
   }
 
@@ -113,12 +103,32 @@ class CapsuleLanes {
     return pass;
   }
 
+  // A sum of a split, [J][size], for which the kernels have a sum for each lane.
+  struct Opened {
+    Sum<T> lanes, own;
+    int64_t size;
+  };
+  // Replaces a sum of a split, [B][J][size], by sums for each lane that begin with 0.
+  void open(Sum<T>* sum, int64_t size) {
+    if (sum->high == nullptr) return;
+    const int64_t count = p.J * size;
+    const Sum<T> lanes{take(count), take(count)};
+    std::fill_n(lanes.high, count * L, T(0));
+    std::fill_n(lanes.low, count * L, T(0));
+    sums_.push_back({lanes, at(*sum, count), size});
+    *sum = lanes;
+  }
+  template <class Pass>
+  void open_sums(Pass* pass) {
+    open(&pass->first, p.D);
+    open(&pass->second, p.D);
+    open(&pass->mass, 1);
+  }
+
   T* take(int64_t count) { return memory_.emplace_back(count * L).get(); }
 
   const T* at(const T* array, int64_t size) const { return array == nullptr ? nullptr : array + b * size; }
-  Sum<T> at(const Sum<T>& sum, int64_t size) const {
-    return sum.high == nullptr ? sum : Sum<T>{sum.high + b * size, sum.low + b * size};
-  }
+  Sum<T> at(const Sum<T>& sum, int64_t size) const { return {sum.high + b * size, sum.low + b * size}; }
 
   // Copies each number to all lanes.
   const T* spread(const T* numbers, int64_t count) {
@@ -138,20 +148,13 @@ class CapsuleLanes {
     return lanes;
   }
 
-  // Sums that begin with 0.
-  Sum<T> lanes_of(const Sum<T>& sum, int64_t size) {
-    if (sum.high == nullptr) return {};
-    const Sum<T> lanes{take(size), take(size)};
-    std::fill_n(lanes.high, size * L, T(0));
-    std::fill_n(lanes.low, size * L, T(0));
-    return lanes;
-  }
-
   const Problem& p;
   int64_t b, L;
   const Problem seen;
   std::vector<Buffer<T>> memory_;
-  AccumulatePass<T> own_, lanes_;
+  std::vector<Opened> sums_;
+  bool relative_ = false;  // each lane has its own maximum, lane_max_, and the sample has own_max_
+  T *lane_max_ = nullptr, *own_max_ = nullptr;
 };
 
 }  // namespace capsfast::driver

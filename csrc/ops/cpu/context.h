@@ -209,9 +209,7 @@ struct Context {
     over_ranges(tasks, accumulate_scratch<T>(p, plan), [&](int64_t task, T* memory) {
       AccumulatePass<T> mine = pass;
       const int64_t split = task % plan.splits;
-      move(&mine.first, split * layout.vectors());
-      move(&mine.second, split * layout.vectors());
-      move(&mine.mass, split * layout.scalars());
+      move_sums(&mine, split);
       move(&mine.norm, split * layout.scalars());
       if (mine.max != nullptr) mine.max += split * layout.scalars();
       const Range range = share(plan, task, plan.tile_groups, plan.splits);
@@ -282,8 +280,16 @@ struct Context {
     sum->high += by;
     sum->low += by;
   }
+  // To the sums of a split.
+  template <class Pass>
+  void move_sums(Pass* pass, int64_t split) const {
+    move(&pass->first, split * layout.vectors());
+    move(&pass->second, split * layout.vectors());
+    move(&pass->mass, split * layout.scalars());
+  }
 
-  // Runs the gradient pass for the gradients in `out`. Adds to dlogits_sum [I, J], null if it is not wanted.
+  // Runs the gradient pass for the gradients in `out`. Adds to dlogits_sum [I, J], null if it is not wanted. Split k of
+  // the input capsules adds to the k-th part of the sums.
   void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum, WeightSums<T>* weights) const {
     const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
     // Each group of tiles has its own sum of dlogits. A single group adds to the result directly.
@@ -302,10 +308,11 @@ struct Context {
       pass.dweight = out.dweight;
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
-    over_ranges(tasks, gradient_scratch<T>(p, plan, p.iterations - pass.first), [&](int64_t task, T* memory) {
+    over_ranges(tasks, gradient_scratch<T>(p, plan, p.iterations - pass.since), [&](int64_t task, T* memory) {
       GradientPass<T> mine = pass;
       if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
       weights->give(task, splits, &mine);
+      move_sums(&mine, task % splits);
       const Range range = share(plan, task, groups, splits);
       run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
     });

@@ -22,9 +22,10 @@ struct Coupling {
 
     // The numbers of a tile of samples. iteration: where the tile begins in arrays with an axis of iterations.
     template <class Pass>
-    static CAPSFAST_INLINE OutputNumbers of(const Pass& pass, int64_t tile, int64_t iteration) {
+    static CAPSFAST_INLINE OutputNumbers of(const Pass& pass, int64_t tile, int64_t iteration,
+                                            const T* in_dlse = nullptr) {
       return {from(pass.valid_out, tile), from(pass.in_max, iteration), from(pass.in_scale, iteration),
-              from(pass.c_dc, iteration), from(pass.in_dlse, iteration)};
+              from(pass.c_dc, iteration), from(in_dlse, iteration)};
     }
   };
 

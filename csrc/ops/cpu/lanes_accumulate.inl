@@ -41,7 +41,7 @@ struct LanesAccumulate {
       } else {
         __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
       }
-      if (tile.gradient.linear != nullptr) add(tile.gradient, dc);
+      if (!Q && tile.gradient.linear != nullptr) add(tile.gradient, dc);
     }
   };
 
@@ -108,19 +108,17 @@ struct LanesAccumulate {
                                    int64_t i) {
     const int64_t J = pass.problem->J, D = pass.problem->D, step = J < 4 ? J : 4;
     T *const x[2] = {at.x, at.x + J * D * L}, *const b[2] = {at.scores, at.scores + J * L};
-    T* const dc[2] = {at.dc, at.dc + J * L};
     for (int64_t j0 = 0; j0 < J; j0 += step) {
       const int64_t j1 = j0 + step < J ? j0 + step : J;
-      for (int c = 0; c < 2; ++c) score(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
+      for (int c = 0; c < 2; ++c) score(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], nullptr);
     }
-    for (int c = 0; c < 2; ++c) Coefficients::coefficients(pass, tile, at, i + c, b[c], dc[c]);
-    const T* const* e = tile.gradient.linear != nullptr ? dc : b;
+    for (int c = 0; c < 2; ++c) Coefficients::coefficients(pass, tile, at, i + c, b[c], nullptr);
     for (int64_t j = 0; j < J; ++j) {
       const int64_t vote = j * D * L;
       B_::add_scaled_squares(
-          load<L>(e[0] + j * L), x[0] + vote, load<L>(e[1] + j * L), x[1] + vote, D, at.sum + vote, at.second + vote);
+          load<L>(b[0] + j * L), x[0] + vote, load<L>(b[1] + j * L), x[1] + vote, D, at.sum + vote, at.second + vote);
     }
-    for (int c = 0; c < 2; ++c) Coefficients::add_mass(pass, at, e[c]);
+    for (int c = 0; c < 2; ++c) Coefficients::add_mass(pass, at, b[c]);
   }
 
   // A chunk of given votes. After the scores, a few rows of the sums at a time stay in registers over the whole chunk.
@@ -130,39 +128,10 @@ struct LanesAccumulate {
     Coefficients::chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
-    for (int64_t j = 0; j < J; ++j) add_given<B_::kSums>(pass, tile, coefficient, j, 0);
+    Coefficients::template add_chunk<Q>(pass, tile.t, tile.count, tile.votes, coefficient);
   }
 
   static constexpr int kAhead = 128;  // how many votes ahead prefetches ask for
-
-  // Adds components d to D of the votes for output capsule j, times e [count][J][L]: N at a time, then half as many for
-  // the rest.
-  template <int N>
-  static CAPSFAST_INLINE void add_given(const AccumulatePass<T>& pass, const Tile& tile, const T* e, int64_t j,
-                                        int64_t d) {
-    const int64_t J = pass.problem->J, D = pass.problem->D;
-    const bool squares = Q && pass.second.high != nullptr;
-    for (; d + N <= D; d += N) {
-      V first[N] = {}, second[N] = {};
-      for (int64_t i = 0; i < tile.count; ++i) {
-        const T* x = tile.votes + ((i * J + j) * D + d) * L;
-        const V c = load<L>(e + (i * J + j) * L);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-          const V v = load<L>(x + n * L), cv = c * v;
-          first[n] += cv;
-          if (squares) second[n] += cv * v;
-        }
-      }
-      const int64_t to = ((tile.t * J + j) * D + d) * L;
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
-        Coefficients::join(first[n], pass.first, to + n * L);
-        if (squares) Coefficients::join(second[n], pass.second, to + n * L);
-      }
-    }
-    if constexpr (N > 1) add_given<N / 2>(pass, tile, e, j, d);
-  }
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
@@ -181,7 +150,7 @@ struct LanesAccumulate {
         Coefficients::coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) {
           Coefficients::online(pass, tile, at);
-          B_::weigh(tile.numbers(p, pass.dlse, at, i).activation, J, at.scores);
+          B_::weigh(tile.numbers(p, at, i).activation, J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
         add_votes(pass, at, coefficient, at.x, 0, J);
@@ -375,7 +344,7 @@ struct LanesAccumulate {
         tile.score = pass.score.from(vectors, scalars);
         tile.gradient = pass.gradient.from(vectors, scalars);
         tile.outputs = Coefficients::Couplings::OutputNumbers::of(pass, scalars, scalars);
-        tile.begin(p, t, tile.center, pass.dlse, at);
+        tile.begin(p, t, tile.center, at);
         if (pass.unweighted) {
           plain(pass, tile, at);
           continue;

@@ -6,10 +6,11 @@
 #include "kernel.h"
 #include "coupling.inl"
 #include "lanes_packing.inl"
+#include "lanes_sums.inl"
 #include "lanes_tile.inl"
 
 template <class T, int L_>
-struct LanesCoefficients {
+struct LanesCoefficients : LanesSums<T, L_> {
   static constexpr int L = L_;
   using V = Vec<T, L>;
   using Couplings = Coupling<T, L>;
@@ -29,7 +30,7 @@ struct LanesCoefficients {
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, i_of_all = tile.i0 + i;
-    const typename Couplings::LaneNumbers lanes = tile.numbers(p, pass.dlse, at, i);
+    const typename Couplings::LaneNumbers lanes = tile.numbers(p, at, i);
     Couplings::add(tile.score.constant, J, b);
     tile.add_logits(p, tile.outputs.valid, at, i, b);
     if (!p.softmax_in()) {
@@ -45,7 +46,6 @@ struct LanesCoefficients {
         Couplings::template transfer<true, 0>(pass.coupling, tile.b0, i_of_all, tile.samples, J, b);
       return;
     }
-    Couplings::add(tile.gradient.constant, J, dc);
     if (pass.dcoupling.data != nullptr)
       Couplings::template transfer<false, 0>(pass.dcoupling, tile.b0, i_of_all, tile.samples, J, dc);
     Couplings::template differentiate<false>(p, lanes, tile.outputs, b, dc);
@@ -131,21 +131,9 @@ struct LanesCoefficients {
     if (p.softmax_in() && tile.outputs.in_max == nullptr) {
       chunk_online(pass, tile, at);
       for (int64_t i = 0; i < tile.count; ++i)
-        Couplings::weigh(tile.numbers(p, pass.dlse, at, i).activation, p.J, at.scores + i * size);
+        Couplings::weigh(tile.numbers(p, at, i).activation, p.J, at.scores + i * size);
     }
     if (pass.first.high == nullptr) return;
     for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
-  }
-
-  static CAPSFAST_INLINE void join(V x, const Sum<T>& sum, int64_t to) {
-    V h = load<L>(sum.high + to), l = load<L>(sum.low + to);
-    add_exactly(x, &h, &l);
-    store<L>(sum.high + to, h);
-    store<L>(sum.low + to, l);
-  }
-
-  // Adds `rows` rows of a sum of the chunk, from [rows][L], to the sum of the pass from `to` on.
-  static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
-    for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
   }
 };

@@ -34,12 +34,12 @@ struct LanesGradient {
       const T* p_set[2 * kTogether];
       const T* q_set[2 * kTogether];
       T* out[2 * kTogether];
-      for (int64_t from = pass.first; from < p.iterations; from += kTogether) {
+      for (int64_t from = pass.since; from < p.iterations; from += kTogether) {
         const int64_t to = from + kTogether < p.iterations ? from + kTogether : p.iterations;
         int64_t sets = 0;
         for (int64_t t = from; t < to; ++t) {
-          T* c = at.c + (((t - pass.first) * chunk + i) * J + j0) * L;
-          T* dc = at.db + (((t - pass.first) * chunk + i) * J + j0) * L;
+          T* c = at.c + (((t - pass.since) * chunk + i) * J + j0) * L;
+          T* dc = at.db + (((t - pass.since) * chunk + i) * J + j0) * L;
           if (t < pass.scored) {
             __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
           } else {
@@ -56,7 +56,7 @@ struct LanesGradient {
           if (Q) q_set[sets] = VoteGradients::parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
-        T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
+        T* x = Q || pass.first.high != nullptr ? at.held + (i * J + j0) * D * L : nullptr;
         if (K_ == 0 && p.side_by_side) {
           const T* votes = tile.votes + (i * J + j0) * D * L;
           if (p.capsule_lanes) {
@@ -118,9 +118,10 @@ struct LanesGradient {
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
     const T* center = Q ? VoteGradients::parameters(pass.center, pass, 0, t) : nullptr;
-    tile.begin(p, t, center, pass.dlse, at);
+    tile.begin(p, t, center, at, pass.dlse);
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
     VoteGradients::coefficients(pass, tile, at);
+    if (pass.mass.high != nullptr) VoteGradients::add_sums(pass, tile, at);
     if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) VoteGradients::sum_logits(pass, tile, at);
     if (K_ == 0 && p.side_by_side) {
       if (pass.dvotes.data != nullptr) VoteGradients::write_votes(pass, tile, at);
@@ -184,7 +185,7 @@ struct LanesGradient {
     const Problem& p = *pass.problem;
     const bool in_place = pass.plan->weight_in_place;
     const bool begun = in_place && pass.weight_begun, continued = in_place && pass.weight_continued;
-    const LanesGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
+    const LanesGradientScratch<T> at(p, *pass.plan, p.iterations - pass.since, scratch);
     const bool shared = p.shared_weight;
     const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.R() + L - 1) / L,
                   row_size = row_blocks * p.K * L;

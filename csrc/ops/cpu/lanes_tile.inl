@@ -33,8 +33,8 @@ struct LanesTile {
 
   // What begin() has copied for input capsule i.
   template <class At>
-  CAPSFAST_INLINE typename Couplings::LaneNumbers numbers(const Problem& p, const View& dlse, const At& at,
-                                                          int64_t i) const {
+  CAPSFAST_INLINE typename Couplings::LaneNumbers numbers(const Problem& p, const At& at, int64_t i,
+                                                          const View& dlse = {}) const {
     const auto row = [&](const View& view, const T* rows) { return view.data == nullptr ? nullptr : rows + i * L; };
     return {valid_of(i), row(p.activation, at.activation), row(p.lse, at.lse), row(dlse, at.dlse)};
   }
@@ -49,7 +49,7 @@ struct LanesTile {
   // Copies the data of tile `tile` for this chunk to `at`: poses or votes less the center, logits, numbers of input
   // capsules.
   template <class At>
-  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const View& dlse, const At& at) {
+  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const At& at, const View& dlse = {}) {
     t = tile;
     b0 = t * L;
     samples = Packing::lanes_used(p, t, i0);

@@ -5,6 +5,7 @@
 #include "../../cpu/vec.inl"
 #include "kernel.h"
 #include "lanes.inl"
+#include "lanes_sums.inl"
 #include "lanes_tile.inl"
 
 // Q: a quadratic pass of one iteration.
@@ -17,7 +18,7 @@ struct LanesVoteGradients {
 
   static bool needs_db(const GradientPass<T>& pass, int64_t t) {
     const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
-    return wanted || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr ||
+    return wanted || pass.mass.high != nullptr || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr ||
            (!pass.problem->gradient_last && t >= pass.scored);
   }
 
@@ -33,12 +34,12 @@ struct LanesVoteGradients {
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t i_of_all = tile.i0 + i;
-      const typename B_::LaneNumbers lanes = tile.numbers(p, pass.dlse, at, i);
-      for (int64_t t = pass.first; t < p.iterations; ++t) {
+      const typename B_::LaneNumbers lanes = tile.numbers(p, at, i, pass.dlse);
+      for (int64_t t = pass.since; t < p.iterations; ++t) {
         const int64_t scalars = (t * tiles + tile.t) * J * L;
-        const auto outputs = B_::OutputNumbers::of(pass, tile.t * J * L, scalars);
-        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
-        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
+        const auto outputs = B_::OutputNumbers::of(pass, tile.t * J * L, scalars, pass.in_dlse);
+        T* c = at.c + ((t - pass.since) * chunk + i) * J * L;
+        T* dc = at.db + ((t - pass.since) * chunk + i) * J * L;
         B_::add(from(pass.score.constant, scalars), J, c);
         tile.add_logits(p, outputs.valid, at, i, c);
         if (p.softmax_in()) {
@@ -76,7 +77,7 @@ struct LanesVoteGradients {
       const Problem& p = *pass.problem;
       count = p.iterations > first ? p.iterations - first : 0;
       next_factor = pass.plan->gradient_chunk * p.J * L;
-      factors = coefficients + (i * p.J + j) * L + (first - pass.first) * next_factor;
+      factors = coefficients + (i * p.J + j) * L + (first - pass.since) * next_factor;
       rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes ? 1 : L);
       next_rows = parameters(all, pass, 1, 0) - all;
     }
@@ -99,11 +100,11 @@ struct LanesVoteGradients {
 
     CAPSFAST_INLINE VoteGradient(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                                  int64_t i, int64_t j)
-        : ds(pass, tile, at.c, pass.gradient.linear, pass.first, i, j),
+        : ds(pass, tile, at.c, pass.gradient.linear, pass.since, i, j),
           V_t(pass, tile, at.db, pass.score.linear,
               pass.problem->gradient_last ? pass.problem->iterations
-              : pass.scored > pass.first  ? pass.scored
-                                          : pass.first,
+              : pass.scored > pass.since  ? pass.scored
+                                          : pass.since,
               i, j) {}
 
     // rows[n] = component d + n, for n < N.
@@ -179,13 +180,25 @@ struct LanesVoteGradients {
     }
   }
 
+  // Adds the votes of the chunk, weighted by db, to the sums of a pass of one iteration.
+  static void add_sums(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    const int64_t J = pass.problem->J;
+    for (int64_t j = 0; j < J; ++j) {
+      V mass = V{};
+      for (int64_t i = 0; i < tile.count; ++i) mass += load<L>(at.db + (i * J + j) * L);
+      LanesSums<T, L>::join(mass, pass.mass, (tile.t * J + j) * L);
+    }
+    const T* const votes = pass.problem->side_by_side ? tile.votes : at.held;
+    if (pass.first.high != nullptr) LanesSums<T, L>::template add_chunk<Q>(pass, tile.t, tile.count, votes, at.db);
+  }
+
   static void sum_logits(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t size = tile.count * p.J * L, pitch = pass.plan->gradient_chunk * p.J * L;
     const bool per_sample = pass.dlogits_sample.data != nullptr;
     for (int64_t n = 0; n < size; n += L) {
       V total = per_sample ? V{} : load<L>(at.dlogits + n);
-      for (int64_t t = 0; t < p.iterations - pass.first; ++t) total += load<L>(at.db + t * pitch + n);
+      for (int64_t t = 0; t < p.iterations - pass.since; ++t) total += load<L>(at.db + t * pitch + n);
       store<L>(at.dlogits + n, total);
     }
     if (per_sample)

@@ -1,4 +1,4 @@
-// The backward of a pass: an accumulate pass for gradients of output capsules, then a gradient pass for the rest.
+// The backward of a pass: one gradient pass, whose sums give the gradients of output capsules.
 #pragma once
 
 #include <algorithm>
@@ -30,37 +30,39 @@ class PassBackward {
   }
 
   void run() {
+    const BackwardOutputs& common = out.common;
     const bool outputs = out.dquery.data != nullptr || out.dprecision.data != nullptr || out.dcenter.data != nullptr ||
                          out.dprior.data != nullptr;
-    if (outputs) of_outputs();
-    const BackwardOutputs& common = out.common;
     const bool inputs = common.du.data != nullptr || common.dweight.data != nullptr || common.dlogits.data != nullptr ||
                         out.dactivation.data != nullptr || out.dlse.data != nullptr;
-    if (!inputs) return;
+    if (!outputs && !inputs) return;
     GradientPass<T> pass;
     pass.center = score.center(p);
     pass.score = score.form();
     pass.scored = score.scored() ? 0 : 1;
     pass.gradient = gradient.form();
-    normalise(&pass);
+    pass.dcoupling = saved.dweights;
+    if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
+    if (p.softmax_in()) {
+      pass.in_max = in_norm.max();
+      pass.in_scale = in_norm.scale();
+      pass.c_dc = c_dc.get();
+      if (saved.dlse.data != nullptr) pass.in_dlse = in_dlse.get();
+    }
     pass.dactivation = out.dactivation;
     pass.dlse_given = out.dlse;
+    const int64_t splits = outputs ? context.plan.gradient_splits : 0;
+    const bool squares = p.quadratic && out.dprecision.data != nullptr;
+    const Sums<T> mass(splits * context.layout.scalars()), first(splits * context.layout.vectors()),
+        second(squares ? splits * context.layout.vectors() : 0);
+    for (const Sums<T>* sums : {&mass, &first, &second}) sums->clear();
+    if (outputs) pass.mass = mass.sum(), pass.first = first.sum();
+    if (squares) pass.second = second.sum();
     context.gradient(pass, common, totals.dlogits, totals.weights);
+    if (outputs) write_outputs(mass, first, second);
   }
 
  private:
-  // The fields of both passes for the coupling and its gradient.
-  template <class Pass>
-  void normalise(Pass* pass) const {
-    pass->dcoupling = saved.dweights;
-    if (p.normalize == Normalize::out) pass->dlse = saved.dlse;
-    if (!p.softmax_in()) return;
-    pass->in_max = in_norm.max();
-    pass->in_scale = in_norm.scale();
-    pass->c_dc = c_dc.get();
-    if (saved.dlse.data != nullptr) pass->in_dlse = in_dlse.get();
-  }
-
   // For a softmax over the input capsules: sum_i R dR. No pass is needed: it is the sum of the moments times their
   // gradients.
   void mean_gradients() {
@@ -87,41 +89,25 @@ class PassBackward {
 
   // dprior, dquery and dprecision are the pass's sums; dcenter follows from them and the moments:
   //   dcenter = -sum_i dx = -(query dprior + 2 square dquery + mass dfirst + 2 first dsecond), square = -precision / 2
-  void of_outputs() {
-    const int64_t vectors = context.layout.vectors(), scalars = context.layout.scalars();
-    const bool squares = p.quadratic && out.dprecision.data != nullptr;
-    const Sums<T> first(context.plan.splits * vectors), second(squares ? context.plan.splits * vectors : 0);
-    const Sums<T> mass(context.plan.splits * scalars);
-    first.clear();
-    second.clear();
-    mass.clear();
-    AccumulatePass<T> pass;
-    pass.center = score.center(p);
-    pass.score = score.form();
-    pass.gradient = gradient.form();
-    normalise(&pass);
-    pass.first = first.sum();
-    if (squares) pass.second = second.sum();
-    pass.mass = mass.sum();
-    context.accumulate(pass);
-    add(first, vectors);
-    add(mass, scalars);
-    if (squares) {
-      add(second, vectors);
-      for (int64_t n = 0; n < vectors; ++n) second.high()[n] *= T(-0.5);
-    }
+  void write_outputs(const Sums<T>& mass, const Sums<T>& first, const Sums<T>& second) const {
+    add(mass, context.layout.scalars(), T(1));
+    add(first, context.layout.vectors(), T(1));
     context.save(mass.high(), p.J, 1, out.dprior);
     context.save(first.high(), p.J, p.D, out.dquery);
-    context.save(second.high(), p.J, p.D, out.dprecision);
+    if (p.quadratic && out.dprecision.data != nullptr) {
+      add(second, context.layout.vectors(), T(-0.5));
+      context.save(second.high(), p.J, p.D, out.dprecision);
+    }
     if (out.dcenter.data != nullptr) write_dcenter(mass.high(), first.high());
   }
 
-  void add(const Sums<T>& sums, int64_t size) const {
+  // Adds up the splits, times `factor`.
+  void add(const Sums<T>& sums, int64_t size, T factor) const {
     parallel(size, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         T total = 0;
-        for (int64_t split = 0; split < context.plan.splits; ++split) total += sums.total(split * size + n);
-        sums.high()[n] = total;
+        for (int64_t split = 0; split < context.plan.gradient_splits; ++split) total += sums.total(split * size + n);
+        sums.high()[n] = factor * total;
       }
     });
   }

@@ -62,8 +62,8 @@ struct Form {
 };
 
 // An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less the center if there is one. Forward: e
-// is the coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits,
-// made from dc = gradient + dcoupling.
+// is the coupling c = R activation, where R = normalize(score + logits). Backward, in routing alone: e is dl, the
+// gradient of the logits, made from dc = gradient + dcoupling.
 template <class T>
 struct AccumulatePass {
   const Problem* problem = nullptr;
@@ -78,27 +78,27 @@ struct AccumulatePass {
   const T* in_max = nullptr;    // [tiles][J][L]
   const T* in_scale = nullptr;  // [tiles][J][L]
   const T* c_dc = nullptr;      // sum_i c dc [tiles][J][L], with in_max in the backward
-  const T* in_dlse = nullptr;   // [tiles][J][L], the gradient of the lse of this softmax; null without one
   View dcoupling;               // [B, I, J], in the backward (of the last iteration)
-  View dlse;                // [B, I], in the backward of a softmax over the output capsules: the gradient of its lse
-  View coupling;            // [B, I, J], written unless data is null
-  View lse;                 // [B, I], written unless data is null: the lse of a softmax over the output capsules
-  bool unweighted = false;  // c counts as 1 everywhere: the caller scales the sum
-  Sum<T> mass;              // [tiles][J][L]
-  Sum<T> first;             // [tiles][J D][L]; null when only c is wanted
-  Sum<T> second;            // [tiles][J D][L]
+  View coupling;                // [B, I, J], written unless data is null
+  View lse;                     // [B, I], written unless data is null: the lse of a softmax over the output capsules
+  bool unweighted = false;      // c counts as 1 everywhere: the caller scales the sum
+  Sum<T> mass;                  // [tiles][J][L]
+  Sum<T> first;                 // [tiles][J D][L]; null when only c is wanted
+  Sum<T> second;                // [tiles][J D][L]
   // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max).
   T* max = nullptr;  // [tiles][J][L]
   Sum<T> norm;       // [tiles][J][L]
 };
 
-// The gradient pass: du, dweight (or dvotes) and gradients of input capsules, for all iterations at once.
+// The gradient pass: du, dweight (or dvotes) and gradients of input capsules, for all iterations at once. For a
+// routing_pass, which has one iteration, also sums over the input capsules as in AccumulatePass, weighted by dl: the
+// gradients of output capsules follow from them.
 template <class T>
 struct GradientPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
   const T* center = nullptr;  // as in AccumulatePass; in a quadratic pass there is one iteration
-  int64_t first = 0;          // iterations [first, r) have gradients
+  int64_t since = 0;          // iterations [since, r) have gradients
   // [r][tiles][J D][L]. score.linear[t] is V_t, which iteration t scored with. Iterations from `scored` on have one.
   // gradient.linear[t] is ds_t.
   Form<T> score;
@@ -108,14 +108,15 @@ struct GradientPass {
   const T* in_max = nullptr;  // [r][tiles][J][L]
   const T* in_scale = nullptr;
   const T* c_dc = nullptr;     // [r][tiles][J][L]
-  const T* in_dlse = nullptr;  // [tiles][J][L], as in AccumulatePass
+  const T* in_dlse = nullptr;  // [tiles][J][L], the gradient of the lse of this softmax; null without one
   View dcoupling;              // [B, I, J], of the last iteration
-  View dlse;                   // [B, I], as in AccumulatePass
+  View dlse;                   // [B, I], the gradient of the lse of a softmax over the output capsules
   View du;                     // [B, I, K]
   View dvotes;                 // [B, I, J or 1, D]
   View dactivation;            // [B, I]
   View dlse_given;             // [B, I], the gradient of the lse of Normalize::lse
   View dlogits_sample;         // [B, I, J], if the logits are [B, I, J]
+  Sum<T> mass, first, second;  // null where they are not wanted; first only with mass, second only with first
   double* dlogits = nullptr;   // [I, J], added to, if the logits are [I, J]
   T* dweight_sum = nullptr;    // [I or 1, J, D, K], added to; null if the pass writes dweight itself
   T* dweight_low = nullptr;    // as dweight_sum: rounding errors of the additions

@@ -107,16 +107,17 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.R() % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
-  // A quadratic pass, and a pass over positions, keep the votes of a chunk.
-  if (p.quadratic || p.side_by_side)
+  // A routing_pass, and a pass over positions, keep the votes of a chunk.
+  if (p.moments || p.side_by_side)
     plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
   const int64_t gradient_chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(gradient_chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
-  // For one tile of samples such short tasks were measured to cost more than they gain.
+  // For one tile of samples such short tasks were measured to cost more than they gain. A routing_pass has partial sums.
   if (threads > 1 && plan->tiles > 1 && !p.shared_weight)
-    plan->gradient_splits = finer(plan->gradient_splits, gradient_chunks);
+    plan->gradient_splits =
+        finer(plan->gradient_splits, p.moments ? std::min(cheap, gradient_chunks) : gradient_chunks);
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 

@@ -4,11 +4,13 @@
 #include "../../cpu/vec.inl"
 #include "kernel.h"
 #include "gather.inl"
+#include "rows_sums.inl"
 
 // B_: Rows or Keys, the building blocks.
 template <class T, class B_, bool>
 struct RowsAccumulate {
   using V = typename B_::V;
+  using Sums = RowsSums<T, B_>;
   static constexpr int L = B_::L;
 
   // At most L input capsules of sample b, from i0 on.
@@ -69,7 +71,7 @@ struct RowsAccumulate {
     const int64_t vectors = block.b * J * D;
     const Form<T> score = pass.score.from(vectors, block.b * J), gradient = pass.gradient.from(vectors, block.b * J);
     const T* center = from(pass.center, vectors);
-    const typename B_::LaneNumbers lanes = B_::numbers(p, pass.dlse, block.b, block.i0, block.count, at);
+    const typename B_::LaneNumbers lanes = B_::numbers(p, View{}, block.b, block.i0, block.count, at);
     const auto outputs = B_::OutputNumbers::of(pass, block.b * J, block.b * J);
     if (score.linear == nullptr) {
       __builtin_memset(at.c, 0, static_cast<size_t>(J * L) * sizeof(T));
@@ -94,48 +96,30 @@ struct RowsAccumulate {
         B_::template transfer<true, 1>(pass.coupling, block.b, block.i0, block.count, J, at.c);
     } else {
       B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.db);
-      B_::template add<true>(gradient.constant, J, at.db);
       if (pass.dcoupling.data != nullptr)
         B_::template transfer<false, 1>(pass.dcoupling, block.b, block.i0, block.count, J, at.db);
       B_::template differentiate<true>(p, lanes, outputs, at.c, at.db);
       coefficient = at.db;
     }
-    if (pass.first.high == nullptr) return;
-    T* second = pass.second.high == nullptr ? nullptr : at.second;
-    B_::add_scaled(coefficient, block.votes, block.count, center, J, D, at.sum, second);
-    if (pass.mass.high != nullptr) B_::add(coefficient, J, at.mass);
+    Sums::add(pass, at, block.votes, block.count, center, coefficient);
   }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const int64_t JD = p.J * p.D, sums = p.J * B_::sum_pitch(p.D);
     const RowsScratch<T> at(p, *pass.plan, 1, false, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
-        __builtin_memset(at.sum, 0, static_cast<size_t>(sums) * sizeof(T));
         __builtin_memset(at.norm, 0, static_cast<size_t>(p.J) * sizeof(T));
-        if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J * L) * sizeof(T));
-        if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(sums) * sizeof(T));
+        Sums::clear(pass, at);
         for (int64_t i0 = from; i0 < to; i0 += L) {
           Block block{b, i0, i0 + L < to ? L : to - i0, {}};
           B_::read(p, b, i0, block.count, at.rows, at.part, &block.votes);
           pass.unweighted ? unweighted(pass, at, block) : weighted(pass, at, block);
         }
-        if (pass.first.high == nullptr) continue;
-        B_::join_rows(at.sum, p.J, p.D, pass.first.high + b * JD, pass.first.low + b * JD);
-        if (pass.norm.high != nullptr) join(at.norm, p.J, pass.norm, b * p.J);
-        for (int64_t j = 0; j < p.J && pass.mass.high != nullptr; ++j) {
-          const T mass = sum<T, L>(load<L>(at.mass + j * L));
-          join(&mass, 1, pass.mass, b * p.J + j);
-        }
-        if (pass.second.high != nullptr)
-          B_::join_rows(at.second, p.J, p.D, pass.second.high + b * JD, pass.second.low + b * JD);
+        Sums::join(pass, at, b);
+        if (pass.norm.high != nullptr) B_::join(at.norm, p.J, pass.norm.high + b * p.J, pass.norm.low + b * p.J);
       }
     }
-  }
-
-  static void join(const T* chunk, int64_t count, const Sum<T>& sum, int64_t to) {
-    B_::join(chunk, count, sum.high + to, sum.low + to);
   }
 };

@@ -4,11 +4,13 @@
 #include "../../cpu/vec.inl"
 #include "kernel.h"
 #include "gather.inl"
+#include "rows_sums.inl"
 
 // B_: Rows or Keys, the building blocks. Q: see Rows.
 template <class T, class B_, bool Q>
 struct RowsGradient {
   using V = typename B_::V;
+  using Sums = RowsSums<T, B_>;
   static constexpr int L = B_::L;
 
   struct Block {
@@ -20,14 +22,15 @@ struct RowsGradient {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
-    const bool want_db = want_logits || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
+    const bool want_db =
+        want_logits || pass.mass.high != nullptr || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
     const T* center = from(pass.center, block.b * J * D);
     const typename B_::LaneNumbers lanes = B_::numbers(p, pass.dlse, block.b, block.i0, block.count, at);
-    for (int64_t t = pass.first; t < p.iterations; ++t) {
-      T* c = at.c + (t - pass.first) * J * L;
-      T* dc = at.db + (t - pass.first) * J * L;
+    for (int64_t t = pass.since; t < p.iterations; ++t) {
+      T* c = at.c + (t - pass.since) * J * L;
+      T* dc = at.db + (t - pass.since) * J * L;
       const int64_t scalars = (t * p.B + block.b) * J;
-      const auto outputs = B_::OutputNumbers::of(pass, block.b * J, scalars);
+      const auto outputs = B_::OutputNumbers::of(pass, block.b * J, scalars, pass.in_dlse);
       if (t < pass.scored) {
         __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
       } else {
@@ -61,7 +64,7 @@ struct RowsGradient {
   }
 
   static void logits(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
-    const int64_t J = pass.problem->J, terms = pass.problem->iterations - pass.first;
+    const int64_t J = pass.problem->J, terms = pass.problem->iterations - pass.since;
     const View& out = pass.dlogits_sample;
     for (int64_t n = 0; n < block.count; ++n) {
       for (int64_t j = 0; j < J; ++j) {
@@ -79,8 +82,8 @@ struct RowsGradient {
                                     int64_t n, int64_t j, int64_t d, int64_t D) {
     const Problem& p = *pass.problem;
     V g = V{};
-    for (int64_t t = pass.first; t < p.iterations; ++t) {
-      const int64_t vector = ((t * p.B + block.b) * p.J + j) * D, coefficient = ((t - pass.first) * p.J + j) * L + n;
+    for (int64_t t = pass.since; t < p.iterations; ++t) {
+      const int64_t vector = ((t * p.B + block.b) * p.J + j) * D, coefficient = ((t - pass.since) * p.J + j) * L + n;
       const bool scored = !p.gradient_last && t >= pass.scored;
       if constexpr (Q) {
         const V twice = T(2) * B_::read_vote(block.votes.at[n] + j * block.votes.pitch, pass.center + vector, d, D);
@@ -104,8 +107,8 @@ struct RowsGradient {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     __builtin_memset(at.gradients, 0, static_cast<size_t>(L * B_::sum_pitch(D)) * sizeof(T));
-    for (int64_t t = pass.first; t < p.iterations; ++t) {
-      const int64_t vectors = (t * p.B + block.b) * J * D, coefficients = (t - pass.first) * J * L;
+    for (int64_t t = pass.since; t < p.iterations; ++t) {
+      const int64_t vectors = (t * p.B + block.b) * J * D, coefficients = (t - pass.since) * J * L;
       B_::add_gradients(
           at.c + coefficients, pass.gradient.linear + vectors, block.count, J, D, at.padded, at.gradients);
       if (!p.gradient_last && t >= pass.scored)
@@ -149,18 +152,28 @@ struct RowsGradient {
     if (!in_place) scatter<T>(pass.dvotes, to, {1, 1, size}, {0, 0, 1}, dvotes);
   }
 
+  static void block_gradients(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
+    const Problem& p = *pass.problem;
+    coefficients(pass, at, block);
+    Sums::add(pass, at, block.votes, block.count, capsfast::from(pass.center, block.b * p.J * p.D), at.db);
+    if (pass.dvotes.data == nullptr) return;
+    if constexpr (B_::kMatrices) matrix_gradients(pass, at, block);
+    for (int64_t n = 0; n < block.count; ++n) write_votes(pass, at, block, n);
+  }
+
   static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const RowsScratch<T> at(p, *pass.plan, p.iterations - pass.first, true, scratch);
+    const RowsScratch<T> at(p, *pass.plan, p.iterations - pass.since, true, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
-      for (int64_t i0 = range.i0; i0 < range.i1; i0 += L) {
-        Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, {}};
-        B_::read(p, b, i0, block.count, at.rows, at.part, &block.votes);
-        coefficients(pass, at, block);
-        if constexpr (B_::kMatrices) {
-          if (pass.dvotes.data != nullptr) matrix_gradients(pass, at, block);
+      for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
+        const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
+        if (p.moments) Sums::clear(pass, at);
+        for (int64_t i0 = from; i0 < to; i0 += L) {
+          Block block{b, i0, i0 + L < to ? L : to - i0, {}};
+          B_::read(p, b, i0, block.count, at.rows, at.part, &block.votes);
+          block_gradients(pass, at, block);
         }
-        for (int64_t n = 0; n < block.count && pass.dvotes.data != nullptr; ++n) write_votes(pass, at, block, n);
+        Sums::join(pass, at, b);
       }
     }
   }

@@ -76,7 +76,7 @@ struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
 // c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L
 // rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]: dweight
 // of an input capsule before it is added or converted. Neither exists if dW is added up in place. dlogits [chunk][J][L].
-// block [K][L]. held [chunk][J D][L]: the votes of a quadratic pass.
+// block [K][L]. held [chunk][J D][L]: the votes of a routing_pass.
 template <class T>
 struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
   T *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held;
@@ -95,7 +95,7 @@ struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
     dlogits = take(p.logits.data != nullptr, chunk * p.J);
     row = Carver<T>::take(in_place ? 0 : rows * p.K);
     block = take(in_place, p.K);
-    held = p.side_by_side ? this->u : take(p.quadratic, chunk * p.J * p.D);
+    held = p.side_by_side ? this->u : take(p.moments, chunk * p.J * p.D);
     size = Carver<T>::used();
   }
 };
@@ -126,7 +126,7 @@ struct SmallBatchScratch {
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
 // 16 output capsules. If votes are keys, rows are padded to whole vectors and part is [vectors of D][L]. c and db
 // [iterations][J][L]; a pass that accumulates has one iteration. valid, activation, lse and dlse [L].
-// Only to accumulate: sum and second [J][vectors of D][L], norm [J] and mass [J][L], the sums of a chunk.
+// sum and second [J][vectors of D][L] and mass [J][L]: the sums of a chunk. Only to accumulate: norm [J].
 // Only for gradients: row [J D or D], dvotes before they are converted to another dtype. For keys also gradients
 // [L][vectors of D] of a block, and padded [J][vectors of D], the vectors that make them.
 template <class T>
@@ -143,8 +143,8 @@ struct RowsScratch {
     c = take(true, iterations * p.J * L), db = take(true, iterations * p.J * L);
     valid = take(true, L);
     activation = take(p.moments, L), lse = take(p.moments, L), dlse = take(p.moments, L);
-    sum = take(!gradient, sums), norm = take(!gradient, p.J);
-    second = take(!gradient && p.moments, sums), mass = take(!gradient && p.moments, p.J * L);
+    sum = take(!gradient || p.moments, sums), norm = take(!gradient, p.J);
+    second = take(p.moments, sums), mass = take(p.moments, p.J * L);
     row = take(gradient, p.votes_size());
     gradients = take(gradient && p.keys(), L * vote), padded = take(gradient && p.keys(), sums);
     size = carve.used();
