@@ -1,5 +1,6 @@
 """Argument checks: every message names the op, the rule, the value that it got, and often the remedy."""
 
+import math
 import numbers
 import os
 import reprlib
@@ -150,10 +151,32 @@ def boolean(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: {name} must be True or False, got {shown(value)}")
 
 
+def integer(op: str, name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {shown(value)}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+
+
+def number(op: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {shown(value)}")
+    return value
+
+
+def finite(op: str, name: str, value: object) -> None:
+    if not math.isfinite(number(op, name, value)):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+
+
+def positive(op: str, name: str, value: object, zero: bool = False) -> None:
+    """A finite number above 0, or with ``zero`` from 0 on."""
+    if not (0 < number(op, name, value) < math.inf or (zero and value == 0)):
+        raise ValueError(f"{op}: {name} must be {'0 or ' if zero else ''}positive and finite, got {value}")
+
+
 def positive_eps(op: str, eps: object) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
-    if not SMALLEST_EPS <= eps < float("inf"):
+    if not SMALLEST_EPS <= number(op, "eps", eps) < math.inf:
         raise ValueError(
             f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "
             f"overflows in float32), got {eps}; eps={SMALLEST_EPS} reproduces layers without an eps"

@@ -42,10 +42,7 @@ class Options(NamedTuple):
             known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
             if known and number > 0 and checks.SMALLEST_EPS <= eps < 1.0 and type(leaky) is type(squash_last) is bool:
                 return
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{op}: num_iterations must be an int, got {checks.shown(number)}")
-        if number < 1:
-            raise ValueError(f"{op}: num_iterations must be at least 1, got {number}")
+        checks.integer(op, "num_iterations", number)
         checks.choice(op, "softmax", softmax, SOFTMAX)
         checks.choice(op, "gradient", gradient, GRADIENT)
         checks.boolean(op, "leaky", leaky)

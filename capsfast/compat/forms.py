@@ -86,7 +86,7 @@ class FormLayer(Layer):
     def _check(self, form: kinds.Form, given: dict[str, Any]) -> None:
         for name, letter in form.letters.items():
             if letter in "IJKDrn+":
-                _arguments.integer(self._op, name, given[name], least=0 if letter == "+" else 1)
+                checks.integer(self._op, name, given[name], least=0 if letter == "+" else 1)
             if letter in "?s":
                 checks.boolean(self._op, name, given[name])
             if letter == "n" and given[name] > kinds.MOST:
@@ -253,7 +253,7 @@ class CapsuleLayer(FormLayer):
 
     def _start(self, given: dict[str, Any]) -> None:
         if not isinstance(self.num_route_nodes, int) or self.num_route_nodes != -1:
-            _arguments.integer(self._op, "num_route_nodes", self.num_route_nodes)
+            checks.integer(self._op, "num_route_nodes", self.num_route_nodes)
             self._named["I"] = "num_route_nodes"
             super()._start(given)
             return
@@ -286,7 +286,7 @@ class CapsuleLinear(FormLayer):
         checks.choice(self._op, "routing_type", self.routing_type, ("dynamic", "k_means"))
         sizes = self._sizes()
         if not self.share_weight:
-            _arguments.integer(self._op, "in_capsules", self.in_capsules)
+            checks.integer(self._op, "in_capsules", self.in_capsules)
             self._named["I"], sizes["I"] = "in_capsules", self.in_capsules
         elif self.in_capsules is not None:
             got = checks.shown(self.in_capsules)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps, _arguments
+from .. import checks
+from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps
 from ..nn._arguments import Made
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
@@ -132,8 +133,8 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         super().__init__()
         op = self._op
         # A LayerNorm of one number is a constant.
-        _arguments.integer(op, "primary_dim", primary_dim, 2)
-        _arguments.integer(op, "digit_dim", digit_dim, 2)
+        checks.integer(op, "primary_dim", primary_dim, 2)
+        checks.integer(op, "digit_dim", digit_dim, 2)
         self.num_iterations, self.concurrent = num_iterations, concurrent
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, stride=2, padding=1, **made)
         self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)

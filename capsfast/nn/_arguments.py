@@ -1,6 +1,5 @@
 """Checks of the options of layers and models, worded as in capsfast/checks.py."""
 
-import math
 from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Literal, TypedDict, get_args, get_origin
@@ -53,20 +52,13 @@ def option(op: str, name: str, annotation: Any, value: object) -> None:
     elif annotation is bool:
         checks.boolean(op, name, value)
     elif annotation is int:
-        integer(op, name, value)
+        checks.integer(op, name, value)
     elif name == "eps":
         checks.positive_eps(op, value)
     elif annotation is float:
-        finite(op, name, value) if name in ANY_SIGN else positive(op, name, value, name in FROM_0)
+        checks.finite(op, name, value) if name in ANY_SIGN else checks.positive(op, name, value, name in FROM_0)
     elif annotation is str and name in CHOICES:
         checks.choice(op, name, value, CHOICES[name])
-
-
-def integer(op: str, name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {checks.shown(value)}")
-    if value < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
 
 def batch_size(op: str, value: object, votes: Tensor) -> None:
@@ -82,21 +74,6 @@ def batch_size(op: str, value: object, votes: Tensor) -> None:
         raise ValueError(f"{op}: batch_size must be B={votes.shape[0]}, got {value} (votes {checks.shape_of(votes)})")
 
 
-def positive(op: str, name: str, value: object, zero: bool = False) -> None:
-    """A finite number above 0, or with ``zero`` from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {checks.shown(value)}")
-    if not (0 < value < math.inf or (zero and value == 0)):
-        raise ValueError(f"{op}: {name} must be {'0 or ' if zero else ''}positive and finite, got {value}")
-
-
-def finite(op: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {checks.shown(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"{op}: {name} must be finite, got {value}")
-
-
 def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tuple[int, int]:
     """An int for both axes, or (vertical, horizontal)."""
     vertical, horizontal = for_axes(op, name, value, 2, least)
@@ -107,12 +84,12 @@ def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: i
     """An int for all axes of an image, or one for each."""
     if isinstance(value, Sequence) and len(value) == axes:
         for entry in value:
-            integer(op, name, entry, least)
+            checks.integer(op, name, entry, least)
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, int):
         many = {2: "two", 3: "three"}[axes]
         raise TypeError(f"{op}: {name} must be an int or {many} of them, got {checks.shown(value)}")
-    integer(op, name, value, least)
+    checks.integer(op, name, value, least)
     return (value,) * axes
 
 
@@ -121,7 +98,7 @@ def sizes(op: str, name: str, value: object, least: int = 1) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"{op}: {name} must be a sequence of ints, got {checks.shown(value)}")
     for size in value:
-        integer(op, name, size)
+        checks.integer(op, name, size)
     if len(value) < least:
         raise ValueError(f"{op}: {name} must hold at least {least} of them, got {checks.shown(tuple(value))}")
     return tuple(value)
@@ -131,7 +108,7 @@ def image_shape(op: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or len(value) != 3:
         raise ValueError(f"{op}: image_shape must be (channels, height, width), got {checks.shown(value)}")
     for size in value:
-        integer(op, "image_shape", size)
+        checks.integer(op, "image_shape", size)
     return tuple(value)
 
 

@@ -67,7 +67,7 @@ class ClassCaps2d(RoutedCaps):
                     f"{op}: coordinates must be True, False or a pair (offset, scale), got {checks.shown(coordinates)}"
                 )
             for name, number in zip(("offset", "scale"), coordinates, strict=True):
-                _arguments.finite(op, f"{name} of coordinates", number)
+                checks.finite(op, f"{name} of coordinates", number)
         for name in ("weight", "shared_weight", "positions"):
             if name in options:
                 raise TypeError(f"{op}: {name} is not an option; all places share the weight of a type")

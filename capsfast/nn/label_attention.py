@@ -9,7 +9,6 @@ from torch.overrides import has_torch_function
 from .. import checks
 from .._overrides import instead
 from ..precision import wide_dtype
-from . import _arguments
 from ._layer import Layer
 
 # Powers of scores are clamped to this, so that softmax and the derivatives of powers stay finite in float32.
@@ -75,7 +74,7 @@ class LabelAwareAttention(Layer):
     def __init__(self, power: int | float = 1.0, *, signed: bool = False) -> None:
         super().__init__()
         if not isinstance(power, float) or power != math.inf:
-            _arguments.positive(self._op, "power", power, zero=True)
+            checks.positive(self._op, "power", power, zero=True)
             if 0 < power < 1:
                 raise ValueError(f"{self._op}: power must be 0, from 1 on or math.inf, got {power}")
             if not signed and power != int(power):

@@ -80,7 +80,7 @@ class MatrixRouting(Layer):
         **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        _arguments.integer(self._op, "out_caps", out_caps, 2)
+        checks.integer(self._op, "out_caps", out_caps, 2)
         P, Q, R = pose_sizes(self._op, in_dim, out_dim, pose_rows)
         self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
         self.pose_rows, self.num_iterations = pose_rows, num_iterations

@@ -203,7 +203,7 @@ class RoutedCaps(Layer):
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
     """(P, Q, R) for pose matrices ``[P, Q]`` and votes ``[P, R]``."""
-    _arguments.integer(op, "pose_rows", pose_rows)
+    checks.integer(op, "pose_rows", pose_rows)
     for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
         if size % pose_rows:
             raise ValueError(f"{op}: pose_rows must divide {name}={size}, got {pose_rows}")

@@ -66,7 +66,7 @@ class VectorRouting(Layer):
         **made: Unpack[Made],
     ) -> None:
         super().__init__()
-        _arguments.integer(self._op, "out_caps", out_caps, 2)
+        checks.integer(self._op, "out_caps", out_caps, 2)
         self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
         self.num_iterations, self.normalize, self.backend = num_iterations, normalize, backend
 

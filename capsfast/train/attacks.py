@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..nn import _arguments
+from .. import checks
 
 Loss = Callable[[Tensor], Tensor]  # images [B, C, H, W] to one number
 
@@ -24,7 +24,7 @@ def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a negative eps.
     """
-    _arguments.positive("capsfast.train.fgsm", "eps", eps, zero=True)
+    checks.positive("capsfast.train.fgsm", "eps", eps, zero=True)
     return _steps(loss, images, images, eps, 1, eps)
 
 
@@ -51,8 +51,8 @@ def pgd(
     Raises:
         ValueError: a negative eps, or no steps.
     """
-    _arguments.positive("capsfast.train.pgd", "eps", eps, zero=True)
-    _arguments.integer("capsfast.train.pgd", "steps", steps)
+    checks.positive("capsfast.train.pgd", "eps", eps, zero=True)
+    checks.integer("capsfast.train.pgd", "steps", steps)
     start = images
     if generator is not None:
         noise = torch.rand(images.shape, generator=generator).to(images) * 2 - 1

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from .. import checks
 from ..data import BatchOrder, ResumableLoader, Sets, open_sets
 from ..data.catalogue import CHOICES, absolute
 from ..data.sets import DrawnSet
-from ..nn import _arguments
 
 # Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
@@ -80,7 +80,7 @@ class ImageData(pl.LightningDataModule):
                 f"{op}: data must be {CHOICES}; from Python train and test go too. A checkpoint of such data sets is "
                 "opened with data= (--data)"
             )
-        _arguments.integer(op, "workers", workers, least=0)
+        checks.integer(op, "workers", workers, least=0)
         self.save_hyperparameters(logger=False, ignore=["train", "test"])
         self.options: dict[str, Any] = dict(self.hparams)
         self._given = train, test

@@ -16,7 +16,7 @@ from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
 from ..models import CapsNetOutput
 from ..models._network import Network
-from ..nn import ReconstructionLoss, _arguments
+from ..nn import ReconstructionLoss
 from ..nn.routing.base import Capsules
 from .images import ImageData
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
@@ -138,10 +138,10 @@ class Learner(_OfItsModel):
         self.save_hyperparameters(logger=False)
         for name, value in {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}.items():
             if value is not None:
-                _arguments.positive(op, name, value)
+                checks.positive(op, name, value)
         weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
         for name, value in {"warmup_steps": warmup_steps, **weights}.items():
-            _arguments.positive(op, name, value, zero=True)
+            checks.positive(op, name, value, zero=True)
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]

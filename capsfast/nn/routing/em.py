@@ -10,7 +10,6 @@ from ... import checks
 from ...ops import em_update
 from ...options import EMOptions
 from ...precision import wide_dtype
-from .. import _arguments
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
@@ -91,7 +90,7 @@ class EMRouting(IterativeRouting):
         if isinstance(cost_scale, str):
             checks.choice(op, "cost_scale", cost_scale, COST_SCALE)
         else:
-            _arguments.positive(op, "cost_scale", cost_scale)
+            checks.positive(op, "cost_scale", cost_scale)
         self.floor, self.momentum, self.cost, self.cost_scale = floor, momentum, cost, cost_scale
         self.nonlinearity, self.isotropic, self.leaky = nonlinearity, isotropic, leaky
         if initial_beta_u is None:
@@ -159,5 +158,5 @@ def schedule(
             f"got {len(inverse_temperature)}"
         )
     for value in inverse_temperature:
-        _arguments.positive(op, "inverse_temperature", value)
+        checks.positive(op, "inverse_temperature", value)
     return tuple(inverse_temperature)
