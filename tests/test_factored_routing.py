@@ -182,7 +182,7 @@ def test_opcheck(columns: int) -> None:
     given = make((3, 12, 2, 4, 5), replace(LOADED_OUT, shared=True))
     given.inputs["weight"] = given.inputs["weight"][:, :columns]
     tensors = [*given.inputs.values(), *given.masks.values()]
-    options = (2, 3, "out", "full", False, "paper", 1e-8, True, False, True)
+    options = (2, *PLAIN, False, True)
     op = torch.ops.capsfast.factored_routing.default
     torch.library.opcheck(op, (*tensors, *options, True))
     needing = [each.clone().requires_grad_() for each in tensors[:4]]

@@ -11,6 +11,7 @@ import capsfast
 from capsfast.nn import ConvCaps2d, Votes
 from capsfast.nn.routing.votes import votes_of
 from capsfast.nn.routing.windows import WindowVotes
+from capsfast.options import Options
 from capsfast.passes import Moments
 
 from .support import plain
@@ -74,7 +75,7 @@ class PlainWindowVotes(Votes):
     def agree(  # type: ignore[override]
         self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float, **others: Any
     ) -> Tensor:
-        assert others == {"bias": None, "softmax": "out", "leaky": False, "squash_last": True}
+        assert Options()._asdict() | others == Options()._asdict() | {"bias": None}
         b = logits
         for _ in range(num_iterations):
             v = capsfast.squash(self.moments(logits=b).first, kind=squash, eps=eps)

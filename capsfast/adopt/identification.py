@@ -75,7 +75,7 @@ class Identification:
     options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in DEFAULTS}
+        given = {name: getattr(self, name, default) for name, default in DEFAULTS.items()}
         options = {name: value for name, value in given.items() if value != DEFAULTS[name]}
         object.__setattr__(self, "options", options)  # the class is frozen
 
