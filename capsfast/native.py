@@ -18,10 +18,18 @@ from ._version import __version__
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
-# The op schemas, which csrc/library.cpp includes too: a list of strings in both languages, hence without comments.
-SCHEMAS: tuple[str, ...] = ast.literal_eval(
-    f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})"
-)
+
+
+def _schemas() -> tuple[str, ...]:
+    """The op schemas, which csrc/library.cpp includes too: in both languages a list of strings, once the macros are
+    replaced."""
+    text = Path(__file__).with_name("ops").joinpath("schemas.inc").read_text(encoding="utf-8")
+    for macro, name, value in re.findall(r"(#define (\w+) \\\n(.+)\n)", text):
+        text = text.replace(macro, "").replace(name, value)
+    return ast.literal_eval(f"({text})")  # type: ignore[no-any-return]
+
+
+SCHEMAS = _schemas()
 _REMEDY = f"build it {in_the_checkout()}"
 
 
