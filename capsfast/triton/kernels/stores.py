@@ -81,8 +81,8 @@ def add_input_gradient(dx_ptr, room, value, inputs, rows, here, k0, first, last,
     row, k = fragment(T.BB, KP, T.BB // 16, 1)
     sample, pose = row // T.PP, row % T.PP
     NUMBERS: tl.constexpr = T.P * T.K
-    at = (rows.first * inputs.I + here.i) * NUMBERS
-    at += (sample * inputs.I * NUMBERS + pose * T.K)[:, None] + (k0 + k)
+    at = rows.first * inputs.I * NUMBERS + (sample * inputs.I * NUMBERS + pose * T.K)[:, None] + (k0 + k)
+    at += here.i * NUMBERS  # last, see input_capsule()
     inside = ((sample < rows.count) & below(pose, T.P, T.PP))[:, None] & below(k0 + k, T.K, KP)
     add_group(dx_ptr, room, at, as_fragment(value, T.BB // 16, 1), inside, first, last)
 

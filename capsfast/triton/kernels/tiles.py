@@ -123,8 +123,10 @@ def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def existing(n, j, T: tl.constexpr):
-    """Which of the outputs j of tile n exist. The last group may have tiles without any output."""
-    return tl.zeros(j.shape, tl.int32) + n * T.JT < T.J if T.J % T.JT == 0 else j < T.J
+    """Which of the outputs j of tile n exist. The last group may have tiles without any output, unless the NT tiles of
+    every group are full."""
+    WHOLE: tl.constexpr = T.J % T.JT == 0 and T.J % (T.JT * T.NT) > 0
+    return tl.zeros(j.shape, tl.int32) + n * T.JT < T.J if WHOLE else below(j, T.J, T.JT * T.NT)
 
 
 @triton.jit
@@ -168,14 +170,14 @@ def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
 def pairs(ptr, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
     j = outputs(n, T)
-    if T.GROUPED:
+    if T.GROUPED and T.NT > 1:
         # Adds 0, but the compiler does not know that. Otherwise it would keep the part of every tile's address that
         # does not depend on i, and too few registers are left for that.
         j += (i >> 63).to(tl.int32)
     if SHARED:
         at = ptr + i * T.J + (rows.local * 0)[:, None] + j[None, :]
     elif inputs.positions is None:
-        at = ptr + (rows.first * inputs.I + i) * T.J + (rows.local * inputs.I * T.J)[:, None] + j[None, :]
+        at = ptr + rows.first * inputs.I * T.J + (rows.local * inputs.I * T.J)[:, None] + j[None, :] + i * T.J
     else:
         batch = rows.first // inputs.positions
         at = ptr + rows.first + ((batch * inputs.I + i) * T.J - batch) * inputs.positions
@@ -211,8 +213,8 @@ def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
         row = (index // (32 * ACROSS) % DOWN * 2 + index // (32 * ACROSS * DOWN)) * 8 + index // 4 % 8
         j, sample = lane // T.LANES, row // T.PP
         first = (lane % T.LANES == 0) & (row % T.PP == 0)
-        # Adds tiles last: if there is one group, they are part of the instruction.
-        at = ptr + (rows.first * inputs.I + i) * T.J + (sample * (inputs.I * T.J) + j) + n * T.JT
+        # Adds i last, see input_capsule(), and tiles: if there is one group, they are part of the instruction.
+        at = ptr + rows.first * inputs.I * T.J + (sample * (inputs.I * T.J) + j) + i * T.J + n * T.JT
         tl.store(at, tl.reshape(value, [M]), mask=first & (sample < rows.count) & (n * T.JT + j < T.J))
 
 
