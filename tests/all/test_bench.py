@@ -67,6 +67,13 @@ def test_gate_passes_contenders(case: Case) -> None:
             assert (verdict.reason, set(verdict.errors)) == ("", names)
 
 
+def test_the_einsum_form_of_a_routing_compiles_as_a_whole() -> None:
+    case = dataclasses.replace(ROUTED[list(ROUTINGS).index("em")], direction="forward")
+    forward, tensors = contender(EAGER).make(case), input_set(case, CPU).tensors
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(tuple(compiled(*tensors)), tuple(forward(*tensors)))
+
+
 @pytest.mark.parametrize("limit", ["", "TRUTH_BYTES", "TRUTH_INPUTS"])
 def test_gate_finds_what_is_wrong(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it compares only some samples, or only the first input capsules."""
@@ -162,6 +169,12 @@ def test_report_shows_and_draws_the_record(tmp_path: Path) -> None:
     images = {image.name for image in (tmp_path / "docs" / "images").iterdir()}
     assert images == {f"record-dynamic_routing-{each}.png" for each in ("speedup", "batch")}
     assert all(f"(images/{name})" in page for name in images)
+    # The record of a GPU.
+    limits = {"tf32_flops_per_second": 5e14, "copy_bytes_per_second": 3e12}
+    record.save(path, {**record.environment(CPU), "limits": limits}, rows_of([CANONICAL], graph=5e-5, host=3e-5))
+    line = report.page([path]).splitlines()[-1]
+    assert line.startswith("| B=128 | 128 | 384 | 768 | 3.0x | 6.0x | 0.050 |")
+    assert "| 0.030 |" in line and line.endswith("| 1.32 | 10.7 |")
 
 
 def test_the_page_of_the_docs_is_the_report_of_the_records() -> None:

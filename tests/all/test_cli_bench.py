@@ -16,13 +16,14 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from capsfast.bench import contenders, record
-from capsfast.bench.cases import Case
+from capsfast.bench.cases import Case, sweep
 from capsfast.bench.contenders import CPP, EAGER
 from capsfast.bench.measure import Row
 from capsfast.bench.results import RATE
 from capsfast.bench.timing import Timing
 from capsfast.cli import measuring
 from capsfast.cli.app import app
+from capsfast.nn import ROUTINGS
 
 SMALL = [Case(B=2, I=8, J=3, D=4, K=2, r=2), Case(B=2, I=8, J=3, D=4, K=2, r=2, direction="forward+backward")]
 OURS = contenders.Contender(CPP, lambda case: torch.neg, lambda case: 0, ("cpu",))
@@ -40,6 +41,11 @@ class Measured:
         self.calls.append((case, how))
         seconds = dataclasses.asdict(Timing.of([1e-3]))
         return [Row(case, each.name, "ok", "", seconds, {"v": 1e-7}) for each in able]
+
+    def taken(self) -> list[Case]:
+        """The cases since the last question."""
+        found, self.calls = [case for case, _ in self.calls], []
+        return found
 
 
 @pytest.fixture
@@ -69,6 +75,20 @@ def test_bench_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {row.status for row in rows} == {"ok"} and [row.case for row in rows] == [
         case for case in SMALL for _ in able
     ]
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:
+    monkeypatch.setattr(measuring, "sweep", sweep)
+    assert ran("bench", "--sweep", "smoke", "--op", "both", "--seconds", "0.5").exit_code == 0
+    assert all((how["seconds"], how["with_memory"]) == (0.5, True) for _, how in quick.calls)
+    assert quick.taken() == [*sweep("smoke"), *sweep("smoke", "route_votes")]
+    assert ran("bench", "--op", "dynamic").exit_code == 0
+    assert quick.taken() == sweep("routings", "dynamic")
+    assert ran("bench", "--op", "routings", "--sweep", "smoke").exit_code == 0
+    assert list(dict.fromkeys(case.routing for case in quick.taken())) == list(ROUTINGS)
+    result = ran("bench", "--sweep", "roofline", "--no-baselines")
+    shown = [line.split()[:3] for line in result.output.splitlines()]
+    assert shown.count(["capsfast", "cpp", "1.00"]) == 14 and EAGER not in result.output
 
 
 def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Measured, tmp_path: Path) -> None:
@@ -112,6 +132,10 @@ def test_report_of_records(quick: Measured, tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.output.startswith("# Measurements")
     assert "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in result.output
     assert {each for each in tmp_path.rglob("*") if each.is_file()} == {path}
+    result = ran("report", path, "--out", tmp_path / "there")
+    assert result.exit_code == 0 and "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in (
+        tmp_path / "there" / "benchmarks.md"
+    ).read_text(encoding="utf-8")
     (tmp_path / "odd.json").write_text("[]")
     for name in ("odd.json", "none.json"):
         result = ran("report", tmp_path / name, "--out", tmp_path / "docs")

@@ -49,6 +49,24 @@ def ended(pid: int) -> bool:
     return False
 
 
+def test_steps_are_kept_with_what_they_found(tmp_path: Path) -> None:
+    check = Check(tmp_path, 1)
+    check.run(
+        python("good", """print('a line\\n@{"found": 3}')"""),
+        python("bad", "import sys; sys.exit('wrong | here')"),
+        python("without", """print('@{"left_out": "no such backend"}')"""),
+        Step("absent", [], 1, why_not="no such tool"),
+        at_once=2,
+    )
+    status = facts(tmp_path, "status")
+    assert [status[each] for each in ("good", "bad", "without", "absent")] == ["ok", "failed", "left out", "left out"]
+    assert facts(tmp_path, "found") == {"good": 3} and check.bad() == ["bad"]
+    assert "good | a line\n" in (tmp_path / "check.log").read_text()
+    page = (tmp_path / "check.md").read_text()
+    assert "Not complete." in page and "| bad | failed | 0 | wrong / here |" in page
+    assert "| absent | left out | 0 | no such tool |" in page and "| without | left out | 0 | no such backend |" in page
+
+
 def test_a_late_step_names_its_call_and_ends_with_its_children(tmp_path: Path) -> None:
     check = Check(tmp_path, 1)
     check.run(python("late", WAIT, seconds=1.5), python("beside", ""), at_once=2)
