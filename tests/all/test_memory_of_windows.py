@@ -54,6 +54,26 @@ def test_memory_grows_by_the_unfolded_poses_or_by_blocks(
     assert least < memory.in_a_process(grown, competition, size) / (32 * 16 * 4) < most
 
 
+def grown_by_a_pass(B: int) -> int:
+    """For a process of its own: the growth in a pass of sixteen threads, with few input capsules and its backward."""
+    torch.set_num_threads(16)
+    problem = make(Shape(B, 40, 32, 16, 8), QUADRATIC)
+
+    def call(problem: Problem) -> None:
+        run(problem, "cpp")
+
+    call(samples(problem, slice(0, 32)))
+    return memory.growth(lambda: call(problem))
+
+
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_many_threads_have_no_large_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSFAST_POISON", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    B = 2048
+    assert memory.in_a_process(grown_by_a_pass, B) < 40 * B * 32 * 16 * 4
+
+
 # name: threads, shape (B for each thread), dtype, case
 B = 150
 LAYER = Shape(B, 18, 64, 16, 4)

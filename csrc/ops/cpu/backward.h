@@ -128,7 +128,7 @@ class Backward {
     pass.in_scale = in_norm.scale();
     pass.c_dc = c_dc.get();
     pass.dcoupling = in.dcoupling;
-    context.gradient(pass, out, totals.dlogits, totals.weights);
+    context.gradient(context.plan, pass, out, totals.dlogits, totals.weights);
   }
 
   Context<T> context;

@@ -290,16 +290,18 @@ struct Context {
 
   // Runs the gradient pass for the gradients in `out`. Adds to dlogits_sum [I, J], null if it is not wanted. Split k of
   // the input capsules adds to the k-th part of the sums.
-  void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum, WeightSums<T>* weights) const {
-    const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
+  // cut: the plan, maybe with other groups and splits.
+  void gradient(const Plan& cut, GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum,
+                WeightSums<T>* weights) const {
+    const int64_t groups = cut.gradient_groups, splits = cut.gradient_splits, tasks = groups * splits;
     // Each group of tiles has its own sum of dlogits. A single group adds to the result directly.
     const int64_t logits = dlogits_sum != nullptr && groups > 1 ? p.I * p.J : 0;
     const Buffer<double> dlogits(groups * logits);
     std::fill_n(dlogits.get(), groups * logits, 0.0);
 
-    weights->begin(p, plan, out, &pass);
+    weights->begin(p, cut, out, &pass);
     pass.problem = &p;
-    pass.plan = &plan;
+    pass.plan = &cut;
     pass.valid_out = valid();
     pass.du = out.du;
     if (p.votes_given) {
@@ -308,12 +310,12 @@ struct Context {
       pass.dweight = out.dweight;
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
-    over_ranges(tasks, gradient_scratch<T>(p, plan, p.iterations - pass.since), [&](int64_t task, T* memory) {
+    over_ranges(tasks, gradient_scratch<T>(p, cut, p.iterations - pass.since), [&](int64_t task, T* memory) {
       GradientPass<T> mine = pass;
       if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
       weights->give(task, splits, &mine);
       move_sums(&mine, task % splits);
-      const Range range = share(plan, task, groups, splits);
+      const Range range = share(cut, task, groups, splits);
       run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
     });
     weights->finish(out);

@@ -1,4 +1,5 @@
-// The backward of a pass: one gradient pass, whose sums give the gradients of output capsules.
+// The backward of a pass: a gradient pass, whose sums give the gradients of output capsules. If the sums take a pass of
+// their own, it is the same pass without other gradients.
 #pragma once
 
 #include <algorithm>
@@ -49,17 +50,24 @@ class PassBackward {
       pass.c_dc = c_dc.get();
       if (saved.dlse.data != nullptr) pass.in_dlse = in_dlse.get();
     }
-    pass.dactivation = out.dactivation;
-    pass.dlse_given = out.dlse;
-    const int64_t splits = outputs ? context.plan.gradient_splits : 0;
-    const bool squares = p.quadratic && out.dprecision.data != nullptr;
+    Plan cut = context.plan;
+    const bool apart = outputs && cut.sums_apart;
+    if (apart) cut.gradient_groups = cut.tile_groups, cut.gradient_splits = cut.splits;
+    const int64_t splits = outputs ? cut.gradient_splits : 0;
     const Sums<T> mass(splits * context.layout.scalars()), first(splits * context.layout.vectors()),
-        second(squares ? splits * context.layout.vectors() : 0);
+        second(out.dprecision.data != nullptr ? splits * context.layout.vectors() : 0);
     for (const Sums<T>* sums : {&mass, &first, &second}) sums->clear();
     if (outputs) pass.mass = mass.sum(), pass.first = first.sum();
-    if (squares) pass.second = second.sum();
-    context.gradient(pass, common, totals.dlogits, totals.weights);
-    if (outputs) write_outputs(mass, first, second);
+    if (out.dprecision.data != nullptr) pass.second = second.sum();
+    if (apart) {
+      WeightSums<T> none;
+      context.gradient(cut, pass, BackwardOutputs{}, nullptr, &none);
+      pass.mass = pass.first = pass.second = Sum<T>{};
+    }
+    pass.dactivation = out.dactivation;
+    pass.dlse_given = out.dlse;
+    if (inputs || !apart) context.gradient(context.plan, pass, common, totals.dlogits, totals.weights);
+    if (outputs) write_outputs(splits, mass, first, second);
   }
 
  private:
@@ -89,24 +97,24 @@ class PassBackward {
 
   // dprior, dquery and dprecision are the pass's sums; dcenter follows from them and the moments:
   //   dcenter = -sum_i dx = -(query dprior + 2 square dquery + mass dfirst + 2 first dsecond), square = -precision / 2
-  void write_outputs(const Sums<T>& mass, const Sums<T>& first, const Sums<T>& second) const {
-    add(mass, context.layout.scalars(), T(1));
-    add(first, context.layout.vectors(), T(1));
+  void write_outputs(int64_t splits, const Sums<T>& mass, const Sums<T>& first, const Sums<T>& second) const {
+    add(splits, mass, context.layout.scalars(), T(1));
+    add(splits, first, context.layout.vectors(), T(1));
     context.save(mass.high(), p.J, 1, out.dprior);
     context.save(first.high(), p.J, p.D, out.dquery);
-    if (p.quadratic && out.dprecision.data != nullptr) {
-      add(second, context.layout.vectors(), T(-0.5));
+    if (out.dprecision.data != nullptr) {
+      add(splits, second, context.layout.vectors(), T(-0.5));
       context.save(second.high(), p.J, p.D, out.dprecision);
     }
     if (out.dcenter.data != nullptr) write_dcenter(mass.high(), first.high());
   }
 
   // Adds up the splits, times `factor`.
-  void add(const Sums<T>& sums, int64_t size, T factor) const {
+  void add(int64_t splits, const Sums<T>& sums, int64_t size, T factor) const {
     parallel(size, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         T total = 0;
-        for (int64_t split = 0; split < context.plan.gradient_splits; ++split) total += sums.total(split * size + n);
+        for (int64_t split = 0; split < splits; ++split) total += sums.total(split * size + n);
         sums.high()[n] = factor * total;
       }
     });

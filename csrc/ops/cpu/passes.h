@@ -30,6 +30,7 @@ struct Plan {
   int64_t gradient_out_tile = 1;
   int64_t gradient_groups = 1;
   int64_t gradient_splits = 1;
+  bool sums_apart = false;       // sums of a gradient pass take a pass of their own, cut as an accumulate pass
   bool weight_in_place = false;  // lanes: one task writes a row of dW as whole vectors, and adds it up in place
   bool gather_rows = false;      // weight or votes are not contiguous rows of T, so tasks copy them first
 };

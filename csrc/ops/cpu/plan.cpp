@@ -32,6 +32,9 @@ constexpr int64_t kTasks = 4;
 // The fewest multiply-adds for each number of a partial sum. Then clearing and adding up the sum is about a hundredth
 // of the work.
 constexpr int64_t kPerSum = 4096;
+// With fewer multiply-adds for each number of its partial sums, a gradient pass takes longer to clear and to add up
+// these sums than a pass of their own takes.
+constexpr int64_t kPerGradientSum = 512;
 
 // Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
 // input capsules cost partial sums, so among equals the fewest splits win.
@@ -47,6 +50,13 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
       *splits = s;
     }
   }
+}
+
+// Whether the sums of a gradient pass take a pass of their own. A gradient pass is cut along the input capsules, so it
+// has more partial sums: high and low of two moments.
+bool are_sums_apart(const Problem& p, int64_t size, int64_t threads, const Plan& plan) {
+  const int64_t more = plan.gradient_splits - plan.splits, bytes = 4 * p.B * p.J * p.D * size;
+  return p.moments && (more * kPerGradientSum > p.I * p.K || more * bytes > threads * kPartBytes);
 }
 
 // A tile in the lanes layout costs the same however many of its lanes hold samples. A small batch, which makes its
@@ -114,10 +124,12 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t gradient_chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(gradient_chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
-  // For one tile of samples such short tasks were measured to cost more than they gain. A routing_pass has partial sums.
-  if (threads > 1 && plan->tiles > 1 && !p.shared_weight)
-    plan->gradient_splits =
-        finer(plan->gradient_splits, p.moments ? std::min(cheap, gradient_chunks) : gradient_chunks);
+  plan->sums_apart = are_sums_apart(p, size, threads, *plan);
+  // For one tile of samples such short tasks were measured to cost more than they gain.
+  if (threads > 1 && plan->tiles > 1 && !p.shared_weight) {
+    const bool sums = p.moments && !plan->sums_apart;
+    plan->gradient_splits = finer(plan->gradient_splits, sums ? std::min(cheap, gradient_chunks) : gradient_chunks);
+  }
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
@@ -136,7 +148,7 @@ void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) 
   plan->gradient_splits = plan->splits;
 }
 
-void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
+void plan_rows(const Problem& p, int64_t lanes, int64_t size, int64_t threads, Plan* plan) {
   plan->L = lanes;
   while (!p.keys() && plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
   plan->tiles = p.B;
@@ -146,7 +158,9 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   // The gradient pass writes gradients of input capsules. Cut along input capsules it needs no partial sums.
   plan->gradient_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
   plan->gradient_groups = std::clamp<int64_t>(threads / plan->gradient_splits, 1, std::max<int64_t>(1, p.B));
-  if (threads > 1) plan->gradient_splits = finer(plan->gradient_splits, divide_up(p.I, 16));
+  plan->sums_apart = are_sums_apart(p, size, threads, *plan);
+  if (threads > 1 && (!p.moments || plan->sums_apart))
+    plan->gradient_splits = finer(plan->gradient_splits, divide_up(p.I, 16));
 }
 
 }  // namespace
@@ -216,7 +230,7 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   } else if (plan.lanes) {
     plan_lanes(p, size, threads, &plan);
   } else {
-    plan_rows(p, lanes, threads, &plan);
+    plan_rows(p, lanes, size, threads, &plan);
   }
   return plan;
 }

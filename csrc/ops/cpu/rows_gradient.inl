@@ -155,7 +155,7 @@ struct RowsGradient {
   static void block_gradients(const GradientPass<T>& pass, const RowsScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     coefficients(pass, at, block);
-    Sums::add(pass, at, block.votes, block.count, capsfast::from(pass.center, block.b * p.J * p.D), at.db);
+    Sums::add(pass, at, block.votes, block.count, from(pass.center, block.b * p.J * p.D), at.db);
     if (pass.dvotes.data == nullptr) return;
     if constexpr (B_::kMatrices) matrix_gradients(pass, at, block);
     for (int64_t n = 0; n < block.count; ++n) write_votes(pass, at, block, n);
