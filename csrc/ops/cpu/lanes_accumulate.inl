@@ -181,14 +181,19 @@ struct LanesAccumulate {
 
   // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
   // rows (j, d) stays in registers over the whole chunk.
-  // The poses of two input capsules are `next` elements apart.
+  // The poses of two input capsules are `next` elements apart. The weights of a block lie in pieces, one for each input
+  // capsule. The hardware does not foresee short pieces: prefetches ask for as many as have kBytesAhead.
+  static constexpr int kBytesAhead = 2048;
+
   template <int N>
   static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t next, int64_t K, int64_t row, T* sum) {
     V rows[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
+    const int64_t piece = N * K * int64_t{sizeof(T)}, ahead = (1 + kBytesAhead / piece) * tile.pitch;
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + row * K;
+      if (piece < kBytesAhead) prefetch_rows<T, 1>(w + ahead, 0, N * K);
       if constexpr (K_ == 0) {
         B_::template add_products<N, 4>(w, u + i * next, 0, K, rows);
         continue;
