@@ -1,7 +1,7 @@
 """Random shapes, strides, options and dtypes of routings and passes on every backend, against the float64 reference."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-from capsfast.options import SQUASH
+from capsfast.options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH
 
 from .support.accuracy import check
 from .support.backends import Backend, Shape
@@ -19,35 +19,29 @@ pytestmark = [pytest.mark.kernels, pytest.mark.drawn]
 
 poses = st.sampled_from((0, 0, 2, 3))
 positions = st.sampled_from(((), (), (3,), (2, 5)))
-routings = st.builds(
+
+
+def drawn(kind: type[Case] | type[PassCase], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Cases of a kind: every field that is True or False, and what ``more`` says of other fields."""
+    flags = {field.name: st.booleans() for field in fields(kind) if isinstance(field.default, bool)}
+    return st.builds(kind, logits=st.sampled_from(("", "IJ", "BIJ")), poses=poses, spatial=positions, **flags | more)
+
+
+routings = drawn(
     Case,
     num_iterations=st.integers(1, 5),
-    softmax=st.sampled_from(("out", "in")),
-    gradient=st.sampled_from(("full", "last")),
-    leaky=st.booleans(),
+    softmax=st.sampled_from(SOFTMAX),
+    gradient=st.sampled_from(GRADIENT),
     squash=st.sampled_from(SQUASH),
     eps=st.sampled_from((1e-8, 1e-3, 0.5)),
-    squash_last=st.booleans(),
-    logits=st.sampled_from(("", "IJ", "BIJ")),
-    bias=st.booleans(),
-    mask=st.booleans(),
-    out_mask=st.booleans(),
-    shared=st.booleans(),
-    coupling=st.booleans(),
-    poses=poses,
-    spatial=positions,
 )
-# Without the log-sum-exp, which is infinite where masks leave nothing.
-passes = st.builds(
+# A softmax alone has a leaky entry. The log-sum-exp, which is infinite where masks leave nothing, is not compared.
+passes = drawn(
     PassCase,
-    **dict.fromkeys(
-        ("query", "precision", "center", "prior", "activation", "mask", "out_mask", "second", "weights"), st.booleans()
-    ),
-    logits=st.sampled_from(("", "IJ", "BIJ")),
-    normalize=st.sampled_from(("out", "in", "sigmoid", "none", "lse")),
+    normalize=st.sampled_from(NORMALIZE),
     shared=st.sampled_from(("", "I", "J", "IJ")),
-    poses=poses,
-    spatial=positions,
+    leaky=st.just(False),
+    lse=st.just(False),
 )
 # 16, 17, 31, 32 and 33 are edges of a tile; other sizes go up to 20.
 size = st.one_of(st.integers(1, 20), st.sampled_from((16, 17, 31, 32, 33)))

@@ -15,7 +15,7 @@ import capsfast
 from capsfast import distributed
 
 from ..support import passes, problems
-from ..support.problems import LOADED, LOADED_OUT, Case, Problem
+from ..support.problems import CASES, Case, Problem
 from ..support.ranks import on_two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -23,17 +23,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 SHAPE = (3, 7, 4, 5, 3)
 # How many of 7 input capsules the first rank has.
 CUT = 4
-ROUTINGS = (
-    Case(),
-    LOADED,
-    LOADED_OUT,
-    Case(num_iterations=1, coupling=False, bias=True),
-    Case(squash_last=False, bias=True, out_mask=True),
-    Case(gradient="last", logits="IJ", bias=True, squash="exp"),
-    Case(gradient="last", softmax="in", leaky=True, logits="BIJ", mask=True, out_mask=True),
-    Case(shared=True, squash="half", mask=True),
-    Case(softmax="in", shared=True, coupling=False),
-)
 LOCAL = {"u": 1, "weight": 0, "votes": 1, "activation": 1, "lse": 1, "mask": 1, "c": 1, "weights": 1}
 
 
@@ -67,7 +56,7 @@ def close(value: Tensor, wanted: Tensor, of: str) -> None:
 
 def all_routings(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for n, case in enumerate(ROUTINGS):
+    for n, case in enumerate(CASES):
         problem = problems.make(SHAPE, case)
         compare(problem, rank, distributed.dynamic_routing, group=mesh if n % 2 else None)
     one_output = problems.make((3, 7, 1, 5, 3), Case(softmax="in"))

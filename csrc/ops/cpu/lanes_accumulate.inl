@@ -190,7 +190,8 @@ struct LanesAccumulate {
     V rows[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
-    const int64_t piece = N * K * int64_t{sizeof(T)}, ahead = (1 + kBytesAhead / piece) * tile.pitch;
+    const int64_t piece = N * K * int64_t{sizeof(T)};
+    const int64_t ahead = piece == 0 ? 0 : (1 + kBytesAhead / piece) * tile.pitch;
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + row * K;
       if (piece < kBytesAhead) prefetch_rows<T, 1>(w + ahead, 0, N * K);
