@@ -1,6 +1,6 @@
 """Random shapes, strides, options and dtypes of routings and passes on every backend, against the float64 reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,40 +9,25 @@ import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-from capsfast.options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH
-
 from .support.accuracy import check
 from .support.backends import Backend, Shape
-from .support.problems import LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, PassCase, Problem, make, relayout, run
+from .support.passes import CASES as PASSES
+from .support.problems import CASES, LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, Problem, make, relayout, run
 
 pytestmark = [pytest.mark.kernels, pytest.mark.drawn]
 
-poses = st.sampled_from((0, 0, 2, 3))
-positions = st.sampled_from(((), (), (3,), (2, 5)))
+
+def drawn(cases: Sequence[AnyCase], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Cases whose fields have the values that they have in ``cases``, in any combination."""
+    names = [field.name for field in fields(cases[0])]
+    values = {name: st.sampled_from(sorted({getattr(case, name) for case in cases})) for name in names}
+    others = {"poses": st.sampled_from((0, 0, 2, 3)), "spatial": st.sampled_from(((), (), (3,), (2, 5)))}
+    return st.builds(type(cases[0]), **values | others | more)
 
 
-def drawn(kind: type[Case] | type[PassCase], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Cases of a kind: every field that is True or False, and what ``more`` says of other fields."""
-    flags = {field.name: st.booleans() for field in fields(kind) if isinstance(field.default, bool)}
-    return st.builds(kind, logits=st.sampled_from(("", "IJ", "BIJ")), poses=poses, spatial=positions, **flags | more)
-
-
-routings = drawn(
-    Case,
-    num_iterations=st.integers(1, 5),
-    softmax=st.sampled_from(SOFTMAX),
-    gradient=st.sampled_from(GRADIENT),
-    squash=st.sampled_from(SQUASH),
-    eps=st.sampled_from((1e-8, 1e-3, 0.5)),
-)
-# A softmax alone has a leaky entry. The log-sum-exp, which is infinite where masks leave nothing, is not compared.
-passes = drawn(
-    PassCase,
-    normalize=st.sampled_from(NORMALIZE),
-    shared=st.sampled_from(("", "I", "J", "IJ")),
-    leaky=st.just(False),
-    lse=st.just(False),
-)
+routings = drawn(CASES)
+# Only a softmax can be leaky. The log-sum-exp is left out, because it is infinite where masks leave nothing.
+passes = drawn(PASSES, leaky=st.just(False), lse=st.just(False))
 # 16, 17, 31, 32 and 33 are edges of a tile; other sizes go up to 20.
 size = st.one_of(st.integers(1, 20), st.sampled_from((16, 17, 31, 32, 33)))
 shapes = st.builds(Shape, B=size, I=size, J=size, D=size, K=size).filter(lambda shape: shape.work <= 400_000)
