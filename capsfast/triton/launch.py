@@ -93,10 +93,10 @@ class Call:
     Attributes: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
     positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
     output capsules have the same votes. of_pass: the call is a pass, not a routing; second: it makes second moments.
-    normalize, iterations: of a pass, or of a routing. squashes: of an iteration, and of the last. query: votes are
-    scored with a query or with V. quadratic: the call takes more from the votes than a dot product and the first
-    moment. agreement: the votes have a gradient through the logits. uniform_start: the first coupling of a sample is
-    one number for all (i, j), because nothing scores the votes.
+    normalize, iterations: of a pass, or of a routing. squashes: of an iteration, and of the last. numbers: arguments of
+    every step between passes. query: votes are scored with a query or with V. quadratic: the call takes more from the
+    votes than a dot product and the first moment. agreement: the votes have a gradient through the logits.
+    uniform_start: the first coupling of a sample is one number for all (i, j), because nothing scores the votes.
     """
 
     x: Slot
@@ -144,7 +144,7 @@ class Call:
         self.of_pass = isinstance(options, PassOptions)
         if isinstance(options, PassOptions):
             self.normalize, self.iterations, self.second = options.normalize, 1, options.second
-            self.squashes, self.eps = ("identity", "identity"), 0.0
+            self.squashes, self.numbers = ("identity", "identity"), (0.0,)
             self.query = query is not None
             self.quadratic = options.second or precision is not None or center is not None
             self.agreement = self.query or precision is not None
@@ -153,7 +153,7 @@ class Call:
         else:
             self.normalize, self.iterations, self.second = options.softmax, options.num_iterations, False
             self.squashes = (options.squash, options.squash if options.squash_last else "identity")
-            self.eps = options.eps
+            self.numbers = (options.eps,)
             self.query, self.quadratic, self.agreement = True, False, options.gradient == "full"
             self.uniform_start = logits is None
 

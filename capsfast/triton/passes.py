@@ -186,7 +186,7 @@ def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **cons
     constants = {"KIND": call.squashes[0], "J": J, "D": D, "DP": DP, "RB": RB, "num_warps": 4} | constants
     if summing:
         constants["SB"] = max(1, min(16, 2048 // (RB * DP)))
-    call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, call.eps, **constants)
+    call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, *call.numbers, **constants)
 
 
 def update(
