@@ -179,12 +179,13 @@ struct LanesAccumulate {
     }
   }
 
-  // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
-  // rows (j, d) stays in registers over the whole chunk.
-  // The poses of two input capsules are `next` elements apart. The weights of a block lie in pieces, one for each input
-  // capsule. The hardware does not foresee short pieces: prefetches ask for as many as have kBytesAhead.
+  // The weights of a block of rows lie in pieces, one for each input capsule. The hardware does not foresee short pieces,
+  // so prefetches ask for the pieces that come next, about kBytesAhead of them.
   static constexpr int kBytesAhead = 2048;
 
+  // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
+  // rows (j, d) stays in registers over the whole chunk.
+  // The poses of two input capsules are `next` elements apart.
   template <int N>
   static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t next, int64_t K, int64_t row, T* sum) {
     V rows[N];
