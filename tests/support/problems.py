@@ -13,11 +13,11 @@ from capsfast.options import Options, PassOptions
 
 from .backends import OP_OF, Shape
 
-# Shapes that an emulated backend has time for: more outputs than one program holds, with two input capsules and
+# Shapes that an emulated backend has time for: more outputs than one program holds, with several input capsules and
 # with several tiles of the batch; D not a power of two, K in steps, tiles of the batch. Slow shapes come first, because
 # the first tier takes the last rows.
 EMULATED = (
-    (2, 2, 330, 3, 1),
+    (2, 4, 330, 3, 1),
     (34, 1, 330, 4, 1),
     (1, 1, 1, 1, 1),
     (2, 3, 5, 17, 4),
