@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,20 @@ main()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.returncode == 1
     assert answer.stderr == f"capsfast: the command line needs rich; {in_the_checkout('cli')}\n"
+
+
+def test_a_process_of_a_group_ends_without_cleanup_of_the_interpreter(tmp_path: Path) -> None:
+    """gloo's threads may abort the process during that cleanup. Functions registered with atexit still run."""
+    code = f"""
+import atexit, sys
+import torch.distributed as dist
+from capsfast.cli import main
+class Kept:
+    def __del__(self): print("cleaned up")
+kept, sys.argv = Kept(), ["capsfast", "report", "{tmp_path}/none.json"]
+atexit.register(print, "at exit")
+dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == "at exit\n", done.stdout + done.stderr

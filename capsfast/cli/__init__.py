@@ -1,7 +1,10 @@
 """The command line, ``python -m capsfast``."""
 
+import atexit
 import importlib.util
+import os
 import sys
+from typing import NoReturn
 
 from .._install import in_the_checkout
 
@@ -15,4 +18,23 @@ def main() -> None:
         sys.exit(f"capsfast: the command line needs {' and '.join(missing)}; {in_the_checkout('cli')}")
     from .app import app
 
-    app(prog_name="capsfast")
+    try:
+        app(prog_name="capsfast")
+    except SystemExit as end:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends a process of a group without the cleanup of the interpreter.
+
+    A thread of gloo may free the tensors of the last collective operation during that cleanup; then the process aborts
+    ("terminate called without an active exception"), and its launcher kills the others, which may still be writing.
+    destroy_process_group() does not wait for such a thread.
+    """
+    atexit._run_exitfuncs()  # loggers finish their runs here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
