@@ -55,4 +55,5 @@ dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0,
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stdout == "at exit\n", done.stdout + done.stderr
+    # Some releases of gloo print a line of their own.
+    assert done.returncode == 1 and done.stdout.endswith("at exit\n"), done.stdout + done.stderr
