@@ -22,8 +22,9 @@ def main() -> None:
         app(prog_name="capsfast")
     except SystemExit as end:
         distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        in_a_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+        if in_a_group and not isinstance(end.code, str):  # the interpreter prints a text
+            _leave(int(end.code or 0))
         raise
 
 
