@@ -19,7 +19,7 @@ from capsfast.options import Options
 from .support import plain
 from .support.accuracy import assert_accurate, check
 from .support.backends import named, recorded_ops
-from .support.problems import CASES, LAYOUTS, LOADED, LOADED_OUT, Case, Problem, call, make, run
+from .support.problems import CASES, LAYOUTS, LOADED, LOADED_OUT, Case, Problem, call, laid_out, make, run
 
 pytestmark = pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the extension is not built")
 
@@ -173,7 +173,7 @@ def test_poses_are_read_where_they_are(layout: str, always: None) -> None:
     elif layout == "not aligned":
         given.inputs["u"] = torch.cat([u[..., :1], u], 2)[..., 1:]
     else:
-        given = given.laid_out(layout)
+        given = laid_out(given, layout)
     checked(given)
 
 

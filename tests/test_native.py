@@ -16,7 +16,7 @@ from capsfast import native
 
 from .support.accuracy import check
 from .support.backends import Shape, named
-from .support.problems import Case, PassCase, make, run
+from .support.problems import Case, PassCase, laid_out, make, run
 from .test_routing import SHAPES
 
 ROOT = Path(__file__).parent.parent
@@ -219,7 +219,7 @@ def test_a_small_batch_keeps_what_the_caches_hold(bias: bool) -> None:
 def test_numbers_of_many_input_capsules_and_short_votes(shape: tuple[int, ...], case: PassCase) -> None:
     """Activations are copied before they go to lanes, in chunks larger than the votes of an input capsule."""
     for dtype in (torch.float32, torch.bfloat16):
-        check(make(shape, case, dtype=dtype).laid_out("sliced"), CPP)
+        check(laid_out(make(shape, case, dtype=dtype), "sliced"), CPP)
 
 
 @needs_extension

@@ -18,6 +18,7 @@ from .support.problems import (
     Op,
     PassCase,
     Problem,
+    laid_out,
     registered,
     registered_backward,
 )
@@ -53,7 +54,7 @@ def small(backend: Backend, case: Case | PassCase) -> Shape:
 @pytest.mark.parametrize("case", OPCHECKED, ids=str)
 def test_opcheck(backend: Backend, op: Op, case: Case | PassCase, dtype: torch.dtype) -> None:
     problem = op.make(small(backend, case), case, dtype, backend.device)
-    problem = problem if dtype == torch.float32 else problem.laid_out("transposed")
+    problem = problem if dtype == torch.float32 else laid_out(problem, "transposed")
     torch.library.opcheck(backend.op(op.name), registered(problem))
     torch.library.opcheck(backend.op(op.name, backward=True), backward_arguments(problem, backend))
     problem.inputs = {name: value.requires_grad_() for name, value in problem.inputs.items()}

@@ -31,6 +31,7 @@ from .support.problems import (
     Op,
     PassCase,
     call,
+    laid_out,
     make,
     run,
     with_one_leader,
@@ -336,7 +337,7 @@ def test_strides_do_not_matter(backend: Backend, op: Op, layout: str | tuple[int
         for dtype in (torch.float32, torch.bfloat16):
             problem = op.make(shape, case, dtype, backend.device)
             if isinstance(layout, str):
-                problem = problem.laid_out(layout)
+                problem = laid_out(problem, layout)
             else:
                 name = op.tensors[-1]
                 value = problem.inputs[name].movedim((0, 1, 2, 3), layout).contiguous()
@@ -422,7 +423,7 @@ def test_any_number_of_threads_is_exact_and_repeats_its_bits(
 @pytest.mark.parametrize("case", [LOADED, LOADED_PASS, EVERYTHING], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_inputs_are_left_alone_and_a_graph_is_used_twice(backend: Backend, op: Op, case: AnyCase, layout: str) -> None:
-    problem = op.make(Shape(3, 7, 4, 5, 6), case, torch.float32, backend.device).laid_out(layout)
+    problem = laid_out(op.make(Shape(3, 7, 4, 5, 6), case, torch.float32, backend.device), layout)
     before = {name: value.clone() for name, value in (problem.inputs | problem.masks).items()}
     leaves = {name: value.detach().requires_grad_() for name, value in problem.inputs.items()}
     output = next(iter(case.outputs(call(problem, leaves, backend.name)).values()))

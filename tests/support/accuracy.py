@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .problems import Problem, reverse, run
+from .problems import Problem, nudged, reordered, reverse, run
 
 # In float64 the only truth is the same definition in the same dtype.
 DOUBLE = 1e-10
@@ -101,9 +101,9 @@ def plain_results(problem: Problem) -> list[dict[str, Tensor]]:
     """The results of the einsum reference in the dtype of the problem."""
     found = [run(problem, "reference")]
     if problem.dtype == torch.float32:
-        backwards = run(problem.reversed(), "reference")
+        backwards = run(reordered(problem), "reference")
         found.append({name: reverse(name, value) for name, value in backwards.items()})
-        found.append(run(problem.nudged(), "reference"))
+        found.append(run(nudged(problem), "reference"))
     return found
 
 

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,25 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 import capsfast
 from capsfast import toolchain
+from capsfast.bench.problems import Shape
+
+__all__ = ["Shape"]
 
 ALL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class Shape(NamedTuple):
-    B: int
-    I: int
-    J: int
-    D: int
-    K: int
-
-    @property
-    def work(self) -> int:
-        """Multiplications in one evaluation of the votes."""
-        return self.B * self.I * self.J * self.D * self.K
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
-
 
 # The op of each function.
 OP_OF = {

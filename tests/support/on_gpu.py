@@ -1,33 +1,15 @@
-"""Helpers for problems on a GPU: draw, copy, capture and compare them."""
+"""Helpers for problems on a GPU: draw, capture and compare them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from capsfast.bench.check import captured
+
 from .accuracy import relative_l2, ulps
 from .backends import Shape
 from .problems import Case, Problem, run
-
-
-def tensors_of(problem: Problem) -> list[Tensor]:
-    return [*problem.inputs.values(), *problem.masks.values(), *problem.gradients.values()]
-
-
-def copied(problem: Problem) -> Problem:
-    """The same values in new memory."""
-    return replace(
-        problem,
-        inputs={name: value.clone() for name, value in problem.inputs.items()},
-        masks={name: value.clone() for name, value in problem.masks.items()},
-        gradients={name: value.clone() for name, value in problem.gradients.items()},
-    )
-
-
-def overwrite(problem: Problem, other: Problem) -> None:
-    for target, source in zip(tensors_of(problem), tensors_of(other), strict=True):
-        target.copy_(source)
 
 
 def assert_same_bits(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -63,18 +45,8 @@ def assert_as_accurate_as_einsum(problem: Problem, name: str) -> None:
 def assert_replays(problems: list[Problem], name: str, need: Sequence[str] | None = None) -> None:
     """A graph of backend ``name`` that captured the first problem gives every problem's bits. need: as in run()."""
     wanted = [run(problem, name, need) for problem in problems]
-    static = copied(problems[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run(static, name, need)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = run(static, name, need)
+    static = problems[0].copied()
+    replay = captured(lambda: run(static, name, need))
     for problem, want in zip(problems[::-1], wanted[::-1], strict=True):
-        overwrite(static, problem)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(outputs, want)
+        static.overwrite(problem)
+        assert_same_bits(replay(), want)

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
+from capsfast.bench.problems import LINEAR, QUADRATIC
+from capsfast.bench.problems import LOADED_PASS as LOADED
+
 from .backends import Shape
 from .problems import PASS_OPS, PassCase, make
 from .problems import Op as PassOp
 
-__all__ = ["PASS_OPS", "PassCase", "PassOp", "make"]
+__all__ = ["LINEAR", "LOADED", "PASS_OPS", "QUADRATIC", "PassCase", "PassOp", "make"]
 
-# The passes of each kind of routing; each runs with every way of normalising.
-LINEAR = PassCase(query=True)
-QUADRATIC = PassCase(precision=True, center=True, prior=True, activation=True, second=True)
 EVERYTHING = PassCase(
     query=True,
     precision=True,
@@ -24,10 +24,6 @@ EVERYTHING = PassCase(
     second=True,
     weights=True,
     lse=True,
-)
-# A linear pass with all its arguments.
-LOADED = PassCase(
-    query=True, prior=True, logits="BIJ", mask=True, out_mask=True, leaky=True, weights=True, lse=True, shared="I"
 )
 WAYS = ("out", "in", "sigmoid", "none", "lse")
 
