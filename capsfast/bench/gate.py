@@ -30,9 +30,10 @@ class Verdict:
     reason: str
 
 
-def _error(found: Tensor, truth: Tensor) -> float:
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """The L2 norm of the difference to float64 ``truth``, relative to the truth unless that is 0."""
     difference = (found.detach().to(truth.device, torch.float64) - truth).norm()
-    return float(difference / truth.norm().clamp_min(1e-300))
+    return float(difference) / (float(truth.norm()) or 1.0)
 
 
 def _results(case: Case, forward: Forward, leaves: Sequence[Tensor], dout: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -51,7 +52,7 @@ def _results(case: Case, forward: Forward, leaves: Sequence[Tensor], dout: Seque
 class Gate:
     """Checks contenders on one case.
 
-    Samples are routed independently, so the float64 reference runs on the CPU on some samples only, spread over the
+    Samples are routed independently, so the float64 reference runs on some samples only, spread over the
     batch. The gradient of the outputs is zero for all other samples. Hence only the chosen samples contribute to the
     gradients of weight and parameters, and the input gradients of all other samples must be exactly zero.
 
@@ -74,10 +75,10 @@ class Gate:
 
         # The weight and a routing's parameters have no axis of samples.
         small = [
-            (leaf.detach()[self.chosen] if name in case.batched else leaf.detach()).cpu()
+            (leaf.detach()[self.chosen] if name in case.batched else leaf.detach())
             for name, leaf in zip(case.shapes, self.leaves, strict=True)
         ]
-        dout = [each[self.chosen].cpu() for each in inputs.dout]
+        dout = [each[self.chosen] for each in inputs.dout]
 
         def reference(dtype: torch.dtype) -> dict[str, Tensor]:
             leaves = [tensor.to(dtype).detach().requires_grad_(case.backward) for tensor in small]
@@ -86,7 +87,8 @@ class Gate:
         self.truth, plain = reference(torch.float64), reference(case.torch_dtype)
         rounding = torch.finfo(case.torch_dtype).eps
         self.bounds = {
-            name: TIMES_EINSUM * _error(plain[name], truth) + ROUNDINGS * rounding for name, truth in self.truth.items()
+            name: TIMES_EINSUM * relative_error(plain[name], truth) + ROUNDINGS * rounding
+            for name, truth in self.truth.items()
         }
 
     def check(self, forward: Forward) -> Verdict:
@@ -101,7 +103,7 @@ class Gate:
                 reasons.append(f"{name} is not zero where the gradient of {' or '.join(self.case.outputs)} is")
             if name in of_samples or name in self.case.outputs:
                 found = found[self.chosen]
-            error = _error(found, self.truth[name])
+            error = relative_error(found, self.truth[name])
             # "not <=" so that NaN fails.
             if not error <= self.bounds[name]:
                 reasons.append(f"{name} has relative error {error:.1e}, bound {self.bounds[name]:.1e}")
