@@ -166,6 +166,16 @@ def jobs() -> int:
     return cores if free is None else max(1, min(cores, int(int(free[1]) / 2**20 / GIGABYTES_PER_JOB)))
 
 
+def note_sources() -> None:
+    """Writes the hash of the CUDA sources where library.cpp finds the hash. A macro would compile all files again."""
+    ran = runpy.run_path(str(ROOT / "capsfast" / "bench" / "ran.py"))
+    header = ROOT / "build" / "capsfast_sources.h"
+    text = f'#define CAPSFAST_CUDA_SOURCES "{ran["cuda_sources"](ran["kernel_files"]("cuda"))}"\n'
+    if not header.exists() or header.read_text() != text:
+        header.parent.mkdir(exist_ok=True)
+        header.write_text(text)
+
+
 def extension(found: Toolkit | None):
     import pybind11
     import torch
@@ -189,6 +199,8 @@ def extension(found: Toolkit | None):
     more = {"include_dirs": [pybind11.get_include()]}
     nvcc = []
     if found:
+        note_sources()
+        more["include_dirs"].append(str(ROOT / "build"))
         # A CPU-only torch has the headers, but looks for no toolkit.
         cpp_extension.CUDA_HOME = str(found.home)
         names = architectures(found)

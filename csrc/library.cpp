@@ -21,6 +21,10 @@
 #include "ops/dynamic_routing.h"
 #include "ops/routing_pass.h"
 
+#if CAPSFAST_CUDA
+#include "capsfast_sources.h"  // setup.py writes it
+#endif
+
 namespace {
 
 // Defined when the library is loaded, not by Python, so that a process without Python finds the ops.
@@ -68,6 +72,7 @@ py::dict build_info() {
 #if CAPSFAST_CUDA
   info["cuda"] = CAPSFAST_CUDA_VERSION;                      // version of the toolkit
   info["cuda_architectures"] = CAPSFAST_CUDA_ARCHITECTURES;  // such as "8.0 9.0+PTX"
+  info["cuda_sources"] = CAPSFAST_CUDA_SOURCES;              // see capsfast/bench/ran.py
 #else
   info["cuda"] = "";
   info["cuda_architectures"] = "";

@@ -9,13 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..backend import backends
-from ..bench import record
+from ..bench import ran, record
+from .checking import check
 from .endings import plain_errors
 from .inspection import clusters, evaluate, perturb, picture, predict, reconstruct, routing
 from .measuring import bench, report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
-for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters):
+for command in (check, bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters):
     app.command()(command)
 
 # The commands whose options, --help included, Lightning's command line parses.
@@ -44,7 +45,7 @@ for name in OF_LIGHTNING:
 
 @app.command()
 def info() -> None:
-    """Show versions, backends with reasons why they are missing, and the build of the extension."""
+    """Show versions, backends or why they are missing, kernels that no GPU ran as they are, the extension's build."""
     versions = {name: "none" if value is None else value for name, value in record.versions().items()}
     commit = record.commit()
     if commit is not None:
@@ -53,6 +54,7 @@ def info() -> None:
     found = backends().items()
     rows = [(name, ", ".join(s.devices), "yes" if s.available else f"no: {s.reason}") for name, s in found]
     _print_table("Backends, in the order of choice", rows, "backend", "devices", "available")
+    _print_table("Kernels for GPUs", [(name, ran.since_the_run(name)) for name in ran.FOLDERS])
     if built := record.build_info():
         lists = {name: ", ".join(map(str, value)) for name, value in built.items() if isinstance(value, list)}
         _print_table("Build of the extension", (built | lists).items())
