@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ import capsfast
 from capsfast.bench.cases import OPS, SWEEPS, Case, sweep
 from capsfast.bench.contenders import OURS, Contender, contenders, missing
 from capsfast.bench.gate import Gate
-from capsfast.bench.inputs import InputSet, input_sets, step
-from capsfast.bench.measure import free_bytes
+from capsfast.bench.inputs import InputSet, Step, input_sets, step
+from capsfast.bench.measure import first_line, free_bytes
+from capsfast.bench.timing import capture, host_seconds, interleave
 from capsfast.nn import ROUTINGS
 
 SECONDS = 0.4
 LEAST_ROUNDS, MOST_ROUNDS = 3, 200
 # The 16 samples for a CPU do not fill a GPU.
 GPU_BATCH = 128
+# Calls between two readings of the timer on a GPU: the host launches the next call while the GPU runs one.
+GPU_CALLS = 20
 SHORT = {"forward": "fwd", "forward+backward": "both", "torch.compile einsum": "compiled", "eager einsum": "eager"}
 
 
@@ -66,6 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = []
     for device in devices(config):
         where = torch.device(device)
+        timer = [pytest.mark.benchmark(timer=when_done)] if device == "cuda" else []
         for case in cases:
             if device == "cuda" and name == "capsules":
                 case = dataclasses.replace(case, B=GPU_BATCH)
@@ -76,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for each in contenders():
                 if each.serves(where):
                     ident = SHORT.get(each.name, each.name.removeprefix(OURS))
-                    params.append(pytest.param((case, where, each), id=f"{group}-{ident}"))
+                    params.append(pytest.param((case, where, each), marks=timer, id=f"{group}-{ident}"))
     metafunc.parametrize("compare", params, indirect=True)
 
 
@@ -85,6 +90,22 @@ def prepared(case: Case, device: torch.device) -> tuple[list[InputSet], Gate]:
     """Inputs and gate of a case, made once for all its contenders, which run in sequence."""
     sets = input_sets(case, device)
     return sets, Gate(case, sets[0])
+
+
+def when_done() -> float:
+    """The timer on a GPU."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def graphed(one: Step, device: torch.device) -> tuple[Callable[[], object], dict[str, Any]]:
+    """A replay of the call in a CUDA graph, or the call itself if it can't be captured; and what to note beside it."""
+    one()  # compiles
+    beside = {"eager": interleave({"": one}, device, 0.0, 1)[""].median, "host": host_seconds(one, device)}
+    try:
+        return capture(one).replay, {"timed": "in a CUDA graph", **beside}
+    except Exception as error:
+        return one, {"timed": f"eager; no CUDA graph: {first_line(error)}", **beside}
 
 
 @pytest.fixture
@@ -103,18 +124,17 @@ def compare(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Call
         verdict = gate.check(forward)
         assert not verdict.reason, f"{chosen.name} on {case.name}: {verdict.reason}"
 
-        one = step(forward, case, sets)
-
-        def call() -> None:
-            one()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        begin = time.perf_counter()
-        call()
-        rounds = int(SECONDS / max(time.perf_counter() - begin, 1e-7))
+        call: Callable[[], object] = step(forward, case, sets)
+        timer, calls = time.perf_counter, 1
         benchmark.group = label(case, device.type)
         benchmark.extra_info |= {**dataclasses.asdict(case), "contender": chosen.name, "errors": verdict.errors}
-        benchmark.pedantic(call, rounds=max(LEAST_ROUNDS, min(MOST_ROUNDS, rounds)), warmup_rounds=1)
+        if device.type == "cuda":
+            call, beside = graphed(call, device)
+            timer, calls = when_done, GPU_CALLS
+            benchmark.extra_info |= beside
+        begin = timer()
+        call()
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / calls / max(timer() - begin, 1e-7))))
+        benchmark.pedantic(call, rounds=rounds, iterations=calls, warmup_rounds=1)
 
     return run

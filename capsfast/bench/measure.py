@@ -15,7 +15,7 @@ from . import memory
 from .cases import Case
 from .contenders import Contender
 from .gate import Gate
-from .inputs import Step, input_sets, step
+from .inputs import InputSet, Step, input_sets, step
 from .timing import graph_seconds, host_seconds, interleave
 
 # The memory of a container's control group: version 2, then version 1.
@@ -28,7 +28,7 @@ class Row:
 
     Args:
         status: "ok", "skipped" (it was not run), "wrong" (the gate found an error) or "failed" (it raised).
-        reason: why the status is not "ok", or why memory is None.
+        reason: why the status is not "ok", or why memory or graph is None.
         seconds: the fields of :class:`capsfast.bench.timing.Timing`.
         errors: relative L2 errors by name of the output or gradient.
         memory_bytes: growth of peak memory beyond inputs and gradients, None if it was not measured.
@@ -87,28 +87,51 @@ def multiply_adds(samples: int = 9) -> dict[str, float]:
     }
 
 
-def beside(step: Step, row: Row, device: torch.device, with_graph: bool) -> Row:
+def lost(device: torch.device) -> bool:
+    """Whether an error, such as a kernel's access to a wrong address, ended the use of a GPU in this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> tuple[Row, Step | None]:
+    """Checks a contender, which compiles it. A contender that is wrong or fails has no step to time."""
+    try:
+        forward = each.make(case)
+        verdict = gate.check(forward)
+        row = Row(case, each.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
+        if verdict.reason:
+            return row, None
+        once = step(forward, case, sets)
+        once()
+        return row, once
+    except Exception as error:  # a contender may fail in any way; the others continue
+        return Row(case, each.name, "failed", first_line(error)), None
+
+
+def beside(step: Step, row: Row, device: torch.device, graph: bool = True) -> Row:
     """The row with the time of the host and the time in a CUDA graph, or the reason why there is no graph."""
     row = dataclasses.replace(row, host=host_seconds(step, device))
-    if not with_graph:
+    if not graph:
         return row
     try:
         return dataclasses.replace(row, graph=graph_seconds(step))
     except Exception as error:  # a contender need not work in a graph
-        return dataclasses.replace(row, reason=f"no CUDA graph: {first_line(error)}")
+        reasons = filter(None, [row.reason, f"no CUDA graph: {first_line(error)}"])
+        return dataclasses.replace(row, reason="; ".join(reasons))
 
 
 def measure(
-    case: Case,
-    contenders: Sequence[Contender],
-    device: torch.device,
-    *,
-    seconds: float = 2.0,
-    least_rounds: int = 5,
-    with_memory: bool = True,
-    with_graph: bool = True,
+    case: Case, contenders: Sequence[Contender], device: torch.device, *, seconds: float = 2.0, with_memory: bool = True
 ) -> list[Row]:
-    """A row for every contender, in order."""
+    """A row for every contender, in order.
+
+    Raises:
+        RuntimeError: an error ended the use of the GPU, or no contender could run, such as without memory.
+    """
     free = free_bytes(device)
     rows = {each.name: Row(case, each.name, "skipped", each.why_not(case, device, free)) for each in contenders}
     able = [each for each in contenders if not rows[each.name].reason]
@@ -117,28 +140,20 @@ def measure(
         sets = input_sets(case, device)
         gate = Gate(case, sets[0])
     for each in able:
-        forward = each.make(case)
-        try:
-            # The first call, which compiles.
-            verdict = gate.check(forward)
-            if not verdict.reason:
-                steps[each.name] = step(forward, case, sets)
-                steps[each.name]()
-        except Exception as error:  # a contender may fail in any way; the others continue
-            steps.pop(each.name, None)
-            rows[each.name] = Row(case, each.name, "failed", first_line(error))
-        else:
-            status = "wrong" if verdict.reason else "ok"
-            rows[each.name] = Row(case, each.name, status, verdict.reason, {}, verdict.errors)
-    for name, timing in interleave(steps, device, seconds, least_rounds).items() if steps else ():
+        rows[each.name], once = prepared(case, each, sets, gate)
+        if once is not None:
+            steps[each.name] = once
+        elif lost(device):
+            raise RuntimeError(f"{each.name}: {rows[each.name].reason}")
+    for name, timing in interleave(steps, device, seconds).items() if steps else ():
         rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
-        if device.type == "cuda":
-            rows[name] = beside(steps[name], rows[name], device, with_graph)
     for each in able if with_memory else ():
         if each.name in steps:
-            growth, reason = memory.peak_growth(case, each, device)
-            reason = reason or rows[each.name].reason
+            growth, reason = memory.peak_growth(case, each, device, steps[each.name])
             rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
+    # Last, because torch may be left in a state of its own by a capture that fails.
+    for name in steps if device.type == "cuda" else ():
+        rows[name] = beside(steps[name], rows[name], device)
     # So that torch compiles the next shape from scratch, and does not count it as a recompilation.
     torch.compiler.reset()
     return [rows[each.name] for each in contenders]

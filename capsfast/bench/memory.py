@@ -3,7 +3,7 @@
 On the CPU this is the peak of the resident set in a fresh process. The allocator of a process that ran other contenders
 would hold freed pages, which hide the growth. The kernel's high-water mark is reset just before the call (5 to
 clear_refs, see proc(5)); otherwise it would show the peak of importing, compiling and filling the inputs. On CUDA
-torch's allocator counts, in the process that does the timing.
+torch's allocator counts, in the process that does the timing, which has compiled the call already.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 
 from .cases import Case
 from .contenders import COMPILED, Contender, contender
-from .inputs import input_set, step
+from .inputs import Step, input_set, step
 
 T = TypeVar("T")
 
@@ -62,10 +62,8 @@ def _measure_here(case: Case, name: str, threads: int) -> int:
     return max(0, growth(call) - case.gradient_bytes)
 
 
-def _cuda_growth(case: Case, chosen: Contender, device: torch.device) -> int:
+def cuda_growth(call: Step, case: Case, device: torch.device) -> int:
     """Bytes that torch's allocator gives out at the peak of a call, less the gradients."""
-    call = step(chosen.make(case), case, [input_set(case, device)])
-    call()  # compiles
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -95,15 +93,18 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[int | None, str]:
-    """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason."""
+def peak_growth(case: Case, chosen: Contender, device: torch.device, call: Step) -> tuple[int | None, str]:
+    """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason.
+
+    call: a step of the contender that was called before; on a GPU it is measured.
+    """
     on_cuda = device.type == "cuda"
     reason = "" if on_cuda else why_not()
     if reason:
         return None, reason
     try:
         if on_cuda:
-            return _cuda_growth(case, chosen, device), ""
+            return cuda_growth(call, case, device), ""
         return in_a_process(_measure_here, case, chosen.name, torch.get_num_threads()), ""
     except Exception as error:  # an error of the contender, such as too little memory, or a killed process
         return None, f"peak memory was not measured: {type(error).__name__}"

@@ -9,7 +9,7 @@ from .cases import CANONICAL, DIRECTIONS, ROUTING, Case
 from .contenders import COMPILED, EAGER
 from .measure import Row
 from .record import load
-from .results import Results, differing, markdown_table, mebibytes, milliseconds, percent, times
+from .results import Results, differing, markdown_table, mebibytes, microseconds, percent, times
 
 RATES = {
     "matmul": "float32 matmul",
@@ -18,10 +18,11 @@ RATES = {
     "multiply_add": "multiply-adds on registers",
 }
 TITLES = {ROUTING: "Routings"}  # of tables; an op without a title has its name
+EMPTY = {"", "-"}  # cells of a table that say nothing
 
 
 def describe(surroundings: dict[str, Any]) -> str:
-    """Machine, versions, commit and measured limits, in a few sentences."""
+    """Machine, versions, commit, measured limits and the record's note, in a few sentences."""
     machine, versions, commit = surroundings["machine"], surroundings["versions"], surroundings["commit"]
     # Older records have a name for the generation of the CPU.
     generation = machine.get("microarchitecture") or machine.get("family_model_stepping")
@@ -41,50 +42,67 @@ def describe(surroundings: dict[str, Any]) -> str:
     ]
     if "copy_bytes_per_second" in limits:
         rates.append(f"{limits['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy, read and written)")
-    return f"{text}. Measured limits: {', '.join(rates)}." if rates else f"{text}."
+    text += f". Measured limits: {', '.join(rates)}" if rates else ""
+    return f"{text}. {surroundings['note']}." if "note" in surroundings else f"{text}."
 
 
-def _cells(results: Results, case: Case, limits: dict[str, float]) -> dict[str, str]:
-    """A line of a table, by the titles of the columns."""
+def _lines(results: Results, case: Case, limits: dict[str, float], on_gpu: bool) -> dict[str, dict[str, str]]:
+    """The lines of a case by the captions of the tables, and the cells by the titles; a CPU has one table."""
     names = results.contenders
-    cells = {f"{name}, ms": results.shown(case, name) for name in names}
-    cells |= {f"speed-up over {name}": times(results.speedup(case, name)) for name in (COMPILED, EAGER)}
-    cells |= {f"{name} in a CUDA graph, ms": milliseconds(results.of(case, name, "graph")) for name in names}
-    cells |= {f"host of {name}, ms": milliseconds(results.of(case, name, "host")) for name in names}
-    cells |= {f"{name}, MiB": mebibytes(results.memory(case, name)) for name in names}
-    cells["of the multiply-adds"] = percent(results.share(case, limits))
-    if "tf32_flops_per_second" in limits:  # measured on a GPU
-        cells |= {"GFLOP": f"{case.flops / 1e9:.2f}", "least MB": f"{case.least_bytes / 1e6:.1f}"}
-    return cells
+    memory = {f"{name}, MiB": mebibytes(results.memory(case, name)) for name in names}
+    if not on_gpu:
+        cells = {f"{name}, ms": results.shown(case, name) for name in names}
+        cells |= {f"speed-up over {name}": times(results.speedup(case, name)) for name in (COMPILED, EAGER)}
+        return {"": cells | memory | {"of the multiply-adds": percent(results.share(case, limits))}}
+
+    def timed(how: str) -> dict[str, str]:
+        ratio = results.speedup(case, COMPILED, how)
+        marked = f"**{ratio:.2f}x, slower**" if ratio is not None and ratio < 0.995 else times(ratio)
+        cells = {name: results.shown(case, name, how, microseconds) for name in names}
+        cells[f"speed-up over {COMPILED}"] = marked
+        if how == "eager":
+            cells |= {f"host of {name}": microseconds(results.seconds(case, name, "host")) for name in names}
+        # The work stands beside the main times.
+        main = how == results.main(case) and results.ours(case, how) is not None
+        cells["GFLOP"] = f"{case.flops / 1e9:.2f}" if main and case.flops else ""
+        return cells | {"least MB": f"{case.least_bytes / 1e6:.1f}" if main else ""}
+
+    graphs = timed("graph") if results.main(case) == "graph" else {}
+    return {"In a CUDA graph, µs:": graphs, "Eager, and the host's part, µs:": timed("eager"), "Memory:": memory}
 
 
-def _table(results: Results, cases: Sequence[Case], limits: dict[str, float]) -> str:
-    """A line for each case, without columns that have no number. The times are always there."""
-    lines = [_cells(results, case, limits) for case in cases]
-    always = {f"{name}, ms" for name in results.contenders}
-    titles = [title for title in lines[0] if title in always or any(line[title] != "-" for line in lines)]
-    rows = [
-        [f"{case.routing} {differing(case)}".lstrip(), *(line[title] for title in titles)]
-        for case, line in zip(cases, lines, strict=True)
-    ]
-    return markdown_table(["", *titles], rows)
+def _tables(results: Results, cases: Sequence[Case], limits: dict[str, float], on_gpu: bool) -> list[str]:
+    """Captions and tables, without lines and columns that are empty."""
+    found = {case: _lines(results, case, limits, on_gpu) for case in cases}
+    parts = []
+    for caption in found[cases[0]]:
+        lines = {case: tables[caption] for case, tables in found.items() if set(tables[caption].values()) - EMPTY}
+        titles = [title for line in [*lines.values()][:1] for title in line]
+        titles = [title for title in titles if any(line[title] not in EMPTY for line in lines.values())]
+        rows = [
+            [f"{case.routing} {differing(case)}".lstrip(), *(line[title] for title in titles)]
+            for case, line in lines.items()
+        ]
+        parts += [caption, markdown_table(["", *titles], rows)] if rows else []
+    return [part for part in parts if part]
 
 
 def _section(path: Path, images: Path | None) -> str:
     surroundings, rows = load(path)
     results, limits = Results(rows), surroundings.get("limits") or {}
+    on_gpu = surroundings["machine"]["device"] == "cuda"
     parts = [f"## {path.stem}", describe(surroundings)]
     for op in dict.fromkeys(case.op for case in results.cases):
         own = [case for case in results.cases if case.op == op]
         if images is not None and not any(case.routing for case in own):
             from . import plots  # needs matplotlib
 
-            drawn = plots.sweep_plots(results, op, images, path.stem)
+            drawn = plots.sweep_plots(results, op, images, path.stem, on_gpu)
             parts += [f"![{what} of {op}]({image.parent.name}/{image.name})" for image, what in drawn]
         for direction in DIRECTIONS:
             cases = [case for case in own if case.direction == direction]
             if cases:
-                parts += [f"### {TITLES.get(op, op)}, {direction}", _table(results, cases, limits)]
+                parts += [f"### {TITLES.get(op, op)}, {direction}", *_tables(results, cases, limits, on_gpu)]
     missing: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status != "ok":
@@ -109,7 +127,12 @@ INTRODUCTION = f"""# Measurements
   compared with float64. Memory is the growth of the peak beyond inputs and gradients.
 * A speed-up compares with the fastest capsfast backend. Ratios differ by machine, so every record has a section.
 * "of the multiply-adds": the FLOPs of a call that makes the votes again in every pass, divided by the time of `cpp` and
-  by the measured rate of multiply-adds on registers. "least MB", on a GPU: each input and each result once.
+  by the measured rate of multiply-adds on registers.
+* On a GPU times are in µs. The first is the time of a call in a CUDA graph of several calls: the kernels alone, with
+  warm caches. An eager time is the time between two events around a call, after the L2 cache was cleared; if the host
+  launches kernels more slowly than the GPU runs them, it is the host's time. The host's part: until a call returns.
+* On a GPU a speed-up compares times of the same kind; "slower" marks calls for which `torch.compile` is faster. GFLOP:
+  the FLOPs of a call that makes the votes again in every pass. Least MB: each input and each result once.
 * The broadcast matmul of older records expands the weight to the batch.
 * The einsum form of another routing makes the votes once with einsum. Gradients then include activations and the
   parameters of the routing."""

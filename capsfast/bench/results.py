@@ -1,7 +1,7 @@
 """Rows by case and contender, comparisons between rows, and the format of numbers."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .cases import CANONICAL, Case
@@ -16,6 +16,10 @@ def milliseconds(seconds: float | None) -> str:
         return "-"
     ms = seconds * 1e3
     return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
+
+
+def microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.{1 if seconds < 1e-4 else 0}f}"
 
 
 def mebibytes(count: int | None) -> str:
@@ -43,7 +47,7 @@ def differing(case: Case) -> str:
 
 
 class Results:
-    """Look-up over rows; of two rows for the same case and contender, the later counts."""
+    """Look-up over rows; of two rows for a case and a contender the later counts. how: "eager", "graph" or "host"."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = {(row.case, row.contender): row for row in rows}
@@ -54,28 +58,32 @@ class Results:
         """The field of the row, None if there is no row."""
         return getattr(self.rows.get((case, name)), field, None)
 
-    def seconds(self, case: Case, name: str) -> float | None:
-        return self.of(case, name, "seconds")["median"] if self.of(case, name, "status") == "ok" else None
+    def seconds(self, case: Case, name: str, how: str = "eager") -> float | None:
+        return (self.of(case, name, "seconds") or {}).get("median") if how == "eager" else self.of(case, name, how)
 
-    def shown(self, case: Case, name: str) -> str:
-        """Milliseconds, or why there are none, or "" without a row."""
+    def main(self, case: Case) -> str:
+        """The kind of time that compares the contenders: "graph" if the case has such times, else "eager"."""
+        return "graph" if any(self.seconds(case, name, "graph") is not None for name in self.contenders) else "eager"
+
+    def shown(self, case: Case, name: str, how: str = "eager", unit: Callable[..., str] = milliseconds) -> str:
+        """The time, or why there is none, or "" without a row."""
         status = self.of(case, name, "status") or ""
-        return milliseconds(self.seconds(case, name)) if status == "ok" else status
+        return unit(self.seconds(case, name, how)) if status == "ok" else status
 
     def memory(self, case: Case, name: str) -> int | None:
         return self.of(case, name, "memory_bytes")  # type: ignore[no-any-return]
 
-    def ours(self, case: Case) -> str | None:
+    def ours(self, case: Case, how: str = "eager") -> str | None:
         """The fastest of capsfast's fused backends on the case."""
-        timed = {name: self.seconds(case, name) for name in self.contenders if name.startswith(OURS)}
+        timed = {name: self.seconds(case, name, how) for name in self.contenders if name.startswith(OURS)}
         known = {name: seconds for name, seconds in timed.items() if seconds is not None}
         return min(known, key=known.__getitem__) if known else None
 
-    def speedup(self, case: Case, against: str) -> float | None:
+    def speedup(self, case: Case, against: str, how: str = "eager") -> float | None:
         """Time of ``against`` over the time of the fastest fused backend."""
-        ours = self.ours(case)
-        theirs = self.seconds(case, against)
-        mine = self.seconds(case, ours) if ours is not None else None
+        ours = self.ours(case, how)
+        theirs = self.seconds(case, against, how)
+        mine = self.seconds(case, ours, how) if ours is not None else None
         return theirs / mine if theirs is not None and mine is not None else None
 
     def share(self, case: Case, limits: dict[str, float]) -> float | None:

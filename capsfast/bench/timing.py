@@ -1,10 +1,12 @@
 """Interleaved timing: contenders take turns, so that a drift of the machine affects all of them."""
 
 import importlib.util
+import itertools
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ import torch
 # A turn is long enough to fill the caches and wake the threads, and short enough to interleave.
 TURN_SECONDS = 0.02
 MOST_CALLS = 50
+REPLAYS = 11
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,49 @@ def interleave(
 def host_seconds(step: Callable[[], object], device: torch.device) -> float:
     """The host's part of a call on a GPU: the median time until it returns, while the GPU works."""
     spent = []
-    for _ in range(11):
+    for _ in range(9):
         torch.cuda.synchronize(device)
         # Few calls at a time: a full queue would make the host wait.
-        spent.append(timeit.timeit(step, number=8) / 8)
+        spent.append(timeit.timeit(step, number=4) / 4)
     torch.cuda.synchronize(device)
     return statistics.median(spent)
 
 
-def graph_seconds(step: Callable[[], object]) -> float:
-    """The median time of a call in a CUDA graph of many calls, without the host and with warm caches."""
-    from triton.testing import do_bench_cudagraph
+def capture(step: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of calls of a step, on the current GPU. The caller must have called the step once.
 
-    return float(do_bench_cudagraph(step, return_mode="median")) / 1e3
+    Raises the error of a step that can't be captured.
+    """
+    graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step()  # the first call on this stream gets memory
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                for _ in range(calls):
+                    step()
+        except Exception as error:
+            # The allocator of torch 2.11 stays in a capture that failed, and refuses the next one (pytorch#180395).
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+            # The end of a failed capture raises, too; the error before it says what the step did.
+            first = error.__context__ if "previous error during capture" in str(error) else None
+            raise first or error from None
+    return graph
+
+
+def graph_seconds(step: Callable[[], object]) -> float:
+    """The median time of a call in a CUDA graph of several calls, with warm caches. Raises: as capture()."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    calls = max(1, min(MOST_CALLS, int(TURN_SECONDS / (time.perf_counter() - begin))))
+    graph, events = capture(step, calls), [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    for event in events:
+        # The first replay is not timed: during it the host launches the others.
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))) / 1e3 / calls

@@ -1,7 +1,7 @@
 """The commands for measurements. :mod:`capsfast.bench` does the work."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +15,9 @@ from .._install import in_the_checkout
 from ..bench import record
 from ..bench.cases import SWEEPS, sweep
 from ..bench.contenders import OURS, contenders, missing
-from ..bench.measure import Row, measure, multiply_adds
+from ..bench.measure import Row, first_line, lost, measure, multiply_adds
 from ..bench.report import describe, page, write
-from ..bench.results import Results, mebibytes, milliseconds, percent, times
+from ..bench.results import Results, mebibytes, microseconds, milliseconds, percent, times
 from ..files import check_replaceable
 from ..nn import ROUTINGS
 from .endings import one_line, say, stop
@@ -37,7 +37,9 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Least seconds of timing per case.")] = 1.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Least seconds of eager timing per case; default 1, on a GPU 0.")
+    ] = None,
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory; --sweep quick only for the last case of each op.")
     ] = True,
@@ -60,6 +62,8 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     where = torch.device(device)
+    if seconds is None:  # on a GPU the five turns that each contender has in any case are enough
+        seconds = 0.0 if device == "cuda" else 1.0
     surroundings = record.environment(where)
     absent = missing(where)
     able = [each for each in contenders() if each.serves(where) and (baselines or each.ours)]
@@ -87,14 +91,21 @@ def bench(
         for case in cases:
             # The quick sweep measures memory for the last case of each op and routing.
             with_memory = memory and (name != "quick" or case in lasts)
-            fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
+            try:
+                fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
+            except RuntimeError as error:  # too little memory for every contender, or the GPU is lost
+                fresh = [Row(case, each.name, "failed", first_line(error)) for each in able]
             if json is not None:
                 record.save(json, surroundings, [*rows, *fresh])
             rows += fresh
-            Console().print(case_table(fresh, surroundings.get("limits") or {}))
+            Console().print(case_table(fresh, device, surroundings.get("limits") or {}))
+            if lost(where):
+                break
         for row in rows:
             if row.reason:
                 say(f"{row.contender}, {row.case.name}, {row.status}: {row.reason}")
+        if lost(where):
+            raise stop(f"capsfast bench: the GPU refuses every call after {case.name}; {kept()}")
         if json is not None:
             say(f"wrote {json}; python -m capsfast report makes a page of records")
     if any(row.status in ("wrong", "failed") for row in rows):
@@ -120,16 +131,29 @@ def report(
             raise stop(f"capsfast report: {error}") from None
 
 
-def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
-    """Table of a case: milliseconds, quantiles, times slower than capsfast, share of multiply-adds, error, memory."""
+def case_table(rows: Sequence[Row], device: str, limits: dict[str, float]) -> Table:
+    """Table of a case: times, times slower than capsfast, error, memory; on a CPU quantiles and share of multiply-adds.
+
+    On a GPU the first time is that in a CUDA graph, then eager and host.
+    """
     results, case = Results(rows), rows[0].case
     # Narrow gaps and short headers: a terminal has 80 columns.
     table = Table(title=case.name, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("contender", no_wrap=True)
-    columns = {
-        "median ms": lambda row: milliseconds(row.seconds["median"]),
-        "10-90 %": lambda row: f"{milliseconds(row.seconds['p10'])}-{milliseconds(row.seconds['p90'])}",
-        "over capsfast": lambda row: times(results.speedup(case, row.contender)),
+
+    def spent(how: str) -> Callable[[Row], str]:
+        return lambda row: microseconds(results.seconds(case, row.contender, how))
+
+    columns: dict[str, Callable[[Row], str]] = (
+        {"graph µs": spent("graph"), "eager µs": spent("eager"), "host µs": spent("host")}
+        if device == "cuda"
+        else {
+            "median ms": lambda row: milliseconds(row.seconds["median"]),
+            "10-90 %": lambda row: f"{milliseconds(row.seconds['p10'])}-{milliseconds(row.seconds['p90'])}",
+        }
+    )
+    columns |= {
+        "over capsfast": lambda row: times(results.speedup(case, row.contender, results.main(case))),
         # Share of the rate of multiply-adds on registers.
         "of peak": lambda row: percent(Results([row]).share(case, limits)),
         "error": lambda row: f"{max(row.errors.values()):.0e}",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +14,18 @@ import torch
 from torch import Tensor
 
 from capsfast import backends
-from capsfast.bench import memory, record, report, routings
+from capsfast.bench import measure as measuring
+from capsfast.bench import memory, record, report, routings, timing
 from capsfast.bench.cases import CANONICAL, OPS, ROUTING, SWEEPS, Case, sweep
 from capsfast.bench.contenders import COMPILED, CPP, EAGER, OURS, Contender, contender, contenders, missing
 from capsfast.bench.gate import Gate
-from capsfast.bench.inputs import input_set
+from capsfast.bench.inputs import input_set, input_sets, step
 from capsfast.bench.measure import Row, measure, without_paths
-from capsfast.bench.results import RATE
+from capsfast.bench.results import RATE, Results
 from capsfast.bench.timing import Timing
 from capsfast.nn import ROUTINGS
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = Case(B=5, I=12, J=3, D=6, K=6, r=2)
 BOTH = dataclasses.replace(TINY, direction="forward+backward")
 VOTES = dataclasses.replace(BOTH, op="route_votes", K=0)
@@ -114,9 +116,127 @@ def test_wrong_and_failing_contenders_are_not_timed() -> None:
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not() or "measurable")
 def test_memory_growth_finds_the_votes() -> None:
     case = Case(B=16, I=256, J=10, D=16, K=8, r=2)
-    growth, reason = memory.peak_growth(case, contender(EAGER), CPU)
+    call = step(contender(EAGER).make(case), case, [input_set(case, CPU)])
+    growth, reason = memory.peak_growth(case, contender(EAGER), CPU, call)
     assert reason == "" and growth is not None
     assert case.votes_bytes <= growth <= 4 * case.votes_bytes
+
+
+class Gpu:
+    """Stands for a GPU on which a call takes a millisecond; a replay takes as long as the calls that it captured."""
+
+    def __init__(self) -> None:
+        self.now, self.capturing, self.fails, self.said = 0.0, False, False, list[str]()
+
+    def step(self) -> None:
+        if self.capturing and self.fails:
+            raise RuntimeError("no capture of a copy to the host")
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.now += 1e-3
+
+    def event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
+        return event
+
+    def graph(self) -> Any:
+        return SimpleNamespace(replay=lambda: setattr(self, "now", self.now + 1e-3 * self.captured))
+
+    def __enter__(self) -> None:
+        self.capturing, self.captured = True, 0
+
+    def __exit__(self, *error: object) -> None:
+        self.capturing = False
+        if error[0] is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    fakes: dict[str, Any] = {"CUDAGraph": gpu.graph, "Stream": object, "graph_pool_handle": lambda: (0, 7)}
+    fakes |= {"stream": nullcontext, "synchronize": lambda device=None: None, "current_device": lambda: 0}
+    fakes |= {"graph": lambda graph, pool, stream: gpu, "Event": gpu.event}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("endAllocateToPool", "releasePool"):
+        fake = lambda device, pool, name=name: gpu.said.append(f"{name} {pool}")  # noqa: E731
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", fake, raising=False)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.now)
+    return gpu
+
+
+def test_a_graph_has_several_calls_and_its_time_is_that_of_one(gpu: Gpu) -> None:
+    assert timing.graph_seconds(gpu.step) == pytest.approx(1e-3)
+    assert gpu.captured == timing.TURN_SECONDS / 1e-3 and gpu.said == []
+
+
+def test_a_failed_capture_raises_what_the_step_raised_and_leaves_the_allocator(gpu: Gpu) -> None:
+    gpu.fails = True
+    with pytest.raises(RuntimeError, match="no capture of a copy to the host"):
+        timing.capture(gpu.step)
+    assert gpu.said == ["endAllocateToPool (0, 7)", "releasePool (0, 7)"]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """measure() on the device cuda, with inputs on the CPU and times at once. Returns the order of what is measured."""
+    order: list[str] = []
+
+    def took(what: str, value: Any) -> Any:
+        order.append(what)
+        return value
+
+    fakes: dict[str, Any] = {
+        "input_sets": lambda case, device: input_sets(case, CPU),
+        "free_bytes": lambda device: None,
+        "lost": lambda device: False,
+        "interleave": lambda steps, device, seconds: {name: took("eager", Timing.of([3e-3])) for name in steps},
+        "host_seconds": lambda step, device: took("host", 2e-3),
+        "graph_seconds": lambda step: took("graph", 1e-3 if step() is not None else None),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(measuring, name, fake)
+    monkeypatch.setattr(memory, "cuda_growth", lambda call, case, device: took("memory", 2**20))
+    return order
+
+
+def test_on_a_gpu_graphs_are_last_and_a_contender_without_a_graph_keeps_its_other_times(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = [dataclasses.replace(contender(EAGER), name=name) for name in ("first", "second")]
+    rows = measure(TINY, able, CUDA)
+    assert on_gpu == ["eager"] * 2 + ["memory"] * 2 + ["host", "graph"] * 2
+    assert [(row.seconds["median"], row.host, row.graph, row.memory_bytes) for row in rows] == [
+        (3e-3, 2e-3, 1e-3, 2**20)
+    ] * 2
+
+    def graph_seconds(step: Any) -> float:
+        if not on_gpu.count("refused"):
+            on_gpu.append("refused")
+            raise RuntimeError("the step copies to the host")
+        return 1e-3
+
+    monkeypatch.setattr(measuring, "graph_seconds", graph_seconds)
+    first, second = measure(TINY, able, CUDA)
+    assert (first.status, first.graph, first.seconds["median"], first.host) == ("ok", None, 3e-3, 2e-3)
+    assert first.reason == "no CUDA graph: RuntimeError: the step copies to the host" and second.graph == 1e-3
+
+
+def test_an_error_that_ends_the_use_of_a_gpu_names_its_contender(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*tensors: Tensor) -> Tensor:
+        monkeypatch.setattr(measuring, "lost", lambda device: True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    able = [contender(EAGER), Contender("bad", lambda case: fails, lambda case: 0), contender(EAGER)]
+    with pytest.raises(RuntimeError, match="bad: RuntimeError: CUDA error: an illegal memory access"):
+        measure(TINY, able, CUDA)
+    assert on_gpu == []
 
 
 def test_a_record_knows_its_machine_and_has_no_paths() -> None:
@@ -169,12 +289,64 @@ def test_report_shows_and_draws_the_record(tmp_path: Path) -> None:
     images = {image.name for image in (tmp_path / "docs" / "images").iterdir()}
     assert images == {f"record-dynamic_routing-{each}.png" for each in ("speedup", "batch")}
     assert all(f"(images/{name})" in page for name in images)
-    # The record of a GPU.
-    limits = {"tf32_flops_per_second": 5e14, "copy_bytes_per_second": 3e12}
-    record.save(path, {**record.environment(CPU), "limits": limits}, rows_of([CANONICAL], graph=5e-5, host=3e-5))
-    line = report.page([path]).splitlines()[-1]
-    assert line.startswith("| B=128 | 128 | 384 | 768 | 3.0x | 6.0x | 0.050 |")
-    assert "| 0.030 |" in line and line.endswith("| 1.32 | 10.7 |")
+
+
+def saved(path: Path, rows: list[Row], **more: Any) -> Path:
+    """The record of a GPU."""
+    surroundings = record.environment(CPU)
+    surroundings["machine"]["device"] = "cuda"
+    record.save(path, surroundings | more, rows)
+    return path
+
+
+def test_the_tables_of_a_gpu_compare_graphs_then_eager_calls(tmp_path: Path) -> None:
+    times = {OURS + "triton": (9e-5, 4e-4, 3e-4), COMPILED: (3e-4, 2e-4, 1e-4)}
+
+    def rows_of_gpu(case: Case, scale: float = 1.0) -> list[Row]:
+        return [
+            Row(case, name, "ok", "", dataclasses.asdict(Timing.of([eager])), {}, 2**20, host, graph * scale)
+            for name, (graph, eager, host) in times.items()
+        ]
+
+    one = dataclasses.replace(CANONICAL, B=1)
+    bad = Row(CANONICAL, OURS + "cuda", "failed", "RuntimeError: no")
+    rows = [*rows_of_gpu(CANONICAL), bad, *rows_of_gpu(one), dataclasses.replace(rows_of_gpu(one)[1], graph=8e-5)]
+    lines = report.page([saved(tmp_path / "gpu.json", rows, note="A second run")]).splitlines()
+    tables = lines[lines.index("In a CUDA graph, µs:") :]
+    assert any(line.endswith(". A second run.") for line in lines)
+    assert [line for line in tables if line and not line.startswith("| ---")] == [
+        "In a CUDA graph, µs:",
+        "|  | capsfast triton | torch.compile einsum | capsfast cuda | speed-up over torch.compile einsum "
+        "| GFLOP | least MB |",
+        "| B=128 | 90.0 | 300 | failed | 3.3x | 1.32 | 10.7 |",
+        "| B=1 | 90.0 | 80.0 |  | **0.89x, slower** | 0.01 | 5.9 |",
+        "Eager, and the host's part, µs:",
+        "|  | capsfast triton | torch.compile einsum | capsfast cuda | speed-up over torch.compile einsum "
+        "| host of capsfast triton | host of torch.compile einsum |",
+        "| B=128 | 400 | 200 | failed | **0.50x, slower** | 300 | 100 |",
+        "| B=1 | 400 | 200 |  | **0.50x, slower** | 300 | 100 |",
+        "Memory:",
+        "|  | capsfast triton, MiB | torch.compile einsum, MiB |",
+        "| B=128 | 1.0 | 1.0 |",
+        "| B=1 | 1.0 | 1.0 |",
+        "### Not measured",
+        f"* capsfast cuda, failed (1), such as {CANONICAL.name}: RuntimeError: no",
+    ]
+
+
+def test_a_record_of_graphs_alone_has_tables_speedups_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    graphs = {OURS + "triton": 1e-4, OURS + "cuda": 2e-4, COMPILED: 3e-4}
+    rows = [Row(case, name, "ok", graph=us) for case in sweep("batch") for name, us in graphs.items()]
+    rows += [Row(dataclasses.replace(CANONICAL, B=4, I=64), OURS + "triton", "ok", host=5e-5)]
+    results = Results(rows)
+    assert results.main(CANONICAL) == "graph" and results.speedup(CANONICAL, COMPILED, "graph") == pytest.approx(3)
+    assert results.speedup(CANONICAL, COMPILED) is None
+    page = report.write([saved(tmp_path / "graphs.json", rows)], tmp_path / "docs").read_text(encoding="utf-8")
+    assert "| B=128 | 100 | 200 | 300 | 3.0x | 1.32 | 10.7 |" in page
+    assert "|  | host of capsfast triton |\n| --- | ---: |\n| B=4 I=64 | 50.0 |" in page
+    assert "(images/graphs-dynamic_routing-times.png)" in page
+    assert [image.name for image in (tmp_path / "docs" / "images").iterdir()] == ["graphs-dynamic_routing-times.png"]
 
 
 def test_the_page_of_the_docs_is_the_report_of_the_records() -> None:

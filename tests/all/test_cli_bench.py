@@ -124,6 +124,47 @@ def test_an_end_in_the_middle_keeps_what_is_finished(
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
+@pytest.fixture
+def on_gpu(quick: Measured, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command with a GPU whose contenders take microseconds; "lost" in the list loses the GPU after a case."""
+    surroundings, events = record.environment(torch.device("cpu")), list[str]()
+    ours = contenders.Contender("capsfast triton", lambda case: torch.neg, lambda case: 0)
+
+    def measure(case: Case, able: list[contenders.Contender], device: torch.device, **how: Any) -> list[Row]:
+        if "raises" in events:
+            raise RuntimeError("capsfast triton: CUDA error: an illegal memory access was encountered")
+        rows = quick(case, able, device, **how)
+        return [dataclasses.replace(row, host=2e-4, graph=g) for row, g in zip(rows, (9.04e-5, 4e-4), strict=True)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "environment", lambda device: surroundings)
+    monkeypatch.setattr(measuring, "contenders", lambda: [ours, contenders.contender(EAGER)])
+    monkeypatch.setattr(measuring, "missing", lambda device: {})
+    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(measuring, "lost", lambda device: "lost" in events)
+    return events
+
+
+def test_on_a_gpu_the_times_are_graph_eager_and_host(quick: Measured, on_gpu: list[str]) -> None:
+    result = ran("bench", "--device", "cuda")
+    assert result.exit_code == 0 and {how["seconds"] for _, how in quick.calls} == {0.0}
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["contender", "graph", "µs", "eager", "µs", "host", "µs", "over", "capsfast", "error"] in lines
+    assert ["capsfast", "triton", "90.4", "1000", "200", "1.0x", "1e-07"] in lines
+    assert ["eager", "einsum", "400", "1000", "200", "4.4x", "1e-07"] in lines
+
+
+def test_the_loss_of_a_gpu_ends_the_command_and_keeps_the_record(on_gpu: list[str], tmp_path: Path) -> None:
+    on_gpu += ["raises", "lost"]
+    path = tmp_path / "record.json"
+    result = ran("bench", "--device", "cuda", "--json", path)
+    last = f"capsfast bench: the GPU refuses every call after {SMALL[0].name}; {path} holds 1 of 2 cases"
+    assert result.exit_code == 1 and result.output.splitlines()[-1] == last
+    assert {row.reason for row in record.load(path)[1]} == {
+        "RuntimeError: capsfast triton: CUDA error: an illegal memory access was encountered"
+    }
+
+
 def test_report_of_records(quick: Measured, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "machine.json"
