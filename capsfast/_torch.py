@@ -58,6 +58,15 @@ def surely(known: bool) -> bool:
     return True if decided else False  # noqa: SIM210 - a symbol is not a bool
 
 
+def known(*conditions: bool) -> bool:
+    """Whether all comparisons of sizes hold; False if torch.compile can decide one of them only with a guard."""
+    if not torch.compiler.is_compiling():
+        return all(conditions)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # as in surely()
+
+    return all(statically_known_true(condition) for condition in conditions)
+
+
 def register_sharding_rule(op: OpOverload, rule: Callable[..., Any], first_option: int) -> None:
     """A rule for DTensors, as ``torch.distributed.tensor.experimental.register_sharding`` takes it.
 

@@ -1,5 +1,6 @@
 """Chooses the backend of a call: the table of backends, demands for a backend, and the choice."""
 
+import functools
 import os
 import sys
 import warnings
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import checks, native, toolchain
+from ._torch import constant_while_tracing, known
 from .arguments import Call
 from .options import PassOptions
 
@@ -25,7 +27,20 @@ class BackendStatus(NamedTuple):
 def _not_by_triton(call: Call) -> str:
     if call.u.dtype == torch.float64:
         return "it serves float32, bfloat16 and float16, got float64"
+    # While a compiler traces, a comparison would limit the sizes of the graph.
+    if not torch.compiler.is_compiling() and _reach(call) >= 2**31:
+        return "it serves tensors that reach less than 2**31 numbers in 32 samples; pass contiguous tensors"
     return toolchain.too_large_for_triton(call.D, call.P)
+
+
+def _reach(call: Call) -> int:
+    """How far the samples of one tile reach in u or the votes and in their gradient; launch.py checks all tensors."""
+    u = call.u
+    if u.dim() == 5:
+        return call.J * call.D * u.shape[4]
+    of_sample = call.J * call.D if call.weight is None else max(call.J, u.shape[2])
+    samples = min(u.shape[0], 32)
+    return max(samples * u.shape[1] * of_sample, (samples - 1) * u.stride(0))
 
 
 def _not_by_cuda(call: Call) -> str:
@@ -60,9 +75,8 @@ class _Backend(NamedTuple):
     refuses: Callable[[Call], str] | None = None
 
 
-# backend=None tries them in this order. On a GPU Triton goes first until a record of `make gpu-check` for its compute
-# capability is committed; then the faster one by that record (docs/routing.md). The lambdas look their function up at
-# each call, so that a test can replace it.
+# backend=None tries them in this order, on a GPU after the backend that FIRST_ON_GPU names. The lambdas look their
+# function up at each call, so that a test can replace it.
 BACKENDS = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
     "triton": _Backend(
@@ -74,6 +88,68 @@ BACKENDS = {
 ORDER = tuple(BACKENDS)
 
 
+def _served_by_rows(call: Call, with_coupling: bool) -> bool:
+    """Whether the backend "cuda" serves a call with its rows family: why_not() of csrc/ops/cuda/rows/kernels.h.
+
+    False if a symbolic size decides it. with_coupling: the coupling is returned.
+    """
+    u, weight, options, given = call.u, call.weight, call.options, call.parameters
+    if weight is None or with_coupling or u.dtype == torch.float64 or isinstance(options, PassOptions):
+        return False
+    masked = given.mask is not None or given.out_mask is not None
+    if options.softmax != "out" or options.leaky or masked or given.logits is not None:
+        return False
+    (B, I, _), (_, J, D, K) = u.shape, weight.shape
+    # The kernels count samples and input capsules in 32 bits.
+    fits = known(B * I * J * D * K > 0, D <= 16, call.P == 1, B < 2**30, (B // 16 + 1) * I < 2**30)
+    if not fits or not (known(J <= 10, K <= 16) or known(J <= 12, K <= 8)):
+        return False
+    _, per_output, per_row, per_number = weight.stride()
+    return (K == 1 or per_number == 1) and (D == 1 or per_row == K) and (J == 1 or per_output == D * K)
+
+
+# Compute capabilities of the GPUs with a record of `make gpu-check` in benchmarks/results.
+RECORDED = ((9, 0),)
+
+
+@constant_while_tracing
+def _timed(gpu: torch.device) -> bool:
+    """Whether the times of FIRST_ON_GPU hold for a GPU and the CUDA kernels for it."""
+    return _is_timed(gpu)
+
+
+@functools.cache
+def _is_timed(gpu: torch.device) -> bool:
+    if native.why_no_cuda():
+        return False
+    capability = torch.cuda.get_device_capability(gpu)
+    return capability in RECORDED and native.has_rows(capability)
+
+
+# The backend that backend=None tries first on a GPU: that of the first row whose condition holds. A condition takes the
+# call and whether the coupling is returned. Times are of an H200 (2026-11-27), in us, of a forward and of both passes:
+# host times of an eager call, otherwise times in a CUDA graph. The layer is B=128 I=1152 J=10 D=16 K=8 r=3 in float32,
+# except for what a row names. A call that a graph captures counts as eager: the capture must run the kernels that ran
+# before it, because the first launch of a Triton kernel loads it, which can fail while a stream is captured.
+FIRST_ON_GPU: tuple[tuple[str, Callable[[Call, bool], bool]], ...] = (
+    # Nobody timed both.
+    ("triton", lambda call, with_coupling: not _timed(call.u.device)),
+    # CUDA's general family. J=32: Triton 267 and 963, CUDA 3577 and 17451. D=K=32: Triton 743 and 1797, CUDA 7646 and
+    # 29486. Given votes: Triton 166 and 356, CUDA 1393 and 3970.
+    ("triton", lambda call, with_coupling: not _served_by_rows(call, with_coupling)),
+    # Eager: Triton 119 and 807, CUDA 43 and 285, the same for B=4 I=64.
+    ("cuda", lambda call, with_coupling: not torch.compiler.is_compiling()),
+    # bfloat16, also of autocast: Triton 63 and 242, CUDA 110 and 266.
+    ("triton", lambda call, with_coupling: call.u.dtype != torch.float32 or torch.is_autocast_enabled("cuda")),
+    # B=1: Triton 62 and 121, CUDA 81 and 170. B=16: Triton 73 and 135, CUDA 112 and 175.
+    ("triton", lambda call, with_coupling: not known(call.u.shape[0] > 16)),
+    # B=1024 I=256: Triton 120 and 529, CUDA 203 and 599.
+    ("triton", lambda call, with_coupling: not known(call.u.shape[0] < 1024)),
+    # Triton 88 and 306, CUDA 106 and 283. I=9216: Triton 491 and 2167, CUDA 330 and 1272.
+    ("cuda", lambda call, with_coupling: True),
+)
+
+
 def _devices(name: str) -> tuple[str, ...]:
     return ("cpu",) if name == "triton" and toolchain.interpreting() else BACKENDS[name].devices
 
@@ -81,7 +157,8 @@ def _devices(name: str) -> tuple[str, ...]:
 def backends() -> dict[str, BackendStatus]:
     """The status of every backend by name, with the reason if it is not available.
 
-    ``backend=None`` tries the backends in this order. "reference" serves every call.
+    ``backend=None`` tries the backends in this order; on a GPU measured times may put another one first
+    (docs/routing.md). "reference" serves every call.
     """
     return {name: BackendStatus(not (why := _why_not_here(name)), why, _devices(name)) for name in ORDER}
 
@@ -157,8 +234,10 @@ def demanded(op: str, name: str | None) -> str | None:
     return _forced if name is None else _checked(name, op)
 
 
-def choose(call: Call, backend: str | None) -> str:
+def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
     """The backend for a call.
+
+    with_coupling: the coupling is returned.
 
     Raises:
         RuntimeError: the demanded backend cannot serve the call.
@@ -171,7 +250,8 @@ def choose(call: Call, backend: str | None) -> str:
             raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
         return demand
     lacking = ""
-    for name, there in BACKENDS.items():
+    for name in _order_on_gpu(call, with_coupling) if kind == "cuda" else ORDER:
+        there = BACKENDS[name]
         # Not _elsewhere(): Triton's interpreter runs only on demand.
         if kind not in there.devices and kind != "meta" and name != "reference":
             continue
@@ -184,6 +264,11 @@ def choose(call: Call, backend: str | None) -> str:
             return name
         lacking = lacking or reason
     raise AssertionError("the reference backend serves every call")
+
+
+def _order_on_gpu(call: Call, with_coupling: bool) -> tuple[str, ...]:
+    first = next(name for name, holds in FIRST_ON_GPU if holds(call, with_coupling))
+    return (first, *ORDER)
 
 
 def _why_not(name: str, call: Call) -> str:

@@ -79,6 +79,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 extension, why_absent = _load()
+_BUILD = {} if extension is None else extension.build_info()
 
 
 @constant_while_tracing
@@ -89,7 +90,7 @@ def why_no_cuda() -> str:
     # This reason goes first, because a build can't change it.
     if not torch.cuda.is_available():
         return "there is no CUDA device that this torch can use"
-    if not extension.build_info().get("cuda"):
+    if not _BUILD.get("cuda"):
         return f"the extension was built without CUDA kernels; install a CUDA toolkit (CUDA_HOME) and {_REMEDY}"
     return ""
 
@@ -108,6 +109,12 @@ def serves_gpu(architectures: str, capability: tuple[int, int]) -> bool:
     return False
 
 
+def has_rows(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability runs kernels compiled for 8.0 or newer, as csrc/ops/cuda/rows/ needs."""
+    built = _BUILD["cuda_architectures"].split()
+    return serves_gpu(" ".join(name for name in built if not name.startswith("7.")), capability)
+
+
 @constant_while_tracing
 def why_not_on(device: torch.device) -> str:
     """Why the CUDA kernels can't run on this GPU, "" if they can; call it only if ``why_no_cuda()`` is ""."""
@@ -116,8 +123,7 @@ def why_not_on(device: torch.device) -> str:
 
 @functools.cache
 def _why_not_on(device: torch.device) -> str:
-    assert extension is not None
-    built, capability = extension.build_info()["cuda_architectures"], torch.cuda.get_device_capability(device)
+    built, capability = _BUILD["cuda_architectures"], torch.cuda.get_device_capability(device)
     if serves_gpu(built, capability):
         return ""
     number = ".".join(map(str, capability))

@@ -1,12 +1,13 @@
 """Which backend serves a call: backends(), use_backend(), CAPSFAST_BACKEND, backend=, and refusals."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import capsfast
 from capsfast import backend as choice
 from capsfast import native, toolchain
-from capsfast.arguments import Call
+from capsfast.arguments import Call, RoutingParameters, unchecked
 from capsfast.ops import define
+from capsfast.options import Options
 
 from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, named, recorded_ops
 from .support.problems import Case, call, make
@@ -132,18 +136,26 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends that there is a GPU and all kernels for it."""
+    """Pretends that there is a GPU and all kernels for it, of which no record has times."""
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
     for module, name in ((toolchain, "why_no_triton"), (native, "why_no_cuda")):
         monkeypatch.setattr(module, name, lambda: "")
     for module, name in ((toolchain, "too_old_for_triton"), (native, "why_not_on")):
         monkeypatch.setattr(module, name, lambda device: "")
+    monkeypatch.setattr(choice, "_is_timed", lambda gpu: False)
     monkeypatch.setattr(choice, "_warned", False)
+
+
+@pytest.fixture
+def timed_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, but a record has times of this GPU."""
+    monkeypatch.setattr(choice, "_is_timed", lambda gpu: True)
 
 
 def on_gpu(call: Call) -> Call:
     """The same call, as if its tensors were on the GPU."""
-    u: Any = SimpleNamespace(device=GPU, dtype=call.u.dtype, shape=call.u.shape, dim=call.u.dim)
+    same = {name: getattr(call.u, name) for name in ("dtype", "shape", "dim", "stride")}
+    u: Any = SimpleNamespace(device=GPU, **same)
     return replace(call, u=u)
 
 
@@ -152,8 +164,8 @@ def chosen(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records which backend serves each later call, as if its tensors were on that GPU."""
     found = []
 
-    def choose_there(call: Call, backend: str | None) -> str:
-        found.append(choice.choose(on_gpu(call), backend))
+    def choose_there(call: Call, backend: str | None, with_coupling: bool = False) -> str:
+        found.append(choice.choose(on_gpu(call), backend, with_coupling))
         return "reference"
 
     monkeypatch.setattr(define, "choose", choose_there)
@@ -166,16 +178,128 @@ def layer(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
     return torch.randn(B, I, K, dtype=dtype), torch.randn(I, J, D, K, dtype=dtype)
 
 
-def test_triton_goes_first_wherever_it_serves(chosen: list[str]) -> None:
+def call_each_function(*, coupling: bool = False) -> None:
+    """Calls dynamic_routing() in two dtypes, with a weight that is not dense, with pose matrices; then the others."""
     u, weight = layer(*SHAPE)
-    capsfast.dynamic_routing(u, weight)
-    capsfast.dynamic_routing(u.bfloat16(), weight.bfloat16())
-    capsfast.dynamic_routing(u, weight[:, :1], bias=torch.zeros(4, 5))
-    capsfast.dynamic_routing(torch.randn(2, 3, 4, 4), torch.randn(3, 4, 4, 4))  # pose matrices
-    capsfast.route_votes(torch.randn(2, 3, 4, 5))
-    capsfast.routing_pass(u, weight)
-    capsfast.votes_pass(torch.randn(2, 3, 4, 5))
-    assert chosen == ["triton"] * 7
+    for inputs in (
+        (u, weight),
+        (u.bfloat16(), weight.bfloat16()),
+        (u, weight[:, :1].expand(3, 4, 5, 6)),
+        (torch.randn(2, 3, 4, 4), torch.randn(3, 4, 4, 4)),
+    ):
+        capsfast.dynamic_routing(*inputs, return_coupling=coupling)
+    capsfast.dynamic_routing(u, weight[:, :1], bias=torch.zeros(4, 5), return_coupling=coupling)
+    capsfast.route_votes(torch.randn(2, 3, 4, 5), return_coupling=coupling)
+    capsfast.routing_pass(u, weight, return_weights=coupling)
+    capsfast.votes_pass(torch.randn(2, 3, 4, 5), return_weights=coupling)
+
+
+def test_without_times_of_the_gpu_triton_goes_first_wherever_it_serves(chosen: list[str]) -> None:
+    call_each_function()
+    assert chosen == ["triton"] * 8
+
+
+@pytest.mark.usefixtures("timed_gpu")
+def test_with_times_of_the_gpu_cuda_goes_first_where_its_rows_family_serves(chosen: list[str]) -> None:
+    call_each_function()
+    assert chosen == ["cuda"] * 2 + ["triton"] * 6
+    chosen.clear()
+    call_each_function(coupling=True)
+    assert chosen == ["triton"] * 8
+
+
+def first_on_gpu(B: int = 128, dtype: torch.dtype = torch.float32, J: int = 10, **options: Any) -> str:
+    """The backend that serves a routing on a GPU."""
+    u, weight = layer(B, 3, J, 16, 8, dtype=dtype)
+    return choice.choose(on_gpu(unchecked(u, weight, RoutingParameters(), Options(**options))), None)
+
+
+MIDDLE = (17, 128, 1023)
+
+
+@pytest.mark.rows(99)
+@pytest.mark.usefixtures("timed_gpu")
+@pytest.mark.parametrize(
+    ("compiled", "B", "dtype", "J", "first"),
+    [
+        *((compiled, B, torch.float32, 13, "triton") for compiled in (False, True) for B in (1, 128, 1024)),
+        *((False, B, torch.float32, 12, "cuda") for B in (1, 16, *MIDDLE, 1024)),
+        *((False, 128, dtype, 12, "cuda") for dtype in (torch.bfloat16, torch.float16)),
+        *((True, B, dtype, 12, "triton") for dtype in (torch.bfloat16, torch.float16) for B in (1, *MIDDLE, 1024)),
+        *((True, B, torch.float32, 12, "triton") for B in (1, 16)),
+        *((True, B, torch.float32, 12, "triton") for B in (1024, 4096)),
+        *((True, B, torch.float32, 12, "cuda") for B in MIDDLE),
+    ],
+)
+def test_each_row_of_the_table_of_times(
+    compiled: bool, B: int, dtype: torch.dtype, J: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    assert first_on_gpu(B, dtype, J) == first
+    assert first_on_gpu(B, dtype, J, softmax="in") == "triton"
+    monkeypatch.setattr(choice, "_is_timed", lambda gpu: False)
+    assert first_on_gpu(B, dtype, J) == "triton"
+
+
+@pytest.mark.usefixtures("timed_gpu")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_makes_a_call_one_of_16_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert first_on_gpu() == ("triton" if compiled else "cuda")
+
+
+@pytest.mark.usefixtures("timed_gpu")
+@pytest.mark.parametrize(("B", "dtype"), [(1, torch.float32), (128, torch.float32), (128, torch.bfloat16)], ids=str)
+def test_a_captured_call_runs_the_kernels_that_ran_before(
+    B: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        found.append(first_on_gpu(B, dtype))
+    assert found == ["cuda", "cuda"]
+
+
+@pytest.mark.usefixtures("timed_gpu")
+def test_the_others_follow_where_the_first_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, lacking in ((native, "why_not_on"), (native, "why_no_cuda")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, lacking, lambda *device: "no CUDA kernels here")
+            assert first_on_gpu() == "triton"
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "why_no_triton", lambda: "no triton here")
+        assert first_on_gpu(J=13) == "cuda"
+        patch.setattr(native, "why_not_on", lambda device: "no kernels for this GPU")
+        with pytest.warns(RuntimeWarning, match="slow reference backend: no kernels for this GPU"):
+            assert first_on_gpu() == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "timed"),
+    [
+        ((9, 0), "8.0 9.0", True),
+        ((9, 0), "7.5 8.0+PTX", True),
+        ((9, 0), "7.5+PTX", False),  # without tensor cores, so without the rows family
+        ((9, 0), "", False),
+        ((8, 0), "8.0", False),
+        ((10, 0), "9.0 10.0", False),
+    ],
+)
+def test_which_gpus_the_times_hold_for(
+    capability: tuple[int, int], built: str, timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "why_no_cuda", lambda: "" if built else "not built")
+    monkeypatch.setattr(native, "_BUILD", {"cuda_architectures": built})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choice._is_timed.__wrapped__(GPU) == timed
+
+
+def test_the_repository_has_a_record_of_each_gpu_with_times() -> None:
+    files = (ROOT / "benchmarks" / "results").glob("*.json")
+    machines = [json.loads(file.read_text())["environment"]["machine"] for file in files]
+    recorded = {machine.get("compute_capability") for machine in machines}
+    assert {".".join(map(str, capability)) for capability in choice.RECORDED} <= recorded
 
 
 def test_float64_on_a_gpu_is_not_for_triton(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +308,21 @@ def test_float64_on_a_gpu_is_not_for_triton(chosen: list[str], monkeypatch: pyte
     with pytest.warns(RuntimeWarning, match="slow reference backend: not built"):
         capsfast.dynamic_routing(*layer(*SHAPE, dtype=torch.float64))
     assert chosen == ["cuda", "reference"]
+
+
+@pytest.mark.parametrize(("I", "stride", "first"), [(10**6, 16, "triton"), (10**7, 16, "cuda"), (3, 2**27, "cuda")])
+def test_a_call_that_reaches_too_far_for_triton_runs_on_cuda(
+    I: int, stride: int, first: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The votes of no call exist: their numbers share memory."""
+    votes = torch.empty(1).as_strided((32, I, 4, 4), (0, 0, 0, 0))
+    call = unchecked(votes, None, RoutingParameters(), Options())
+    far: Any = on_gpu(call)
+    far.u.stride = lambda axis: stride
+    assert choice.choose(far, None) == first
+    if first == "cuda":
+        with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: it serves .* 2\*\*31 numbers"):
+            choice.choose(far, "triton")
 
 
 def test_who_asks_for_a_backend_gets_it_whatever_goes_first(chosen: list[str]) -> None:
@@ -222,22 +361,57 @@ class Graphs:
         return lambda *tensors: (torch.zeros(()),)
 
 
+@contextlib.contextmanager
+def fakes_on_gpu() -> Iterator[None]:
+    """New tensors in the block lie on a GPU and have no values."""
+    with FakeTensorMode(shape_env=ShapeEnv()), torch.device("cuda"):
+        yield
+
+
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_a_compiled_call_chooses_once_for_all_sizes(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Triton's refusals, for tensors on the CPU.
-    monkeypatch.setitem(choice.BACKENDS, "cpp", choice.BACKENDS["triton"]._replace(devices=("cpu",)))
+def test_a_compiled_call_chooses_once_for_all_sizes(
+    dynamic: bool | None, timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_is_timed", lambda gpu: timed)
     torch.compiler.reset()
     graphs = Graphs()
     compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, dynamic=dynamic, backend=graphs)
-    for B in (3, 18, 5, 40):
-        compiled(*layer(B, 7, 4, 5, 6))
+    with fakes_on_gpu():
+        inputs = [layer(B, 7, 4, 5, 6) for B in (128, 18, 5, 40, 2000)]
+        others = [layer(*shape) for shape in ((3, 9, 12, 16, 15), (3, 7, 13, 5, 6), (18, 9, 40, 7, 8))]
+    for each in inputs:
+        compiled(*each)
     # dynamic=True: the first graph serves all sizes. Else the second batch size makes one graph for all others.
-    assert len(graphs.ops) == (1 if dynamic else 2)
+    any_size = "triton_dynamic_routing"
+    sized = [] if dynamic else ["dynamic_routing" if timed else any_size]
+    assert graphs.ops == [*sized, any_size]
     if dynamic:
-        for shape in ((3, 9, 12, 16, 15), (3, 7, 13, 5, 6), (18, 9, 40, 7, 8)):
-            compiled(*layer(*shape))
-        assert len(graphs.ops) == 1
+        for each in others:
+            compiled(*each)
+        assert graphs.ops == [any_size]
+
+
+@pytest.mark.usefixtures("timed_gpu")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_exported_program_holds_cuda_where_its_sizes_are_known(dynamic: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # No parameter: with one a torch without CUDA aborts in the autograd of a tensor on a GPU.
+            self.register_buffer("weight", torch.randn(7, 4, 16, 8))
+
+        def forward(self, u: torch.Tensor) -> torch.Tensor:
+            return capsfast.dynamic_routing(u, self.weight)
+
+    with fakes_on_gpu():
+        model, example = Model().eval(), torch.randn(128, 7, 8)
+    program = capsfast.export.program(model, example, dynamic_batch=dynamic)
+    ops = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("capsfast.")]
+    assert ops == [f"capsfast.{'triton_' if dynamic else ''}dynamic_routing.default"]
+    for batch in program.range_constraints.values():  # the choice does not limit the batch
+        assert batch.lower <= 2 and batch.upper > 10**6
 
 
 @pytest.mark.parametrize("votes", [False, True])

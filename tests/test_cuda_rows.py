@@ -18,11 +18,13 @@ import pytest
 import torch
 
 import capsfast
+from capsfast import backend as choice
+from capsfast.ops import define
 
 from .emulator import backend as emulator
 from .support.accuracy import check, relative_l2
 from .support.backends import ALL_DTYPES, Backend, Shape
-from .support.problems import LOADED_OUT, Case, Problem, call, make, relayout, run
+from .support.problems import LOADED_OUT, Case, PassCase, Problem, call, make, relayout, run
 
 ROOT = Path(__file__).parent.parent
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
@@ -401,3 +403,63 @@ def test_a_weight_that_is_not_contiguous_goes_to_the_general_kernels() -> None:
     emulator.take_launches()
     check(problem, BACKEND)
     assert "rows::AccumulateArgs" not in emulator.take_launches()
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """The same values, with J and D exchanged in memory."""
+    return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def spread(weight: torch.Tensor) -> torch.Tensor:
+    """The same values, with the rows of two input capsules apart in memory."""
+    return torch.stack([weight, weight], 1)[:, 0]
+
+
+# Sizes on both sides of each limit, empty calls, options.
+LIMITS = (
+    *((Shape(2, 2, J, D, K), QUIET) for J in (10, 11, 12, 13) for D in (16, 17) for K in (8, 9, 16, 17)),
+    *((Shape(*(0 if axis == empty else 2 for axis in range(5))), QUIET) for empty in range(5)),
+    *((Shape(2, 3, 4, 5, 6), case) for case in (*CASES, *OPTIONS)),
+)
+
+
+@pytest.mark.rows(99)
+@pytest.mark.parametrize(
+    ("shape", "case", "op", "dtype", "moved"),
+    [
+        *((shape, case, "dynamic_routing", torch.float32, None) for shape, case in LIMITS),
+        *((Shape(2, 3, 4, 5, 6), QUIET, "dynamic_routing", dtype, None) for dtype in ALL_DTYPES),
+        *((Shape(2, 3, 4, 5, 6), QUIET, "dynamic_routing", torch.float32, moved) for moved in (transposed, spread)),
+        (Shape(2, 3, 1, 5, 6), QUIET, "dynamic_routing", torch.float32, transposed),
+        (Shape(2, 3, 4, 5, 1), QUIET, "dynamic_routing", torch.float32, partial(relayout, kind="sliced")),
+        (Shape(2, 3, 4, 6, 1), QUIET, "route_votes", torch.float32, None),
+        (Shape(2, 3, 4, 5, 6), PassCase(query=True), "routing_pass", torch.float32, None),
+        (Shape(2, 3, 4, 5, 1), PassCase(query=True), "votes_pass", torch.float32, None),
+    ],
+    ids=str,
+)
+def test_the_choice_of_a_backend_knows_what_the_family_serves(
+    shape: Shape,
+    case: Any,
+    op: str,
+    dtype: torch.dtype,
+    moved: Callable[[torch.Tensor], torch.Tensor] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """capsfast.backend and why_not() of rows/kernels.h have the same limits."""
+    served = []
+
+    def choose(call: Any, name: str | None, with_coupling: bool = False) -> str:
+        served.append(choice._served_by_rows(call, with_coupling))
+        return choice.choose(call, name, with_coupling)
+
+    monkeypatch.setattr(define, "choose", choose)
+    problem = make(shape, case, op, dtype)
+    if moved is not None:
+        problem.inputs["weight"] = moved(problem.inputs["weight"])
+    emulator.take_launches()
+    run(problem, emulator.NAME)
+    ran = emulator.take_launches()
+    assert served == ["rows::AccumulateArgs" in ran] == ["rows::GradientArgs" in ran]
+    if served[0]:
+        assert not {"AccumulateArgs", "GradientArgs"} & set(ran)

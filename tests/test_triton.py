@@ -19,7 +19,7 @@ from .support.accuracy import check, relative_l2
 from .support.backends import named
 from .support.interpreter import kernels_of
 from .support.passes import EVERYTHING, QUADRATIC, WAYS, PassCase, normalized
-from .support.problems import PLAIN, AnyCase, Case, Problem, make, run
+from .support.problems import PLAIN, AnyCase, Case, Problem, laid_out, make, run
 
 pytestmark = pytest.mark.skipif(
     bool(toolchain.why_no_triton()) or not toolchain.interpreting(), reason="runs with Triton's interpreter"
@@ -262,7 +262,7 @@ def test_a_uniform_pass_takes_input_capsules_together(
     passes = [kwargs for name, kwargs in launched if name == "accumulate_kernel"]
     assert [each["TOGETHER"] for each in passes if each["MODE"] == "uniform"] == [together]
     # The components of a sliced u do not lie side by side.
-    check(given.laid_out("sliced"), TRITON)
+    check(laid_out(given, "sliced"), TRITON)
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ FAR = 2**31 + 16
     ("case", "name", "axis", "refused"),
     [
         (Case(coupling=False), "u", 1, ""),
-        (Case(coupling=False), "u", 0, r"'triton' serves tensors that reach less than 2\*\*31 .*; pass contiguous"),
+        (Case(coupling=False), "u", 0, r"'triton' cannot serve .* less than 2\*\*31 .*; pass contiguous"),
         (Case(coupling=False), "weight", 1, "the weight would reach"),
         (normalized(EVERYTHING, "in"), "u", 1, ""),
         (replace(EVERYTHING, spatial=(3,)), "votes", 0, ""),

@@ -74,7 +74,7 @@ class Op:
 
     def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
         """The results of the op from the chosen backend. A result that was not requested is empty."""
-        chosen = choose(call, backend)
+        chosen = choose(call, backend, requests[0])
         if chosen == "reference":
             return self.run_definition(call, requests)
         J = call.J if call.weight is None else None
