@@ -13,6 +13,11 @@ CONSTRAINTS ?= constraints.txt
 CAPSFAST_CUDA ?= auto
 export TORCH CONSTRAINTS ARGS V CAPSFAST_CUDA
 
+# A build for another machine must not change the Python of .venv.
+ifneq ($(filter gpu-build,$(MAKECMDGOALS)),)
+VENV ?= .venv-gpu-build
+endif
+
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
@@ -30,7 +35,7 @@ SHELL := bash
 # A make that this one starts, for the program in examples/serve, has a TORCH of its own.
 MAKEOVERRIDES =
 
-.PHONY: help demo test test-all build lint format docs wheel gpu-check clean force
+.PHONY: help demo test test-all build lint format docs wheel gpu-build gpu-check clean force
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -76,7 +81,12 @@ wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where
 	PYTHONPATH=build/wheel $(PY) .ci/wheel.py
 	@ls -sh $$(ls -t dist/capsfast-*.whl | head -n 1)
 
-gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, smoke calls, times, tests (8 minutes)
+gpu-build: export CAPSFAST_CUDA = 1
+gpu-build: export TORCH_CUDA_ARCH_LIST := $(or $(TORCH_CUDA_ARCH_LIST),9.0)
+gpu-build: $(EXTENSION) ## the extension for a machine with this PYTHON and an H100 or H200 (or TORCH_CUDA_ARCH_LIST)
+	@ls -sh $(EXTENSION)
+
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (six minutes)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
@@ -90,7 +100,7 @@ ready-%: force
 	@mkdir -p build/make
 	@$(call LOCKED,build/make/lock) $(PYTHON) .ci/environment.py ready $(PY) $*
 
-$(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc $(shell find csrc -type f) | ready-torch
+$(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc capsfast/bench/ran.py $(shell find csrc -type f) | ready-torch
 	@PYTHONUNBUFFERED=1 $(call LOCKED,build/lock) $(PY) setup.py -q build_ext --inplace | $(BRIEF)
 	@touch -c $@
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import glob
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -19,65 +20,29 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-# A minute more than the estimates in README.md.
-MINUTES = 9.0
+MINUTES = 7.0
 # Seconds between the request to stop, when pytest reports, and the kill.
 GRACE_SECONDS = 5.0
-ALSO = ("sanitizers", "counters")
+# Steps that only run if they are asked for.
+ALSO = ("counters", "sanitizers")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZED = ("cuda rows", "cuda general", "cuda votes", "triton routing", "triton passes")
+SECTIONS = ("SpeedOfLight", "LaunchStats", "SchedulerStats", "WarpStateStats", "SourceCounters")
+# Tests that take half of the time of all tests marked gpu.
+LARGE = "accuracy or elements or fifty"
 
 OK, FAILED, LATE, LEFT_OUT, INTERRUPTED = "ok", "failed", "out of time", "left out", "interrupted"
 
 
-class Family(NamedTuple):
-    """Kernels of a backend. op: a function of capsfast, or "em". shapes: (B, I, J, D, K); given votes have no K."""
-
-    backend: str
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-
-
-# Full tiles of columns; padded ones; enough input capsules for clusters, with weights in bulk copies as in the first.
-# Sizes for the general kernels only; many outputs.
-ROWS = ((33, 63, 10, 16, 8), (1, 33, 10, 12, 16), (2, 6000, 5, 16, 8))
-GENERAL = ((17, 21, 5, 23, 3), (33, 9, 300, 4, 4))
-VOTES = ((17, 21, 5, 7, 1), (4, 2520, 10, 16, 1))
-FAMILIES = {
-    "cuda-rows": Family("cuda", "dynamic_routing", ROWS),
-    "cuda-general": Family("cuda", "dynamic_routing", GENERAL),
-    "cuda-votes": Family("cuda", "route_votes", VOTES),
-    "cuda-pass": Family("cuda", "routing_pass", GENERAL),
-    "cuda-votes-pass": Family("cuda", "votes_pass", VOTES[:1]),
-    "triton-routing": Family("triton", "dynamic_routing", ROWS[:1]),
-    "triton-votes": Family("triton", "route_votes", VOTES[:1]),
-    "triton-pass": Family("triton", "routing_pass", GENERAL[:1]),
-    "triton-em": Family("triton", "em", ()),
-}
-# The same steps on a CPU.
-REHEARSED = {
-    "cpp-routing": Family("cpp", "dynamic_routing", ((3, 7, 4, 5, 6),)),
-    "cpp-em": Family("cpp", "em", ()),
-}
-
-
 @dataclass(frozen=True)
 class Step:
-    """One process.
-
-    Args:
-        name: a word.
-        command: its words.
-        seconds: the time limit.
-        environment: added to the environment of this process.
-        why_not: why the step is skipped, or "".
-        quiet: whether its lines go to the log alone.
-    """
+    """One process. why_not: why it is skipped, or "". quiet: its lines go to the log alone."""
 
     name: str
     command: Sequence[str]
@@ -88,14 +53,8 @@ class Step:
 
 
 class Check:
-    """Runs steps. Writes every fact at once: ``check.log`` has all lines, ``check.jsonl`` the results, and ``check.md``
-    the tables, after each step.
-
-    Args:
-        folder: for these files; the next check replaces it.
-        minutes: for everything.
-        rehearsal: whether results are marked as a rehearsal.
-    """
+    """Runs steps for so many minutes. Writes at once into the folder, which the next check replaces: all lines into
+    ``check.log``, results into ``check.jsonl``, and after each step the tables into ``check.md``."""
 
     def __init__(self, folder: Path, minutes: float, rehearsal: bool = False) -> None:
         self.folder, self.rehearsal = folder, rehearsal
@@ -132,10 +91,13 @@ class Check:
         """The facts with this key."""
         return [fact for fact in self.facts if key in fact]
 
-    def bad(self, prefix: str = "") -> list[str]:
-        """The steps that did not end well and whose names begin so."""
-        ended = [fact for fact in self.of("status") if fact["status"] in (FAILED, LATE, INTERRUPTED)]
-        return [fact["step"] for fact in ended if fact["step"].startswith(prefix)]
+    def bad(self) -> list[str]:
+        """The steps that did not end well."""
+        return [fact["step"] for fact in self.of("status") if fact["status"] in (FAILED, LATE, INTERRUPTED)]
+
+    def wrong(self, backend: str) -> list[str]:
+        """Why kernels of a backend are wrong: a value, a refused launch, a hang. A step that is late says nothing."""
+        return [why for fact in self.of("wrong") if fact["family"].startswith(backend) for why in fact["wrong"]]
 
     def run(self, *steps: Step, at_once: int = 1) -> None:
         with ThreadPoolExecutor(at_once) as pool:
@@ -194,9 +156,6 @@ class Check:
         seconds = round(time.monotonic() - begin, 1)
         self.note(step=step.name, status=status, seconds=seconds, reason=reason)
         self.say(f"{step.name}: {status} after {seconds:.0f} s{': ' * bool(reason)}{reason}")
-        self.write_page()
-
-    def write_page(self) -> None:
         with self.lock:
             (self.folder / "check.md").write_text(self.page(), encoding="utf-8")
 
@@ -210,19 +169,22 @@ class Check:
             reason = fact["reason"].replace("|", "/")
             lines.append(f"| {fact['step']} | {fact['status']} | {fact['seconds']:.0f} | {reason} |")
         parts.append("\n".join(lines))
-        lines = ["| call | kernel | launches | µs |", "|---|---|---:|---:|"]
-        for fact in self.of("kernels"):
-            lines += [f"| {fact['call']} | `{name}` | {n} | {us:.1f} |" for name, n, us in fact["kernels"]]
-        parts += ["\n".join(lines)] if len(lines) > 2 else []
+        parts += [f"WRONG: {why}" for why in self.wrong("")]
+        # Facts of a section are the rows of one table; their keys are its columns.
+        sections: dict[str, list[dict[str, Any]]] = {}
+        for fact in self.of("section"):
+            sections.setdefault(fact["section"], []).append(fact["row"])
         parts += [fact["tables"] for fact in self.of("tables")[-1:]]
+        for title, rows in sections.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            lines = [f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+            lines += ["| " + " | ".join(shown(row.get(key, "")) for key in columns) + " |" for row in rows]
+            parts.append("\n".join(lines))
         return "\n\n".join(parts) + "\n"
 
 
-def tool(name: str) -> str | None:
-    """The path of a program of the CUDA toolkit."""
-    patterns = [f"{os.environ.get('CUDA_HOME')}/bin", "/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*"]
-    folders = [folder for pattern in patterns for folder in sorted(glob.glob(pattern), reverse=True)]
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
 
 
 def missing(*modules: str) -> str:
@@ -235,114 +197,118 @@ class Steps:
 
     def __init__(self, device: str, out: Path) -> None:
         self.device, self.out, self.rehearse = device, out, device == "cpu"
-        self.families = REHEARSED if self.rehearse else FAMILIES
+        self.backends = ("cpp",) if self.rehearse else ("triton", "cuda")
+        self.workers = 2 if self.rehearse else max(2, min(14, len(os.sched_getaffinity(0))))
         # The checkout comes before an installed capsfast, and kernels are not interpreted.
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
 
-    def own(self, name: str, seconds: float, *words: str, quiet: bool = False, **more: str) -> Step:
+    def own(self, name: str, seconds: float, *words: str, quiet: bool = False) -> Step:
         """A step of gpu_steps.py; its first word is the name up to a blank."""
-        command = [sys.executable, "-m", "benchmarks.gpu_steps", name.split()[0], "--device", self.device, *words]
-        return Step(name, command, seconds, {**self.environment, **more}, quiet=quiet)
+        command = [sys.executable, "-m", "benchmarks.gpu_steps", name.split()[0], "--device", self.device]
+        return Step(name, [*command, "--out", str(self.out), *words], seconds, dict(self.environment), quiet=quiet)
 
-    def build(self, capability: str) -> Step:
-        """The extension in place, for this compute capability alone."""
+    def build(self, machine: dict[str, Any]) -> Step:
+        """The extension in place, for this compute capability alone, unless a prebuilt one loads."""
         why_not = "a rehearsal takes the extension as it is" if self.rehearse else ""
         why_not = why_not or ("CAPSFAST_BUILD=0" if os.environ.get("CAPSFAST_BUILD") == "0" else "")
+        why_not = why_not or ("the extension was built before, from these sources" if machine["built"] else "")
         why_not = why_not or missing("setuptools", "pybind11", "ninja")
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-        more = {**self.environment, "TORCH_CUDA_ARCH_LIST": capability}
-        return Step("build", command, 240, more, why_not, quiet=True)
+        capability = machine["environment"]["machine"].get("compute_capability", "")
+        return Step("build", command, 240, {**self.environment, "TORCH_CUDA_ARCH_LIST": capability}, why_not, True)
 
-    def warm(self) -> list[Step]:
-        """Beside the smoke calls the compilers fill their caches on the disk, so that the times need no compiling."""
-        shares, few = 1 if self.rehearse else 6, {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-        return [self.own(f"warm {n}", 100, "--share", f"{n}/{shares}", quiet=True, **few) for n in range(1, shares + 1)]
+    def smoke(self, backend: str, name: str = "") -> Step:
+        """Every family of a backend against float64, each in a process."""
+        return self.own(f"smoke {name or backend}", 150, "--backend", backend)
 
-    def smoke(self) -> list[Step]:
-        """Families, directions and modes, each in a process: cooperative launches, none, in a CUDA graph."""
-        found = []
-        for name, family in self.families.items():
-            modes = ["", *["not-cooperative"] * (family.backend == "cuda"), "graph"]
-            for mode in modes if family.op != "em" else [""]:
-                for direction in ("forward", "both"):
-                    more = {"CAPSFAST_COOPERATIVE": "0"} if mode == "not-cooperative" else {}
-                    words = ["--family", name, "--direction", direction, *["--graph"] * (mode == "graph")]
-                    step = " ".join(filter(None, ("smoke", name, direction, mode)))
-                    # Triton compiles on the way.
-                    found.append(self.own(step, 60 if family.backend == "cuda" else 120, *words, **more))
-        return sorted(found, key=lambda step: ("graph" in step.name, "not-cooperative" in step.name))
+    def times(self, *words: str) -> list[Step]:
+        """The workers compile their shares at the same time, then take turns on the GPU."""
+        shares = [f"{n}/{self.workers}" for n in range(1, self.workers + 1)]
+        few = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
+        steps = [self.own(f"times {share}", 200, "--share", share, *words, quiet=True) for share in shares]
+        return [replace(step, environment={**step.environment, **few}) for step in steps]
 
     def tests(self) -> list[Step]:
-        """The tests marked gpu, a process for each file."""
-        files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
-        words = ["-q", "-rfE", "-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        """The tests marked gpu in two processes."""
+        words = ["-q", "-rfE", "-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "tests/test_gpu.py"]
         words += [*["--noconftest"] * bool(missing("hypothesis")), *["--collect-only"] * self.rehearse]
         # Tests ask torch for determinism, so cuBLAS needs this setting.
         more = {**self.environment, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         command = [sys.executable, "-m", "pytest", *words]
-        return [Step(path.stem, [*command, str(path)], 160, more, missing("pytest")) for path in files]
+        parts = {"tests large": LARGE, "tests others": f"not ({LARGE})"}
+        return [Step(name, [*command, "-k", which], 160, more, missing("pytest")) for name, which in parts.items()]
+
+    def watcher(self, name: str) -> tuple[str, str]:
+        """The path of a program of the CUDA toolkit, and why the program can't watch here."""
+        patterns = [f"{os.environ.get('CUDA_HOME')}/bin", "/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*"]
+        folders = [folder for pattern in patterns for folder in sorted(glob.glob(pattern), reverse=True)]
+        found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)) or ""
+        return found, "a rehearsal has no GPU" if self.rehearse else "" if found else f"{name} is not installed"
 
     def sanitizers(self) -> list[Step]:
-        program = tool("compute-sanitizer")
-        why_not = "" if program or self.rehearse else "compute-sanitizer is not installed"
+        """compute-sanitizer on the first two calls of some families."""
+        program, why_not = self.watcher("compute-sanitizer")
+        # One allocation for each tensor and each part of the scratch memory, so that nothing lies behind it.
+        more = {**self.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CAPSFAST_SCRATCH_APART": "1"}
         steps = []
-        for kind in SANITIZERS:
-            words = [program or "", "--tool", kind, "--error-exitcode", "9", "--print-limit", "20"]
-            words += ["--target-processes", "application-only"]
+        for kind, family in itertools.product(SANITIZERS, SANITIZED):
+            words = [program, "--tool", kind, "--error-exitcode", "9", "--print-limit", "20"]
             # torch may ask for features that the driver lacks. Only initcheck must see the writes of torch's kernels.
             words += ["--report-api-errors", "no"] if kind == "memcheck" else []
             words += ["--kernel-name-exclude", "kns=at6native,kns=cub"] if kind != "initcheck" else []
-            for name in self.families:
-                watched = self.own("smoke", 120, "--family", name, "--few")
-                # One allocation for each tensor and each part of the scratch memory, so that nothing lies behind it.
-                more = {**watched.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CAPSFAST_SCRATCH_APART": "1"}
-                command = [*words * (not self.rehearse), *watched.command]
-                steps.append(Step(f"{kind} {name}", command, 120, more, why_not, quiet=True))
+            words += [sys.executable, "-m", "capsfast.bench.check", family, "--device", "cuda", "--calls", "2"]
+            steps.append(Step(f"sanitizers {kind} {family}", words, 120, more, why_not, quiet=True))
         return steps
 
     def counters(self) -> list[Step]:
-        """ncu with detailed sections on the canonical layer. The report is for ncu-ui; the log has its pages."""
-        program = tool("ncu")
-        why_not = "" if program else "ncu is not installed"
-        why_not = "a rehearsal has no device to watch" if self.rehearse else why_not
-        words = ["--set", "detailed", "--clock-control", "none", "--profile-from-start", "off", "--page", "details"]
-        words += ["--target-processes", "application-only", "--force-overwrite"]
-        words += ["--export", str(self.out / "gpu-check" / "profile")]
-        watched = self.own("profiled", 120)
-        return [Step("counters", [program or "", *words, *watched.command], 120, self.environment, why_not, quiet=True)]
+        """ncu on the canonical layer, forward and backward. The reports are for ncu-ui; the log has their pages."""
+        program, why_not = self.watcher("ncu")
+        words = [word for section in SECTIONS for word in ("--section", section)]
+        words += ["--clock-control", "none", "--profile-from-start", "off", "--page", "details"]
+        words += ["--target-processes", "application-only", "--force-overwrite", "--export"]
+        steps = []
+        for backend in self.backends:
+            watched = self.own("profiled", 45, "--backend", backend)
+            command = [program, *words, str(self.out / "gpu-check" / f"{backend}.ncu-rep"), *watched.command]
+            steps.append(Step(f"counters {backend}", command, 45, watched.environment, why_not, quiet=True))
+        return steps
 
 
 def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) -> int:
     """Runs all steps, the most important first. Returns the exit status."""
-    at_once = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
     def chosen(*group: Step, at_once: int = 1) -> None:
-        wanted = [each for each in group if not only or each.name.startswith(tuple(only))]
-        if wanted:
-            check.run(*wanted, at_once=at_once)
+        asked = [step for step in group if not only or step.name.startswith(tuple(only))]
+        if asked:
+            check.run(*asked, at_once=at_once)
 
-    check.run(steps.own("machine", 30))
+    also = [*also, *(name for name in ALSO if any(word.startswith(name) for word in only))]
+    check.run(steps.own("machine", 60))
     if not check.of("machine"):
         check.say("there is nothing to check here")
         return 2
-    chosen(steps.build(check.of("machine")[0]["environment"]["machine"].get("compute_capability", "")))
-    smoke = {part: [each for each in steps.smoke() if ("graph" in each.name) == part] for part in (False, True)}
-    chosen(*smoke[False], *steps.warm(), at_once=at_once)
-    chosen(*smoke[True], at_once=at_once)
-    cooperative = [name for name in check.bad("smoke cuda") if not name.endswith(("not-cooperative", "graph"))]
-    if cooperative:
-        check.say(f"CAPSFAST_COOPERATIVE=0 from here on, because not ok: {', '.join(cooperative)}")
-        steps.environment["CAPSFAST_COOPERATIVE"] = "0"
-    without = ["--no-graph"] if check.bad("smoke") else []
-    # The record of a rehearsal is none that `capsfast report` should find.
-    out = check.folder if steps.rehearse else steps.out
-    chosen(steps.own("times", 180, "--out", str(out), *without))
+    build = steps.build(check.of("machine")[0])
+    # Triton's kernels need no extension, so their check fills the time of a build.
+    chosen(build, *[steps.smoke(name) for name in steps.backends if name != "cuda"], at_once=2)
+    if "cuda" in steps.backends:
+        chosen(steps.smoke("cuda"))
+        if check.wrong("cuda"):
+            check.say("CAPSFAST_COOPERATIVE=0 from here on, because CUDA kernels are wrong")
+            steps.environment["CAPSFAST_COOPERATIVE"] = "0"
+            chosen(steps.smoke("cuda", "cuda, separate launches"))
+    # What was asked for above all comes before what takes long.
+    if "counters" in also:
+        chosen(*steps.counters())
+    no_graph = any("graph" in why for why in check.wrong(""))
+    chosen(*steps.times(*["--no-graph"] * no_graph), at_once=steps.workers)
+    if check.of("measured"):
+        check.run(steps.own("record", 60))
     chosen(*steps.tests(), at_once=2)
-    for name in also:
-        chosen(*getattr(steps, name)(), at_once=4 if name == "sanitizers" else 1)
+    if "sanitizers" in also:
+        chosen(*steps.sanitizers(), at_once=4)
     check.complete = not check.interrupted
-    check.write_page()
+    (check.folder / "check.md").write_text(check.page(), encoding="utf-8")
     print(check.page())
     bad = check.bad()
     check.say(f"{'complete' if check.complete else 'interrupted'}; {'not ok: ' + ', '.join(bad) if bad else 'ok'}")

@@ -2,36 +2,34 @@
 
 import argparse
 import contextlib
-import dataclasses
+import fcntl
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.testing import assert_close
 
 import capsfast
-from benchmarks.gpu_check import FAMILIES, REHEARSED
-from capsfast.bench import record
+from capsfast import native
+from capsfast.bench import check, ran, record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
-from capsfast.bench.contenders import OURS, Contender, contender, contenders
+from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contenders
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import Step, input_set, step
-from capsfast.bench.measure import Row, first_line, measure
+from capsfast.bench.measure import Row, beside, first_line, prepared
+from capsfast.bench.memory import cuda_growth
 from capsfast.bench.report import describe, page
-from tests.support import passes
-from tests.support import problems as routings
-from tests.support.accuracy import relative_l2
-from tests.support.on_gpu import assert_replays
+from capsfast.bench.timing import host_seconds, interleave
 
-# The largest relative L2 error against float64. These bounds find wrong kernels; the tests know how exact kernels are.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 1e-10}
-# What is timed around the canonical layer: six shapes, the important ones first.
-SHAPES: Any = ({}, {"dtype": "bfloat16"}, {"I": 256, "J": 320}, {"B": 1}, {"I": 4608}, {"B": 1024, "I": 256})
-KINDS: Any = ({}, {"op": "route_votes", "K": 0}, {"op": "routing", "routing": "em"})
+# What is timed around the canonical layer, the important cases first.
+SHAPES: Any = ({}, {"dtype": "bfloat16"}, {"B": 1}, {"B": 1024, "I": 256}, {"B": 16}, {"I": 9216}, {"I": 256})
+SHAPES += ({"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
+VOTES: Any = ({}, {"dtype": "bfloat16"})
+ROUTINGS: Any = ({"routing": "em"}, {"routing": "em", "dtype": "bfloat16"}, {"routing": "self-attention", "r": 0})
 
 
 def publish(**fact: Any) -> None:
@@ -43,104 +41,147 @@ def machine(asked: argparse.Namespace, device: torch.device) -> None:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise SystemExit(f"torch {torch.__version__} ({built}) finds no CUDA device")
     found = record.environment(device)
-    print(describe(found))
-    if device.type == "cuda":
-        with contextlib.suppress(OSError):
-            subprocess.run(["nvidia-smi"], check=False)
-    publish(machine=describe(found), environment=found)
+    publish(machine=describe(found), environment=found, built=device.type == "cuda" and built_for(device))
+    with contextlib.suppress(OSError):
+        subprocess.run(["nvidia-smi"], check=False)
 
 
-def able(device: torch.device) -> list[Contender]:
-    found = [each for each in contenders() if each.serves(device)]
-    if not any(each.ours for each in found):
-        raise SystemExit(f"no fused backend for {device.type}")
-    return found
-
-
-def problems(name: str, device: str, few: bool) -> Iterator[routings.Problem]:
-    """The calls of a family: every shape, options that together take every tensor and both softmaxes, and dtypes."""
-    family = {**FAMILIES, **REHEARSED}[name]
-    op = next(each for each in (*routings.OPS, *passes.PASS_OPS) if each.name == family.op)
-    cases: list[Any] = [routings.Case(coupling=False), routings.LOADED, routings.LOADED_OUT]
-    if op in passes.PASS_OPS:
-        cases = [passes.LINEAR, *passes.LINEAR_WAYS, *[passes.QUADRATIC] * (family.backend == "triton")]
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    if family.backend == "triton":
-        dtypes = dtypes[:2]  # each is compiled
-    elif name == "cuda-rows":
-        dtypes.remove(torch.float64)  # the general kernels serve it
-    if few:
-        dtypes, cases = dtypes[:1], cases[:2]
-    for shape in family.shapes:
-        for dtype in dtypes:
-            for case in cases:
-                # Says the call before it runs, so that a hang names itself.
-                print(family.backend, op, "x".join(map(str, shape)), case, str(dtype).removeprefix("torch."))
-                yield op.make(routings.Shape(*shape), case, dtype, device)
+def built_for(device: torch.device) -> bool:
+    """Whether the extension loads, has kernels for this GPU, and was built from the sources of this checkout."""
+    if native.why_no_cuda() or native.why_not_on(device) or native.extension is None:
+        return False
+    return bool(native.extension.build_info()["cuda_sources"] == ran.cuda_sources(ran.kernel_files("cuda")))
 
 
 def smoke(asked: argparse.Namespace, device: torch.device) -> None:
-    """The calls of a family in one direction against float64. ``--graph``: the replay of a graph against the call."""
-    family = {**FAMILIES, **REHEARSED}[asked.family]
-    state, need = capsfast.backends()[family.backend], () if asked.direction == "forward" else None
-    if not state.available:
-        return publish(left_out=state.reason)
-    if family.op == "em":
-        return em(family.backend, asked.direction, device)
-    worst = 0.0
-    for problem in problems(asked.family, asked.device, asked.graph or asked.few):
-        if asked.graph and device.type == "cuda":
-            assert_replays([problem], family.backend, need)
-            continue
-        got = routings.run(problem, family.backend, need)
-        if asked.graph or asked.few:
-            assert_close(routings.run(problem, family.backend, need), got, rtol=0, atol=0)
-            continue
-        for name, truth in routings.run(problem.to(torch.float64), "reference", need).items():
-            error, bound = relative_l2(got[name].double().cpu(), truth), BOUNDS[problem.dtype]
-            # "not <=" so that NaN fails.
-            if not error <= bound:
-                raise SystemExit(f"{name} has relative error {error:.1e}, bound {bound:.0e}: {problem.case}")
-            worst = max(worst, error / bound)
-    publish(family=asked.family, direction=asked.direction, graph=asked.graph, largest_error_over_bound=worst)
+    """Every family of a backend against float64."""
+
+    def told(result: check.Result) -> None:
+        publish(status_of=result.status, **asdict(result))
+        errors = ", ".join(f"{dtype} {error:.0e}" for dtype, error in result.errors.items())
+        row = {"family": result.family, "result": result.status, "calls": f"{result.calls} of {result.of}"}
+        publish(section="Smoke", row={**row, "largest errors": errors or result.absent, "s": round(result.seconds)})
+
+    names = [name for name, family in check.FAMILIES.items() if family.backend == asked.backend]
+    found = check.check(device, 15 if asked.rehearse else 140, names, told)
+    if all(result.absent for result in found):
+        publish(left_out=found[0].absent)
+    if wrong := [result.family for result in found if result.status == check.WRONG]:
+        raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
-def em(backend: str, direction: str, device: torch.device) -> None:
-    """EM routing, whose passes are quadratic and whose updates have a kernel."""
-    both = DIRECTIONS[direction == "both"]
-    case = Case(5, 33, 10, 16, 8, 3, direction=both, op="routing", routing="em")
-    print(case.name)
-    verdict = Gate(case, input_set(case, device)).check(contender(OURS + backend).make(case))
-    if verdict.reason:
-        raise SystemExit(verdict.reason)
-    publish(errors=verdict.errors)
+def case(changes: dict[str, Any], direction: str) -> Case:
+    return replace(CANONICAL, direction=direction, **changes)
 
 
-def cases(device: torch.device) -> list[Case]:
-    """Every shape with every kind of call, a routing only forward+backward; in a rehearsal small ones."""
-    shapes = SHAPES if device.type == "cuda" else ({"B": 2, "I": 16},)
-    changes = [{**shape, **kind} for shape in shapes for kind in KINDS]
-    found = [dataclasses.replace(CANONICAL, direction=each, **more) for more in changes for each in DIRECTIONS]
-    return [case for case in found if case.backward or not case.routing]
+def cases(rehearse: bool) -> list[Case]:
+    """All cases, the important ones first; in a rehearsal small ones."""
+    small = {"B": 2, "I": 16} if rehearse else {}
+    found = [case({**each, **small}, direction) for each in SHAPES for direction in DIRECTIONS]
+    votes = {"op": "route_votes", "K": 0}
+    found += [case({**each, **votes, **small}, direction) for each in VOTES for direction in DIRECTIONS]
+    found += [case({**each, "op": "routing", **small}, DIRECTIONS[1]) for each in ROUTINGS]
+    return list(dict.fromkeys(found))[: 6 if rehearse else None]
 
 
-def calls(device: torch.device, chosen: list[Case], ours: bool) -> Iterator[tuple[str, Step]]:
-    """A name and a call for each contender on each case."""
-    for case in chosen:
-        for each in able(device):
-            if (each.ours or not ours) and not each.why_not(case, device):
-                yield f"{each.name}, {case.name}", step(each.make(case), case, [input_set(case, device)])
+def tasks(rehearse: bool, device: torch.device) -> list[tuple[Any, ...]]:
+    """What the workers time: contenders on cases, training steps of CapsNet, the host. Eager einsum on one layer."""
+    everyone = [each for each in contenders() if each.serves(device)]
+    ours = [each for each in everyone if each.ours]
+    if not ours:
+        raise SystemExit(f"no fused backend for {device.type}")
+    measured: list[tuple[Any, ...]] = [
+        (contender_task, each, one)
+        for one in cases(rehearse)
+        for each in everyone
+        if (each.name != EAGER or one == CANONICAL) and (each.name != COMPILED or not rehearse)
+    ]
+    hows = [how for how in NETS if "compiled" not in how or not rehearse]
+    nets = [(net_task, how, dtype) for dtype in (torch.float32, torch.bfloat16) for how in hows]
+    hosts = [(host_task, each, case({}, direction)) for direction in DIRECTIONS for each in ours if not rehearse]
+    # The compiler takes longest on whole networks, so these go first.
+    return [*nets, *measured, *hosts]
 
 
-def warm(asked: argparse.Namespace, device: torch.device) -> None:
-    """Calls every contender on a share of the cases, so that the caches on the disk have the compiled code."""
-    part, of = map(int, asked.share.split("/"))
-    for name, call in calls(device, cases(device)[part - 1 :: of], ours=False):
-        print(name)
-        try:
-            call()
-        except Exception as error:  # the step "times" reports it again
-            print(f"failed: {first_line(error)}")
+Timed = Callable[[], None]
+
+
+def contender_task(each: Contender, one: Case, device: torch.device, graph: bool) -> Timed:
+    """Checks a contender, which compiles it; the returned function measures and publishes a row."""
+    row, call = Row(one, each.name, "skipped", each.why_not(one, device)), None
+    if not row.reason:
+        inputs = input_set(one, device)
+        row, call = prepared(one, each, [inputs], Gate(one, inputs))
+
+    def timed() -> None:
+        found = row if call is None else measured(row, call, device, graph)
+        publish(measured=asdict(found))
+        print(found.contender, one.name, found.status, found.reason, sep="; ")
+
+    return timed
+
+
+def measured(row: Row, call: Step, device: torch.device, graph: bool) -> Row:
+    """The row with the times of a call, eager and in a graph, of the host, and with the peak memory."""
+    try:
+        eager = interleave({"": call}, device, 0.0, 2)[""]
+        growth = cuda_growth(call, row.case, device) if device.type == "cuda" else None
+        row = replace(row, seconds=asdict(eager), memory_bytes=growth)
+        if device.type == "cuda":
+            row = beside(call, row, device, graph)
+    except Exception as error:  # such as out of memory
+        row = replace(row, status="failed", reason=f"while it was timed: {first_line(error)}")
+    return row
+
+
+NETS = ("einsum", "einsum, compiled whole", "capsfast", "capsfast, compiled whole")
+
+
+def net_task(how: str, dtype: torch.dtype, device: torch.device, graph: bool) -> Timed:
+    """A training step of CapsNet on 128 images, eager; in 16 bits with autocast."""
+    count = 128 if device.type == "cuda" else 2
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    images, labels = torch.rand(count, 1, 28, 28, device=device), torch.randint(10, (count,), device=device)
+    model = capsfast.models.CapsNet(backend="reference" if "einsum" in how else None).to(device)
+    loss, optimizer = capsfast.nn.MarginLoss(), torch.optim.Adam(model.parameters(), fused=device.type == "cuda")
+    forward = torch.compile(model) if "compiled" in how else model
+
+    def train() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            found = forward(images, labels)
+            error = loss(found.lengths, labels) + 5e-4 * (found.reconstruction - images).square().sum() / count
+        error.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        train()
+
+    def timed() -> None:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ms = 1e3 * interleave({"": train}, device, 0.0, 3)[""].median
+        row = {"network": how, "dtype": str(dtype).removeprefix("torch."), "ms": ms}
+        if device.type == "cuda":
+            row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        publish(section=f"Training step of CapsNet, {count} images", row=row)
+
+    return timed
+
+
+def host_task(each: Contender, one: Case, device: torch.device, graph: bool) -> Timed:
+    """The host's part of a call, with the threads of autograd and with the calling thread alone."""
+    call = step(each.make(one), one, [input_set(one, device)])
+    call()
+
+    def timed() -> None:
+        found = {}
+        for title, threads in (("µs", True), ("µs, autograd on the calling thread", False)):
+            with torch.autograd.set_multithreading_enabled(threads):
+                found[title] = 1e6 * host_seconds(call, device)
+        publish(section="Host", row={"backend": each.name, "call": one.name, **found})
+
+    return timed
 
 
 def rates(device: torch.device) -> dict[str, float]:
@@ -163,75 +204,78 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def times(asked: argparse.Namespace, device: torch.device) -> None:
-    """All contenders on every case: eager, in a CUDA graph, the host, peak memory; saved after every case."""
-    surroundings, real = record.environment(device), device.type == "cuda"
-    surroundings["limits"] = rates(device) if real else {}
-    path = asked.out / f"{record.machine_name(surroundings['machine'])}.json"
-    rows: list[Row] = []
-    for case in cases(device):
-        how = {"seconds": 0.0, "least_rounds": 3 if real else 1, "with_memory": real, "with_graph": not asked.no_graph}
-        try:
-            found = measure(case, able(device), device, **how)
-        except RuntimeError as error:  # out of memory, or an asynchronous error that no contender owns
-            found = [Row(case, "all", "failed", first_line(error))]
-        rows += found
-        record.save(path, surroundings, rows)
-        publish(record=path.name, tables="## " + page([path]).partition("\n## ")[2])
-        for row in found:
-            spent = {"eager": row.seconds.get("median"), "graph": row.graph, "host": row.host}
-            shown = [f"{key} {1e6 * value:.1f} us" for key, value in spent.items() if value is not None]
-            print(f"{row.contender}, {case.name}: {', '.join(shown)} {row.status} {row.reason}")
-        if case.backward:
-            kernels(device, case)
-    bad = [row for row in rows if row.status in ("wrong", "failed") and row.contender.startswith(("capsfast", "all"))]
-    if bad:
+    """Prepares a share of the tasks, then measures them in turns with the other workers.
+
+    A worker that prepares shares the lock, so no worker has a turn before all are ready, for at most two minutes.
+    """
+    part, of = map(int, asked.share.split("/"))
+    end, ready = time.monotonic() + 120, list[Timed]()
+    with (asked.out / "gpu-check" / "turns").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        for task, *what in tasks(asked.rehearse, device)[part - 1 :: of]:
+            print("prepares", *what)
+            try:
+                ready.append(task(*what, device, not asked.no_graph))
+            except Exception as error:  # contenders report their errors themselves
+                print(f"failed: {what}: {first_line(error)}")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the other workers need memory, too
+        if part == 1 and device.type == "cuda":
+            ready.insert(0, lambda: publish(limits=rates(device)))
+        for timed in ready:
+            while time.monotonic() < end:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.02)
+            timed()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def record_of(asked: argparse.Namespace, device: torch.device) -> None:
+    """Writes the record and its tables from the facts of all steps so far."""
+    folder = asked.out / "gpu-check"
+    facts = [json.loads(line) for line in (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()]
+    surroundings = next(fact["environment"] for fact in facts if "environment" in fact)
+    surroundings["limits"] = next((fact["limits"] for fact in facts if "limits" in fact), {})
+    rows = {(row.case, row.contender): row for row in (Row.from_dict(f["measured"]) for f in facts if "measured" in f)}
+    order = {one: n for n, one in enumerate(cases(asked.rehearse))}
+    ordered = sorted(rows.values(), key=lambda row: order[row.case])
+    # The record of a rehearsal is none that `capsfast report` should find.
+    path = (folder if asked.rehearse else asked.out) / f"{record.machine_name(surroundings['machine'])}.json"
+    record.save(path, surroundings, ordered)
+    publish(record=path.name, tables="## " + page([path]).partition("\n## ")[2])
+    bad = [row for row in ordered if row.status in ("wrong", "failed") and row.contender.startswith(OURS)]
+    if bad := [row for row in bad if "cannot serve this call" not in row.reason]:
         raise SystemExit("; ".join(f"{row.contender} on {row.case.name} {row.status}: {row.reason}" for row in bad))
 
 
-def kernels(device: torch.device, case: Case) -> None:
-    """The time of every kernel of a call: name, launches, microseconds of all launches."""
-    kind = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}[device.type]
-    for name, call in calls(device, [case], ours=True):
-        try:
-            call()
-            with profile(activities=[kind]) as seen:
-                call()
-                torch.cuda.synchronize() if device.type == "cuda" else None
-        except RuntimeError as error:  # the call fails, as measure() reports, or this machine has no profiler
-            print(f"no times of the kernels of {name}: {first_line(error)}")
-            continue
-        spent = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
-        events = [each for each in seen.key_averages() if each.device_type.name == kind.name]
-        longest = sorted(events, key=lambda each: -getattr(each, spent))[:12]
-        publish(call=name, kernels=[(each.key[:80], each.count, getattr(each, spent)) for each in longest])
-
-
 def profiled(asked: argparse.Namespace, device: torch.device) -> None:
-    """Canonical calls forward and backward on each backend, between marks for ncu."""
-    for _, call in calls(device, [each for each in cases(device) if each.backward][: len(KINDS)], ours=True):
-        call()  # compiles
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+    """A canonical call forward and backward between marks for ncu."""
+    (each,) = [each for each in contenders() if each.name == OURS + asked.backend]
+    one = case({}, DIRECTIONS[1])
+    call = step(each.make(one), one, [input_set(one, device)])
+    call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
-STEPS = {each.__name__: each for each in (machine, smoke, warm, times, profiled)}
+STEPS = {each.__name__: each for each in (machine, smoke, times, profiled)} | {"record": record_of}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("step", choices=tuple(STEPS))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--family", help="the name of a row of FAMILIES")
-    parser.add_argument("--direction", choices=("forward", "both"), default="both")
-    parser.add_argument("--graph", action="store_true")
-    parser.add_argument("--few", action="store_true", help="for a sanitizer: two cases in float32, without float64")
-    parser.add_argument("--share", help='a part of the cases, such as "2/6"')
+    parser.add_argument("--backend", help="whose families")
+    parser.add_argument("--share", help='a part of the tasks, such as "2/6"')
     parser.add_argument("--no-graph", action="store_true", help="times without CUDA graphs")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    asked.rehearse = asked.device == "cpu"
     torch.manual_seed(0)
     STEPS[asked.step](asked, torch.device(asked.device))
 

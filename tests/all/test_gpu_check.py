@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu_check
 from benchmarks.gpu_check import Check, Step
 from capsfast.bench import record
 
@@ -95,12 +96,67 @@ def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stdout
     folder = tmp_path / "gpu-check"
     status = facts(folder, "status")
-    assert {name for name, each in status.items() if each == "left out"} == {"build", "counters"}
+    assert {name for name, each in status.items() if each == "left out"} == {"build", "counters cpp"}
     assert set(status.values()) == {"ok", "left out"}
-    assert {"smoke cpp-routing both graph", "smoke cpp-em both", "warm 1", "times", "test_gpu"} < set(status)
-    surroundings, rows = record.load(folder / facts(folder, "record")["times"])
+    assert {"smoke cpp", "times 1/2", "times 2/2", "record", "tests large", "tests others"} < set(status)
+    surroundings, rows = record.load(folder / facts(folder, "record")["record"])
     assert surroundings["machine"]["cpu"] and {row.status for row in rows} == {"ok"}
-    assert len({row.case for row in rows}) == 5
+    assert len({row.case for row in rows}) == len(rows) == 6
     page = (folder / "check.md").read_text()
-    assert "no number counts" in page and "Not complete" not in page
-    assert "| B=2 I=16 |" in page and "| `capsfast::dynamic_routing` |" in page
+    assert "no number counts" in page and "Not complete" not in page and "WRONG" not in page
+    assert "| B=2 I=16 |" in page and "| cpp passes | right |" in page
+    assert "## Training step of CapsNet, 2 images" in page
+
+
+class Steps(gpu_check.Steps):
+    """Steps for a GPU that print what a GPU would have found, by the name of the step. words: what each was given."""
+
+    def __init__(self, out: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+        super().__init__("cuda", out)
+        self.found, self.workers, self.words = found, 1, dict[str, tuple[str, ...]]()
+
+    def own(self, name: str, seconds: float, *words: str, quiet: bool = False) -> Step:
+        self.words[name] = words
+        lines = "\n".join("@" + json.dumps(fact) for fact in self.found.get(name, []))
+        # A step without a fact is late.
+        code = f"print({lines!r})" if lines else "import time; time.sleep(60)"
+        return Step(name, [sys.executable, "-c", code], 10 if lines else 1.5, dict(self.environment))
+
+    def tests(self) -> list[Step]:
+        return []
+
+
+def checked(tmp_path: Path, **smoke: list[str] | None) -> tuple[set[str], Steps]:
+    """The steps that ran. smoke: why kernels of a backend are wrong, None if their step is late."""
+    environment = {"machine": {"compute_capability": "9.0"}}
+    found: dict[str, list[dict[str, Any]]] = {
+        "machine": [{"machine": "a GPU", "environment": environment, "built": True}],
+        "times 1/1": [{"measured": {}}],
+        "record": [{"tables": "a table"}],
+    }
+    for backend, wrong in smoke.items():
+        found[f"smoke {backend}"] = [] if wrong is None else [{"family": f"{backend} routing", "wrong": wrong}]
+    check, steps = Check(tmp_path, 1), Steps(tmp_path, found)
+    gpu_check.run(check, steps, (), ())
+    return {fact["step"] for fact in check.of("status")}, steps
+
+
+SEPARATE = "smoke cuda, separate launches"
+
+
+def test_right_and_late_kernels_switch_nothing_off(tmp_path: Path) -> None:
+    ran, steps = checked(tmp_path, triton=[], cuda=None)
+    assert ran == {"machine", "build", "smoke triton", "smoke cuda", "times 1/1", "record"}
+    assert facts(tmp_path, "reason")["build"] == "the extension was built before, from these sources"
+    assert facts(tmp_path, "status")["smoke cuda"] == "out of time"
+    assert "CAPSFAST_COOPERATIVE" not in steps.environment and "--no-graph" not in steps.words["times 1/1"]
+    assert "a table" in (tmp_path / "check.md").read_text()
+
+
+def test_wrong_kernels_switch_off_what_may_have_failed(tmp_path: Path) -> None:
+    ran, steps = checked(tmp_path, triton=[], cuda=["v of a CUDA graph has other bits"])
+    assert SEPARATE in ran and steps.environment["CAPSFAST_COOPERATIVE"] == "0"
+    assert "--no-graph" in steps.words["times 1/1"]
+    assert "WRONG: v of a CUDA graph has other bits" in (tmp_path / "check.md").read_text()
+    ran, steps = checked(tmp_path, triton=["v has relative error 1.0e+00, bound 1e-04"], cuda=[])
+    assert SEPARATE not in ran and "--no-graph" not in steps.words["times 1/1"]
