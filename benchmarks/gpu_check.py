@@ -257,7 +257,7 @@ class Steps:
             # torch may ask for features that the driver lacks. Only initcheck must see the writes of torch's kernels.
             words += ["--report-api-errors", "no"] if kind == "memcheck" else []
             words += ["--kernel-name-exclude", "kns=at6native,kns=cub"] if kind != "initcheck" else []
-            words += [sys.executable, "-m", "capsfast.bench.check", family, "--device", "cuda", "--calls", "2"]
+            words += [sys.executable, "-m", "capsfast.bench.check", family, "--calls", "2"]
             steps.append(Step(f"sanitizers {kind} {family}", words, 120, more, why_not, quiet=True))
         return steps
 

@@ -174,6 +174,28 @@ def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
         assert said in text
 
 
+def test_speeds_on_a_gpu_in_the_readme_are_those_of_the_records() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    graphs, eager = (Results(record.load(folder / f"{name}.json")[1]) for name in ("nvidia-h200-graphs", "nvidia-h200"))
+    ours = ("capsfast triton", "capsfast cuda")
+
+    def us(case: Case, *names: str) -> float:
+        return min(1e6 * found for name in names if (found := graphs.of(case, name, "graph")))
+
+    forward, both, one, wide = Case(), Case(direction="forward+backward"), Case(B=1), Case(D=32, K=32)
+    em = Case(direction="forward+backward", op="routing", routing="em")
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    for said in (
+        f"the faster backend takes {us(both, *ours):.0f} µs",
+        f"{us(both, COMPILED) / us(both, *ours):.1f} times as fast as `torch.compile`",
+        f"and {us(forward, *ours):.0f} µs forward alone, {us(forward, COMPILED) / us(forward, *ours):.1f} times",
+        f"one sample ({us(one, COMPILED):.0f} µs, capsfast {us(one, *ours):.0f})",
+        f"D = K = 32 forward ({us(wide, COMPILED):.0f}, {us(wide, *ours):.0f})",
+        f"({1e3 * eager.seconds(em, COMPILED):.1f} ms, {1e3 * eager.seconds(em, ours[0]):.1f})",
+    ):
+        assert said in text
+
+
 def test_readme_names_every_routing() -> None:
     text = README.read_text(encoding="utf-8")
     listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]

@@ -192,8 +192,18 @@ def _verdict(call: Call, errors: dict[str, float], bounds: dict[str, float], wro
     return {"errors": {str(call.dtype).removeprefix("torch."): largest}, "wrong": wrong}
 
 
-def work(name: str, device: torch.device, skip: int, count: int | None) -> None:
+def device_of(name: str) -> torch.device:
+    return torch.device("cpu" if FAMILIES[name].backend == "cpp" else "cuda")
+
+
+def families(device_type: str) -> list[str]:
+    """The families for a type of device, "cpu" or "cuda"."""
+    return [name for name in FAMILIES if device_of(name).type == device_type]
+
+
+def work(name: str, skip: int, count: int | None) -> None:
     """Checks ``count`` calls of a family, or all, from number ``skip`` on. Prints JSON before and after each call."""
+    device = device_of(name)
     for number, call in [*enumerate(calls(name))][skip:][:count]:
         print(json.dumps({"call": number, "name": str(call)}), flush=True)
         try:
@@ -242,26 +252,15 @@ class Result:
             self.errors[dtype] = max(error, self.errors.get(dtype, 0.0))
 
 
-def families(device: torch.device) -> list[str]:
-    """The families for a kind of device."""
-    return [name for name, family in FAMILIES.items() if (family.backend == "cpp") == (device.type == "cpu")]
-
-
-def check(
-    device: torch.device,
-    seconds: float,
-    names: Sequence[str] = (),
-    told: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+def check(names: Sequence[str], seconds: float, told: Callable[[Result], None] = lambda result: None) -> list[Result]:
     """Checks families at the same time, each in a process of its own.
 
     Args:
-        device: whose kernels to check.
+        names: of families.
         seconds: for everything. The families share what is left, and what is not checked then is left out.
-        names: of families; by default all for this device.
         told: is called with each result as soon as it is known.
     """
-    names, end = names or families(device), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     at_once = max(1, min(len(names), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
     states, waiting, lock = backends(), len(names), threading.Lock()
 
@@ -273,7 +272,7 @@ def check(
         result = Result(name, len(calls(name)), absent=states[FAMILIES[name].backend].reason)
         if not result.absent:
             begin = time.monotonic()
-            _watch(result, device, min(end, begin + share))
+            _watch(result, min(end, begin + share))
             result.seconds = time.monotonic() - begin
         told(result)
         return result
@@ -286,12 +285,12 @@ def check(
             raise
 
 
-def _watch(result: Result, device: torch.device, end: float) -> None:
+def _watch(result: Result, end: float) -> None:
     """Runs workers until all calls of a family were checked or the time ends."""
     skip = 0
     while skip < result.of:
         begun, running = skip, {}
-        for fact in _facts(result.family, device, skip, end):
+        for fact in _facts(result.family, skip, end):
             if "call" in fact:
                 running, skip = fact, fact["call"]
             elif "done" in fact:
@@ -305,11 +304,12 @@ def _watch(result: Result, device: torch.device, end: float) -> None:
                 skip = skip + 1 if running else result.of
 
 
-def _facts(name: str, device: torch.device, skip: int, end: float) -> Iterator[dict[str, Any]]:
+def _facts(name: str, skip: int, end: float) -> Iterator[dict[str, Any]]:
     """The lines of a worker as they come. If the worker does not end well, the last fact says how it "ended"."""
-    command = [*WORKER, name, "--device", str(device), "--skip", str(skip)]
+    command = [*WORKER, name, "--skip", str(skip)]
     path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path}
+    environment |= {"CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
     patience, said = HANG_SECONDS[FAMILIES[name].backend], list[str]()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -347,12 +347,11 @@ def _facts(name: str, device: torch.device, skip: int, end: float) -> Iterator[d
 def main() -> None:
     parser = argparse.ArgumentParser("python -m capsfast.bench.check", description=__doc__)
     parser.add_argument("family", choices=tuple(FAMILIES))
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--calls", type=int, help="how many; default all")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    work(asked.family, torch.device(asked.device), asked.skip, asked.calls)
+    work(asked.family, asked.skip, asked.calls)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> t
         once()
         return row, once
     except Exception as error:  # a contender may fail in any way; the others continue
-        return Row(case, each.name, "failed", first_line(error)), None
+        refused = "cannot serve this call" in str(error)  # by capsfast.backend.choose
+        return Row(case, each.name, "skipped" if refused else "failed", first_line(error)), None
 
 
 def beside(step: Step, row: Row, device: torch.device, graph: bool = True) -> Row:

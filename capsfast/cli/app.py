@@ -53,7 +53,7 @@ def info() -> None:
     _print_table("Versions", versions.items())
     found = backends().items()
     rows = [(name, ", ".join(s.devices), "yes" if s.available else f"no: {s.reason}") for name, s in found]
-    _print_table("Backends, in the order of choice", rows, "backend", "devices", "available")
+    _print_table("Backends", rows, "backend", "devices", "available")
     _print_table("Kernels for GPUs", [(name, ran.since_the_run(name)) for name in ran.FOLDERS])
     if built := record.build_info():
         lists = {name: ", ".join(map(str, value)) for name, value in built.items() if isinstance(value, list)}

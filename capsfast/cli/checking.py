@@ -27,7 +27,7 @@ def line(result: Result) -> str:
 
 def check(
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; default: cuda if there is a GPU, else cpu.", show_default=False)
+        str | None, typer.Option(help="Only the kernels for cpu or cuda; default: all there are.", show_default=False)
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds for all families; what is left is not checked.")] = 35,
     json: Annotated[Path | None, typer.Option(help="Write results, machine and versions to this file.")] = None,
@@ -41,13 +41,15 @@ def check(
         raise typer.BadParameter(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device: torch sees no CUDA device")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with_gpu = torch.cuda.is_available() and device != "cpu"
+    kinds = [device] if device else ["cpu", *["cuda"] * with_gpu]
     with one_line("check"):
         if json is not None:
             check_replaceable(json)
-        surroundings = record.environment(where)
+        surroundings = record.environment(torch.device("cuda" if with_gpu else "cpu"))
         say(describe(surroundings))
-        results = compared(where, seconds, families(where), lambda result: say(line(result)))
+        names = [name for kind in kinds for name in families(kind)]
+        results = compared(names, seconds, lambda result: say(line(result)))
         for reason in (each for result in results for each in result.wrong):
             say(f"wrong: {reason}")
         if json is not None:
@@ -56,6 +58,6 @@ def check(
             say(f"wrote {json}")
         there = [result for result in results if result.status != ABSENT]
         if not there:
-            raise stop("capsfast check: there are no kernels for this device")
+            raise stop("capsfast check: there are no kernels for this machine")
         if any(result.status != RIGHT for result in there):
             raise typer.Exit(1)

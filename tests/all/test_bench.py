@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import capsfast
 from capsfast import backends
 from capsfast.bench import measure as measuring
 from capsfast.bench import memory, record, report, routings, timing
@@ -101,16 +102,21 @@ def test_wrong_and_failing_contenders_are_not_timed() -> None:
     def wrong(u: Tensor, weight: Tensor) -> Tensor:
         return torch.zeros(u.shape[0], *weight.shape[1:3])
 
+    def refuses(u: Tensor, weight: Tensor) -> Tensor:
+        return capsfast.routing_pass(u, weight, backend="cuda").first
+
     able = [
         contender(EAGER),
         Contender("wrong", lambda case: wrong, lambda case: 0),
         Contender("failing", lambda case: fails, lambda case: 0),
+        Contender("refusing", lambda case: refuses, lambda case: 0),
         Contender("large", lambda case: wrong, lambda case: 2**40),
     ]
     rows = measure(TINY, able, CPU, seconds=0.01, with_memory=False)
-    assert [row.status for row in rows] == ["ok", "wrong", "failed", "skipped"]
-    assert [bool(row.seconds) for row in rows] == [True, False, False, False]
+    assert [row.status for row in rows] == ["ok", "wrong", "failed", "skipped", "skipped"]
+    assert [bool(row.seconds) for row in rows] == [True, False, False, False, False]
     assert rows[2].reason == "RuntimeError: no file kernel.so here"
+    assert "backend 'cuda' cannot serve this call" in rows[3].reason
 
 
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not() or "measurable")
