@@ -36,7 +36,7 @@ WORKER = (sys.executable, "-m", "capsfast.bench.check")
 HANG_SECONDS = {"cpp": 15.0, "cuda": 15.0, "triton": 60.0}
 # The largest relative L2 error against float64. These bounds find wrong kernels; the tests know how exact kernels are.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 1e-10}
-FUNCTIONS = {op.name: op for op in (*OPS, *PASS_OPS)}
+OP_OF = {op.name: op for op in (*OPS, *PASS_OPS)}
 EM = "em"
 QUIET = RoutingCase(coupling=False)
 ROUTINGS = (QUIET, LOADED, LOADED_OUT)
@@ -87,7 +87,7 @@ FAMILIES = {
 }
 
 
-class Call(NamedTuple):
+class FamilyCall(NamedTuple):
     """One call of a family, forward and backward. case: None for EM routing."""
 
     family: Family
@@ -100,7 +100,7 @@ class Call(NamedTuple):
         return " ".join(str(word).removeprefix("torch.") for word in words if word is not None)
 
 
-def calls(name: str) -> list[Call]:
+def calls(name: str) -> list[FamilyCall]:
     """The calls of a family. The first of each case come first, so that a check that ends early has seen all cases."""
     family = FAMILIES[name]
     ordered = sorted(
@@ -109,7 +109,7 @@ def calls(name: str) -> list[Call]:
         for c in range(len(family.cases))
         for d in range(len(family.dtypes))
     )
-    return [Call(family, family.shapes[s], family.cases[c], family.dtypes[d]) for _, s, c, d in ordered]
+    return [FamilyCall(family, family.shapes[s], family.cases[c], family.dtypes[d]) for _, s, c, d in ordered]
 
 
 def captured(function: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
@@ -137,7 +137,7 @@ def other_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]
     return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
 
 
-def compare(call: Call, device: torch.device) -> dict[str, Any]:
+def compare(call: FamilyCall, device: torch.device) -> dict[str, Any]:
     """Runs a call and compares the results: forward, and forward with backward, with float64; then the call again.
 
     On a GPU the second run of the forward with backward is the replay of a graph on other inputs; launches in a graph
@@ -148,7 +148,7 @@ def compare(call: Call, device: torch.device) -> dict[str, Any]:
     """
     if call.case is None:
         return _compare_em(call, device)
-    backend, op, wrong = call.family.backend, FUNCTIONS[call.family.op], []
+    backend, op, wrong = call.family.backend, OP_OF[call.family.op], []
     problem, other = (op.make(call.shape, call.case, call.dtype, str(device), seed) for seed in (0, 1))
     bound, truth = BOUNDS[call.dtype], run(problem.to(torch.float64, str(device)), "reference")
     errors = {}
@@ -166,7 +166,7 @@ def compare(call: Call, device: torch.device) -> dict[str, Any]:
     return _verdict(call, errors, dict.fromkeys(errors, bound), wrong)
 
 
-def _compare_em(call: Call, device: torch.device) -> dict[str, Any]:
+def _compare_em(call: FamilyCall, device: torch.device) -> dict[str, Any]:
     """EM routing, whose passes are quadratic and whose updates have a kernel."""
     sizes = dict(zip("BIJDK", call.shape, strict=True))
     case = dataclasses.replace(CANONICAL, **sizes, direction=DIRECTIONS[1], op="routing", routing=EM)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def _compare_em(call: Call, device: torch.device) -> dict[str, Any]:
     return _verdict(call, found.errors, gate.bounds, differing)
 
 
-def _verdict(call: Call, errors: dict[str, float], bounds: dict[str, float], wrong: list[str]) -> dict[str, Any]:
+def _verdict(call: FamilyCall, errors: dict[str, float], bounds: dict[str, float], wrong: list[str]) -> dict[str, Any]:
     wrong += [
         f"{name} has relative error {error:.1e}, bound {bounds[name]:.0e}"
         for name, error in errors.items()
