@@ -86,7 +86,7 @@ gpu-build: export TORCH_CUDA_ARCH_LIST := $(or $(TORCH_CUDA_ARCH_LIST),9.0)
 gpu-build: $(EXTENSION) ## the extension for a machine with this PYTHON and an H100 or H200 (or TORCH_CUDA_ARCH_LIST)
 	@ls -sh $(EXTENSION)
 
-gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (six minutes)
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (seven minutes at most)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays

@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ import capsfast
 from capsfast import native
 from capsfast.bench import check, ran, record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
-from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contenders
+from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contender, contenders
 from capsfast.bench.gate import Gate
-from capsfast.bench.inputs import Step, input_set, step
-from capsfast.bench.measure import Row, beside, first_line, prepared
+from capsfast.bench.inputs import input_set, step
+from capsfast.bench.measure import Row, beside, first_line, lost, prepared
 from capsfast.bench.memory import cuda_growth
 from capsfast.bench.report import describe, page
 from capsfast.bench.timing import host_seconds, interleave
@@ -31,6 +33,9 @@ SHAPES += ({"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
 VOTES: Any = ({}, {"dtype": "bfloat16"})
 ROUTINGS: Any = ({"routing": "em"}, {"routing": "em", "dtype": "bfloat16"}, {"routing": "self-attention", "r": 0})
 
+# The longest that a worker waits for others to compile.
+PREPARE_SECONDS = 150.0
+
 
 def publish(**fact: Any) -> None:
     print("@" + json.dumps(fact), flush=True)
@@ -38,8 +43,7 @@ def publish(**fact: Any) -> None:
 
 def machine(asked: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise SystemExit(f"torch {torch.__version__} ({built}) finds no CUDA device")
+        raise SystemExit(f"torch {torch.__version__}, CUDA {torch.version.cuda}, finds no CUDA device")
     found = record.environment(device)
     publish(machine=describe(found), environment=found, built=device.type == "cuda" and built_for(device))
     with contextlib.suppress(OSError):
@@ -50,7 +54,7 @@ def built_for(device: torch.device) -> bool:
     """Whether the extension loads, has kernels for this GPU, and was built from the sources of this checkout."""
     if native.why_no_cuda() or native.why_not_on(device) or native.extension is None:
         return False
-    return bool(native.extension.build_info()["cuda_sources"] == ran.cuda_sources(ran.kernel_files("cuda")))
+    return bool(native.extension.build_info().get("cuda_sources") == ran.cuda_sources(ran.kernel_files("cuda")))
 
 
 def smoke(asked: argparse.Namespace, device: torch.device) -> None:
@@ -63,7 +67,7 @@ def smoke(asked: argparse.Namespace, device: torch.device) -> None:
         publish(section="Smoke", row={**row, "largest errors": errors or result.absent, "s": round(result.seconds)})
 
     names = [name for name, family in check.FAMILIES.items() if family.backend == asked.backend]
-    found = check.check(names, 15 if asked.rehearse else 140, told)
+    found = check.check_families(names, float(os.environ["STEP_SECONDS"]) - 10, told)
     if all(result.absent for result in found):
         publish(left_out=found[0].absent)
     if wrong := [result.family for result in found if result.status == check.WRONG]:
@@ -84,67 +88,56 @@ def cases(rehearse: bool) -> list[Case]:
     return list(dict.fromkeys(found))[: 6 if rehearse else None]
 
 
-def tasks(rehearse: bool, device: torch.device) -> list[tuple[Any, ...]]:
-    """What the workers time: contenders on cases, training steps of CapsNet, the host. Eager einsum on one layer."""
+Timed = Callable[[], None]
+
+
+def tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
+    """What the workers measure: contenders on cases (eager einsum on one), training steps of CapsNet, the host.
+
+    A task prepares, which compiles; its result measures and publishes. What takes the compiler longest comes first, so
+    that every worker has the same share of it.
+    """
     everyone = [each for each in contenders() if each.serves(device)]
     ours = [each for each in everyone if each.ours]
     if not ours:
         raise SystemExit(f"no fused backend for {device.type}")
-    measured: list[tuple[Any, ...]] = [
-        (contender_task, each, one)
-        for one in cases(rehearse)
-        for each in everyone
-        if (each.name != EAGER or one == CANONICAL) and (each.name != COMPILED or not rehearse)
-    ]
-    hows = [how for how in NETS if "compiled" not in how or not rehearse]
-    nets = [(net_task, how, dtype) for dtype in (torch.float32, torch.bfloat16) for how in hows]
-    hosts = [(host_task, each, case({}, direction)) for direction in DIRECTIONS for each in ours if not rehearse]
-    # The compiler takes longest on whole networks, so these go first.
-    return [*nets, *measured, *hosts]
+    names, dtypes = ("einsum", "capsfast"), (torch.float32, torch.bfloat16)
+    nets = [partial(net_task, name, dtype) for name in names for dtype in dtypes]
+    whole = [partial(net_task, f"{name}, compiled whole", dtype) for name in names for dtype in dtypes]
+    rows = {each.name: [partial(contender_task, each, one) for one in cases(rehearse)] for each in everyone}
+    compiled, rows[EAGER] = rows.pop(COMPILED), rows[EAGER][:1]
+    others = [*nets, *(task for found in rows.values() for task in found)]
+    hosts = [partial(host_task, each, case({}, direction)) for direction in DIRECTIONS for each in ours]
+    return others if rehearse else [*whole, *compiled, *others, *hosts]
 
 
-Timed = Callable[[], None]
-
-
-def contender_task(each: Contender, one: Case, device: torch.device, graph: bool) -> Timed:
-    """Checks a contender, which compiles it; the returned function measures and publishes a row."""
+def contender_task(each: Contender, one: Case, device: torch.device) -> Timed:
+    """Compares a contender with float64; measures a row."""
     row, call = Row(one, each.name, "skipped", each.why_not(one, device)), None
     if not row.reason:
         inputs = input_set(one, device)
         row, call = prepared(one, each, [inputs], Gate(one, inputs))
+    if call is None:
+        publish(measured=asdict(row))
+        return lambda: None
 
     def timed() -> None:
-        found = row if call is None else measured(row, call, device, graph)
+        found = replace(row, seconds=asdict(interleave({"": call}, device, 0.0, 2)[""]))
+        if device.type == "cuda":
+            found = beside(call, replace(found, memory_bytes=cuda_growth(call, one, device)), device)
         publish(measured=asdict(found))
-        print(found.contender, one.name, found.status, found.reason, sep="; ")
 
     return timed
 
 
-def measured(row: Row, call: Step, device: torch.device, graph: bool) -> Row:
-    """The row with the times of a call, eager and in a graph, of the host, and with the peak memory."""
-    try:
-        eager = interleave({"": call}, device, 0.0, 2)[""]
-        growth = cuda_growth(call, row.case, device) if device.type == "cuda" else None
-        row = replace(row, seconds=asdict(eager), memory_bytes=growth)
-        if device.type == "cuda":
-            row = beside(call, row, device, graph)
-    except Exception as error:  # such as out of memory
-        row = replace(row, status="failed", reason=f"while it was timed: {first_line(error)}")
-    return row
-
-
-NETS = ("einsum", "einsum, compiled whole", "capsfast", "capsfast, compiled whole")
-
-
-def net_task(how: str, dtype: torch.dtype, device: torch.device, graph: bool) -> Timed:
+def net_task(name: str, dtype: torch.dtype, device: torch.device) -> Timed:
     """A training step of CapsNet on 128 images, eager; in 16 bits with autocast."""
-    count = 128 if device.type == "cuda" else 2
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    on_gpu = device.type == "cuda"
+    count, before = 128 if on_gpu else 2, torch.cuda.memory_allocated() if on_gpu else 0
     images, labels = torch.rand(count, 1, 28, 28, device=device), torch.randint(10, (count,), device=device)
-    model = capsfast.models.CapsNet(backend="reference" if "einsum" in how else None).to(device)
-    loss, optimizer = capsfast.nn.MarginLoss(), torch.optim.Adam(model.parameters(), fused=device.type == "cuda")
-    forward = torch.compile(model) if "compiled" in how else model
+    model = capsfast.models.CapsNet(backend="reference" if "einsum" in name else None).to(device)
+    loss, optimizer = capsfast.nn.MarginLoss(), torch.optim.Adam(model.parameters(), fused=on_gpu)
+    forward = torch.compile(model) if "compiled" in name else model
 
     def train() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -154,22 +147,22 @@ def net_task(how: str, dtype: torch.dtype, device: torch.device, graph: bool) ->
         error.backward()
         optimizer.step()
 
+    row = {"network": name, "dtype": str(dtype).removeprefix("torch.")}
     for _ in range(3):
         train()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        train()
+        row["peak MiB"] = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
 
     def timed() -> None:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        ms = 1e3 * interleave({"": train}, device, 0.0, 3)[""].median
-        row = {"network": how, "dtype": str(dtype).removeprefix("torch."), "ms": ms}
-        if device.type == "cuda":
-            row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        publish(section=f"Training step of CapsNet, {count} images", row=row)
+        ms = f"{1e3 * interleave({'': train}, device, 0.0, 3)[''].median:.2f}"
+        publish(section=f"Training step of CapsNet, {count} images", row={**row, "ms": ms})
 
     return timed
 
 
-def host_task(each: Contender, one: Case, device: torch.device, graph: bool) -> Timed:
+def host_task(each: Contender, one: Case, device: torch.device) -> Timed:
     """The host's part of a call, with the threads of autograd and with the calling thread alone."""
     call = step(each.make(one), one, [input_set(one, device)])
     call()
@@ -178,7 +171,7 @@ def host_task(each: Contender, one: Case, device: torch.device, graph: bool) -> 
         found = {}
         for title, threads in (("µs", True), ("µs, autograd on the calling thread", False)):
             with torch.autograd.set_multithreading_enabled(threads):
-                found[title] = 1e6 * host_seconds(call, device)
+                found[title] = f"{1e6 * host_seconds(call, device):.0f}"
         publish(section="Host", row={"backend": each.name, "call": one.name, **found})
 
     return timed
@@ -206,30 +199,40 @@ def rates(device: torch.device) -> dict[str, float]:
 def times(asked: argparse.Namespace, device: torch.device) -> None:
     """Prepares a share of the tasks, then measures them in turns with the other workers.
 
-    A worker that prepares shares the lock, so no worker has a turn before all are ready, for at most two minutes.
+    Who prepares shares a lock, so that nobody has a turn before all are ready, at most for PREPARE_SECONDS.
     """
     part, of = map(int, asked.share.split("/"))
-    end, ready = time.monotonic() + 120, list[Timed]()
-    with (asked.out / "gpu-check" / "turns").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        for task, *what in tasks(asked.rehearse, device)[part - 1 :: of]:
-            print("prepares", *what)
+    end, ready, folder = time.monotonic() + PREPARE_SECONDS, list[Timed](), asked.out / "gpu-check"
+    torch._dynamo.config.recompile_limit = 999  # one function, many shapes
+    if part == 1 and device.type == "cuda":
+        ready.append(lambda: publish(limits=rates(device)))
+    with (folder / "preparing").open("a") as preparing, (folder / "turn").open("a") as turn:
+        fcntl.flock(preparing, fcntl.LOCK_SH)
+        for task in tasks(asked.rehearse, device)[part - 1 :: of]:
+            print("prepares", *task.args)
             try:
-                ready.append(task(*what, device, not asked.no_graph))
+                ready.append(task(device))
             except Exception as error:  # contenders report their errors themselves
-                print(f"failed: {what}: {first_line(error)}")
+                print(f"failed: {first_line(error)}")
+            if lost(device):
+                raise SystemExit("an error ended the use of the GPU")
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the other workers need memory, too
-        if part == 1 and device.type == "cuda":
-            ready.insert(0, lambda: publish(limits=rates(device)))
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(preparing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        else:
+            print("other workers still prepare beside these times")
+        fcntl.flock(preparing, fcntl.LOCK_UN)
         for timed in ready:
-            while time.monotonic() < end:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.02)
-            timed()
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            try:
+                timed()
+            except Exception as error:  # such as out of memory; the others go on
+                print(f"failed: {first_line(error)}")
+            fcntl.flock(turn, fcntl.LOCK_UN)
 
 
 def record_of(asked: argparse.Namespace, device: torch.device) -> None:
@@ -237,6 +240,8 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
     folder = asked.out / "gpu-check"
     facts = [json.loads(line) for line in (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()]
     surroundings = next(fact["environment"] for fact in facts if "environment" in fact)
+    if mode := os.environ.get("CAPSFAST_COOPERATIVE"):
+        surroundings["note"] = f"With CAPSFAST_COOPERATIVE={mode}"
     surroundings["limits"] = next((fact["limits"] for fact in facts if "limits" in fact), {})
     rows = {(row.case, row.contender): row for row in (Row.from_dict(f["measured"]) for f in facts if "measured" in f)}
     order = {one: n for n, one in enumerate(cases(asked.rehearse))}
@@ -251,9 +256,8 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
 
 def profiled(asked: argparse.Namespace, device: torch.device) -> None:
     """A canonical call forward and backward between marks for ncu."""
-    (each,) = [each for each in contenders() if each.name == OURS + asked.backend]
     one = case({}, DIRECTIONS[1])
-    call = step(each.make(one), one, [input_set(one, device)])
+    call = step(contender(OURS + asked.backend).make(one), one, [input_set(one, device)])
     call()  # compiles
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -270,8 +274,7 @@ def main() -> None:
     parser.add_argument("step", choices=tuple(STEPS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", help="whose families")
-    parser.add_argument("--share", help='a part of the tasks, such as "2/6"')
-    parser.add_argument("--no-graph", action="store_true", help="times without CUDA graphs")
+    parser.add_argument("--share", help="a part of the tasks, such as 2/6")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     asked.rehearse = asked.device == "cpu"

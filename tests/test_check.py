@@ -1,16 +1,24 @@
 """capsfast.bench.check: families of kernels against float64, in processes that may fail in any way."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import capsfast
-from capsfast.backend import BACKENDS
 from capsfast.bench import check
+from capsfast.bench.cases import Case
+from capsfast.bench.contenders import contender
 from capsfast.bench.problems import FUNCTIONS
 
 CPU = torch.device("cpu")
@@ -20,7 +28,7 @@ needs_extension = pytest.mark.skipif(
 
 
 def test_every_backend_and_every_op_has_a_family() -> None:
-    assert {family.backend for family in check.FAMILIES.values()} == BACKENDS.keys() - {"reference"}
+    assert {family.backend for family in check.FAMILIES.values()} == {"cpp", "triton", "cuda"}
     for backend in ("cpp", "triton"):
         ops = {family.op for family in check.FAMILIES.values() if family.backend == backend}
         assert {"dynamic_routing", "route_votes", "routing_pass", "em"} <= ops
@@ -65,40 +73,66 @@ def test_results_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(*arguments, **options) * (1 + 1e-6 * next(calls))
 
     monkeypatch.setitem(FUNCTIONS, "route_votes", unsteady)
-    assert "v of a second call has other bits" in check.compare(check.calls("cpp votes")[0], CPU)["wrong"]
+    reasons = check.compare(check.calls("cpp votes")[0], CPU)["wrong"]
+    assert any(reason.startswith("v of a second run") for reason in reasons)
 
 
-# Takes the place of the worker. Call 1 hangs, call 3 ends the process, call 4 is wrong, all others are right.
+@needs_extension
+def test_wrong_em_routing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(name: str) -> Any:
+        right = contender(name)
+
+        def make(case: Case) -> Any:
+            forward = right.make(case)
+
+            def call(*tensors: torch.Tensor) -> Any:
+                poses, activations = forward(*tensors)
+                return poses + (poses * float("nan")).detach(), activations
+
+            return call
+
+        return replace(right, make=make)
+
+    monkeypatch.setattr(check, "contender", wrong)
+    assert "poses is not finite" in str(check.compare(check.calls("cpp EM")[0], CPU)["wrong"])
+
+
+# Takes the place of the worker. Call 1 hangs, with a child that keeps its output open; call 3 ends the process; call 4
+# is wrong, and the process ends after it; all others are right. Compilers print lines of any kind.
 WORKER = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
+say = lambda **fact: print("@" + json.dumps(fact), flush=True)
 for n in range(int(sys.argv[-1]), 6):
-    print(json.dumps({"call": n, "name": f"call {n}"}), flush=True)
+    say(call=n, name=f"call {n}")
+    print("{-# a reproducer of a compiler", flush=True)
+    print("@ a warning", flush=True)
     if n == 1:
-        time.sleep(60)
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
     if n == 3:
         print("an illegal memory access", flush=True)
         os._exit(7)
-    wrong = ["v is wrong"] if n == 4 else []
-    print(json.dumps({"done": n, "errors": {"float32": n * 1e-8}, "wrong": wrong}), flush=True)
+    say(done=n, errors={"float32": n * 1e-8}, wrong=["v is wrong"] if n == 4 else [])
+    if n == 4:
+        os._exit(1)
 """
 
 
-def watched(worker: str, monkeypatch: pytest.MonkeyPatch, seconds: float, hang_seconds: float) -> check.Result:
-    monkeypatch.setattr(check, "WORKER", (sys.executable, "-c", worker))
-    monkeypatch.setattr(check, "calls", lambda name: [None] * 6)
-    monkeypatch.setattr(check, "backends", lambda: {"cpp": BackendState("")})
-    monkeypatch.setitem(check.HANG_SECONDS, "cpp", hang_seconds)
-    (found,) = check.check(["cpp votes"], seconds)
-    return found
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., check.Result]:
+    """Checks a family of six calls with another worker."""
+
+    def checked(code: str, seconds: float = 60, patience: float = 60, **more: Any) -> check.Result:
+        monkeypatch.setattr(check, "WORKER", (sys.executable, "-c", code))
+        monkeypatch.setattr(check, "calls", lambda name: [None] * 6)
+        monkeypatch.setattr(check, "backends", lambda: {"cpp": SimpleNamespace(reason="")})
+        monkeypatch.setitem(check.HANG_SECONDS, "cpp", patience)
+        return check.check_families(["cpp votes"], seconds, **more)[0]
+
+    return checked
 
 
-class BackendState:
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-def test_calls_behind_a_hang_and_a_crash_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watched(WORKER, monkeypatch, seconds=60, hang_seconds=2)
+def test_calls_behind_a_hang_and_a_crash_are_checked(worker: Callable[..., check.Result]) -> None:
+    found = worker(WORKER, patience=2)
     assert found.calls == 4 and found.errors == {"float32": 5e-8} and found.status == check.WRONG
     assert found.wrong == [
         "call 1: no answer within 2 s",
@@ -107,21 +141,32 @@ def test_calls_behind_a_hang_and_a_crash_are_checked(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_check_that_is_late_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watched(WORKER, monkeypatch, seconds=1.5, hang_seconds=60)
+def test_a_check_that_is_late_is_not_wrong(worker: Callable[..., check.Result]) -> None:
+    begin = time.monotonic()
+    found = worker(WORKER, seconds=2)
     assert (found.calls, found.wrong, found.status) == (1, [], check.RIGHT)
-    found = watched("import time; time.sleep(60)", monkeypatch, seconds=0.5, hang_seconds=60)
+    found = worker("import time; time.sleep(60)", seconds=0.5, patience=0.1)
     assert (found.calls, found.wrong, found.status) == (0, [], check.LATE)
+    assert time.monotonic() - begin < 10  # nobody waits for a child of a worker
 
 
-def test_a_worker_that_does_not_start_is_wrong_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watched("import sys; sys.exit('no such file')", monkeypatch, seconds=60, hang_seconds=60)
+def test_a_worker_that_does_not_start_is_wrong_once(worker: Callable[..., check.Result]) -> None:
+    found = worker("import sys; sys.exit('no such file')")
     assert found.wrong == ["the start: the process ended with status 1: no such file"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_an_interruption_ends_the_workers(worker: Callable[..., check.Result], tmp_path: Path) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        worker(code)
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
 def test_an_absent_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "backends", lambda: {"cpp": BackendState("no compiler")})
-    (found,) = check.check(["cpp votes"], 5)
+    monkeypatch.setattr(check, "backends", lambda: {"cpp": SimpleNamespace(reason="no compiler")})
+    (found,) = check.check_families(["cpp votes"], 5)
     assert (found.status, found.absent) == (check.ABSENT, "no compiler")
 
 

@@ -196,6 +196,33 @@ def test_speeds_on_a_gpu_in_the_readme_are_those_of_the_records() -> None:
         assert said in text
 
 
+def test_times_of_the_order_of_backends_are_those_of_the_record() -> None:
+    rows = table_rows(ROOT / "docs" / "routing.md", "| call |")
+    results = Results(record.load(ROOT / "benchmarks" / "results" / "nvidia-h200-graphs.json")[1])
+    changes: dict[str, dict[str, Any]] = {
+        "J = 32": {"J": 32},
+        "D = K = 32": {"D": 32, "K": 32},
+        "given votes": {"op": "route_votes", "K": 0},
+        "time of the host": {},
+        "16 bits": {"dtype": "bfloat16"},
+        "B = 16": {"B": 16},
+        "B = 128": {},
+        "B = 1": {"B": 1},
+        "I = 256": {"B": 1024, "I": 256},
+        "I = 9216": {"I": 9216},
+    }
+    seen = 0
+    for call, _, *shown in rows:
+        found = [each for name, each in changes.items() if re.search(rf"{name}(?!\d)", call)]
+        cases = [Case(**each, direction=direction) for each in found for direction in ("forward", "forward+backward")]
+        field = "host" if "host" in call else "graph"
+        for name, times in zip(("triton", "cuda"), shown, strict=True):
+            us = [1e6 * results.of(case, f"capsfast {name}", field) for case in cases]
+            assert times == " / ".join(f"{each:.0f}" for each in us), call
+            seen += bool(times)
+    assert seen == 20
+
+
 def test_readme_names_every_routing() -> None:
     text = README.read_text(encoding="utf-8")
     listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]

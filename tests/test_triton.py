@@ -389,7 +389,8 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    u: Any = SimpleNamespace(device=torch.device("cuda", 93), dtype=torch.float32, shape=(2, 3, 6), dim=lambda: 3)
+    same = {"dtype": torch.float32, "shape": (2, 3, 6), "dim": lambda: 3, "stride": lambda axis: 18}
+    u: Any = SimpleNamespace(device=torch.device("cuda", 93), **same)
     call = Call("capsfast.dynamic_routing", u, torch.empty(3, 4, 5, 6), RoutingParameters(), None, 4, 5)
     with pytest.raises(RuntimeError, match=r"'triton' cannot serve .* capability 8\.0 or newer, .* has 7\.5"):
         choice.choose(call, "triton")

@@ -5,17 +5,18 @@ call runs, so a call that hangs or ends the process is known, and the calls behi
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
-import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +31,13 @@ from .gate import Gate, relative_error
 from .inputs import input_set, step
 from .measure import first_line
 from .problems import LINEAR, LOADED, LOADED_OUT, LOADED_PASS, OPS, PASS_OPS, QUADRATIC, PassCase, RoutingCase, run
+from .timing import capture
 
+# Begins the lines of a worker that hold JSON.
+MARK = "@"
 WORKER = (sys.executable, "-m", "capsfast.bench.check")
 # A call that takes longer counts as wrong. Triton compiles.
-HANG_SECONDS = {"cpp": 15.0, "cuda": 15.0, "triton": 60.0}
+HANG_SECONDS = {"cpp": 30.0, "cuda": 30.0, "triton": 90.0}
 # The largest relative L2 error against float64. These bounds find wrong kernels; the tests know how exact kernels are.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 1e-10}
 OP_OF = {op.name: op for op in (*OPS, *PASS_OPS)}
@@ -114,15 +118,8 @@ def calls(name: str) -> list[FamilyCall]:
 
 def captured(function: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
     """Captures a function in a CUDA graph. Returns the function that replays the graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = function()
+    outputs: dict[str, Tensor] = {}
+    graph = capture(lambda: outputs.update(function()))
 
     def replay() -> dict[str, Tensor]:
         graph.replay()
@@ -133,8 +130,9 @@ def captured(function: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str
 
 
 def other_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """The names of the results that are not equal bit by bit."""
-    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    """What is wrong with the results of a second run."""
+    differing = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return [f"{name} of a second run, on a GPU of a CUDA graph, has other bits" for name in differing]
 
 
 def compare(call: FamilyCall, device: torch.device) -> dict[str, Any]:
@@ -148,22 +146,19 @@ def compare(call: FamilyCall, device: torch.device) -> dict[str, Any]:
     """
     if call.case is None:
         return _compare_em(call, device)
-    backend, op, wrong = call.family.backend, OP_OF[call.family.op], []
+    backend, op, bound = call.family.backend, OP_OF[call.family.op], BOUNDS[call.dtype]
     problem, other = (op.make(call.shape, call.case, call.dtype, str(device), seed) for seed in (0, 1))
-    bound, truth = BOUNDS[call.dtype], run(problem.to(torch.float64, str(device)), "reference")
-    errors = {}
+    truth = run(problem.to(torch.float64, str(device)), "reference")
+    errors, wrong = [], []
     for need, word in (((), " alone"), (None, "")):
         for name, value in run(problem, backend, need).items():
-            errors[name + word] = relative_error(value, truth[name])
-    wanted = run(other, backend)
-    if device.type == "cuda":
-        static = problem.copied()
-        replay = captured(lambda: run(static, backend))
-        static.overwrite(other)
-        wrong += [f"{name} of a CUDA graph has other bits" for name in other_bits(replay(), wanted)]
-    else:
-        wrong += [f"{name} of a second call has other bits" for name in other_bits(run(other, backend), wanted)]
-    return _verdict(call, errors, dict.fromkeys(errors, bound), wrong)
+            errors.append(relative_error(value, truth[name]))
+            if not errors[-1] <= bound:  # so that NaN fails
+                wrong.append(f"{name}{word} has relative error {errors[-1]:.1e}, bound {bound:.0e}")
+    wanted, static = run(other, backend), problem.copied()
+    again = _again(lambda: run(static, backend), device)
+    static.overwrite(other)
+    return {"errors": _largest(call, errors), "wrong": wrong + other_bits(again(), wanted)}
 
 
 def _compare_em(call: FamilyCall, device: torch.device) -> dict[str, Any]:
@@ -171,25 +166,24 @@ def _compare_em(call: FamilyCall, device: torch.device) -> dict[str, Any]:
     sizes = dict(zip("BIJDK", call.shape, strict=True))
     case = dataclasses.replace(CANONICAL, **sizes, direction=DIRECTIONS[1], op="routing", routing=EM)  # type: ignore[arg-type]
     forward, inputs = contender(OURS + call.family.backend).make(case), input_set(case, device)
-    gate = Gate(case, inputs)
-    found, once = gate.check(forward), step(forward, case, [inputs])
+    found, once = Gate(case, inputs).check(forward), step(forward, case, [inputs])
 
     def gradients() -> dict[str, Tensor]:
-        return dict(zip(case.shapes, once(), strict=True))  # type: ignore[call-overload]
+        return {f"d{name}": value for name, value in zip(case.shapes, once(), strict=True)}  # type: ignore[call-overload]
 
-    wanted, again = gradients(), captured(gradients) if device.type == "cuda" else gradients
-    differing = [f"d{name} of a second call has other bits" for name in other_bits(again(), wanted)]
-    return _verdict(call, found.errors, gate.bounds, differing)
+    wrong = [found.reason] if found.reason else []
+    wrong += other_bits(_again(gradients, device)(), gradients())
+    return {"errors": _largest(call, found.errors.values()), "wrong": wrong}
 
 
-def _verdict(call: FamilyCall, errors: dict[str, float], bounds: dict[str, float], wrong: list[str]) -> dict[str, Any]:
-    wrong += [
-        f"{name} has relative error {error:.1e}, bound {bounds[name]:.0e}"
-        for name, error in errors.items()
-        if not error <= bounds[name]  # so that NaN fails
-    ]
-    largest = max(filter(math.isfinite, errors.values()), default=0.0)
-    return {"errors": {str(call.dtype).removeprefix("torch."): largest}, "wrong": wrong}
+def _again(function: Callable[[], dict[str, Tensor]], device: torch.device) -> Callable[[], dict[str, Tensor]]:
+    # Without torch's allocator, as under compute-sanitizer, a graph can't have memory.
+    graph = device.type == "cuda" and os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
+    return captured(function) if graph else function
+
+
+def _largest(call: FamilyCall, errors: Iterable[float]) -> dict[str, float]:
+    return {str(call.dtype).removeprefix("torch."): max(filter(math.isfinite, errors), default=0.0)}
 
 
 def device_of(name: str) -> torch.device:
@@ -201,19 +195,29 @@ def families(device_type: str) -> list[str]:
     return [name for name in FAMILIES if device_of(name).type == device_type]
 
 
-def work(name: str, skip: int, count: int | None) -> None:
-    """Checks ``count`` calls of a family, or all, from number ``skip`` on. Prints JSON before and after each call."""
-    device = device_of(name)
+def work(name: str, skip: int, count: int | None) -> bool:
+    """Checks ``count`` calls of a family, or all, from number ``skip`` on. Prints each call before and after.
+
+    Returns: whether all were right.
+    """
+    device, right = device_of(name), True
+    torch.set_float32_matmul_precision("highest")  # an image of a system may allow TF32 everywhere
     for number, call in [*enumerate(calls(name))][skip:][:count]:
-        print(json.dumps({"call": number, "name": str(call)}), flush=True)
+        _say(call=number, name=str(call))
         try:
             found = compare(call, device)
         except Exception as error:  # refused, or an error of the GPU
             found = {"wrong": [first_line(error)]}
-        print(json.dumps({"done": number, **found}), flush=True)
+        _say(done=number, **found)
+        right &= not found["wrong"]
         if device.type == "cuda":
             # After an error of the GPU every later call of this process fails too: this ends the process.
             torch.cuda.synchronize()
+    return right
+
+
+def _say(**fact: Any) -> None:
+    print(MARK + json.dumps(fact), flush=True)
 
 
 RIGHT, WRONG, LATE, ABSENT = "right", "wrong", "not checked in time", "not here"
@@ -252,7 +256,9 @@ class Result:
             self.errors[dtype] = max(error, self.errors.get(dtype, 0.0))
 
 
-def check(names: Sequence[str], seconds: float, told: Callable[[Result], None] = lambda result: None) -> list[Result]:
+def check_families(
+    names: Sequence[str], seconds: float, told: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
     """Checks families at the same time, each in a process of its own.
 
     Args:
@@ -260,88 +266,101 @@ def check(names: Sequence[str], seconds: float, told: Callable[[Result], None] =
         seconds: for everything. The families share what is left, and what is not checked then is left out.
         told: is called with each result as soon as it is known.
     """
-    end = time.monotonic() + seconds
-    at_once = max(1, min(len(names), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
-    states, waiting, lock = backends(), len(names), threading.Lock()
-
-    def one(name: str) -> Result:
-        nonlocal waiting
-        with lock:
-            share = (end - time.monotonic()) * min(1.0, at_once / waiting)
-            waiting -= 1
-        result = Result(name, len(calls(name)), absent=states[FAMILIES[name].backend].reason)
-        if not result.absent:
-            begin = time.monotonic()
-            _watch(result, min(end, begin + share))
-            result.seconds = time.monotonic() - begin
-        told(result)
-        return result
-
-    with ThreadPoolExecutor(at_once) as pool:
+    end, states = time.monotonic() + seconds, backends()
+    results = [Result(name, len(calls(name)), absent=states[FAMILIES[name].backend].reason) for name in names]
+    waiting, running = [result for result in results if not result.absent], list[_Watch]()
+    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
+    for result in results:
+        if result.absent:
+            told(result)
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            return list(pool.map(one, names))
-        except BaseException:  # Ctrl-C ends the workers that run
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _watch(result: Result, end: float) -> None:
-    """Runs workers until all calls of a family were checked or the time ends."""
-    skip = 0
-    while skip < result.of:
-        begun, running = skip, {}
-        for fact in _facts(result.family, skip, end):
-            if "call" in fact:
-                running, skip = fact, fact["call"]
-            elif "done" in fact:
-                result.add(running["name"], fact)
-                running, skip = {}, fact["done"] + 1
-            elif fact["ended"] == LATE:
-                return
-            elif running or skip == begun:
-                # A worker that ends before its first call would do so again.
-                result.wrong.append(f"{running.get('name', 'the start')}: {fact['ended']}")
-                skip = skip + 1 if running else result.of
-
-
-def _facts(name: str, skip: int, end: float) -> Iterator[dict[str, Any]]:
-    """The lines of a worker as they come. If the worker does not end well, the last fact says how it "ended"."""
-    command = [*WORKER, name, "--skip", str(skip)]
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path}
-    environment |= {"CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
-    patience, said = HANG_SECONDS[FAMILIES[name].backend], list[str]()
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        lines: queue.Queue[str | None] = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        try:
-            while True:
-                left = end - time.monotonic()
-                try:
-                    line = lines.get(timeout=max(0.0, min(left, patience)))
-                except queue.Empty:
-                    ended = LATE if left <= patience else f"no answer within {patience:.0f} s"
-                    yield {"ended": ended}
-                    return
-                if line is None:
-                    break
-                if line.startswith("{"):
-                    yield json.loads(line)
-                else:
-                    said += line.split("\n")[:1]
-            if process.wait():
-                yield {"ended": f"the process ended with status {process.returncode}: {' '.join(said[-1:])}"}
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    share = (end - time.monotonic()) * min(1.0, at_once / (len(waiting) + len(running)))
+                    running.append(_Watch(waiting.pop(0), time.monotonic() + share, Path(folder)))
+                for watch in [watch for watch in running if not watch.goes_on()]:
+                    running.remove(watch)
+                    told(watch.result)
+                time.sleep(0.05)
         finally:
-            process.kill()
+            for watch in running:
+                watch.kill()
+    return results
+
+
+class _Watch:
+    """Workers for the calls of a family, one after the other, until ``end``. A file in a folder has their output."""
+
+    def __init__(self, result: Result, end: float, folder: Path) -> None:
+        self.result, self.begin, self.end = result, time.monotonic(), end
+        self.file, self.patience = folder / result.family, HANG_SECONDS[FAMILIES[result.family].backend]
+        self.start(0)
+
+    def start(self, skip: int) -> None:
+        """Starts a worker that skips calls."""
+        path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+        environment = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": path}
+        environment |= {"CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
+        self.begun = self.skip = skip
+        self.call, self.since, self.rest, self.last = "", time.monotonic(), "", "no output"
+        with self.file.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*WORKER, self.result.family, "--skip", str(skip)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # so that the compilers that it starts end with it
+            )
+        self.output = self.file.open(encoding="utf-8", errors="replace")
+
+    def goes_on(self) -> bool:
+        """Takes what the worker said, and starts the next worker if this one ended or hangs."""
+        status = self.process.poll()  # before the rest of the output is read
+        self.read()
+        self.result.seconds = time.monotonic() - self.begin
+        if status == 0 or time.monotonic() > self.end:
+            self.kill()
+            return False
+        if status is not None:
+            return self.failed(f"the process ended with status {status}: {self.last}")
+        if self.call and time.monotonic() - self.since > self.patience:
+            return self.failed(f"no answer within {self.patience:.0f} s")
+        return True
+
+    def read(self) -> None:
+        *lines, self.rest = (self.rest + self.output.read()).split("\n")
+        for line in filter(str.strip, lines):
+            fact: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):  # a line of a compiler
+                fact = json.loads(line.removeprefix(MARK)) if line.startswith(MARK) else {}
+            if "call" in fact:
+                self.call, self.since = fact["name"], time.monotonic()
+            elif "done" in fact:
+                self.result.add(self.call, fact)
+                self.call, self.skip = "", fact["done"] + 1
+            else:
+                self.last = line
+
+    def failed(self, why: str) -> bool:
+        """Goes on behind the call that runs, if there is one."""
+        self.kill()
+        # A worker ends between calls after an error that it has told; before its first call it would end so again.
+        told = not self.call and self.skip > self.begun
+        if not told:
+            self.result.wrong.append(f"{self.call or 'the start'}: {why}")
+        skip = self.skip + 1 if self.call else self.skip if told else self.result.of
+        if skip >= self.result.of:
+            return False
+        self.start(skip)
+        return True
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL) if os.name == "posix" else self.process.kill()
+        self.process.wait()
+        self.output.close()
 
 
 def main() -> None:
@@ -349,9 +368,18 @@ def main() -> None:
     parser.add_argument("family", choices=tuple(FAMILIES))
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--calls", type=int, help="how many; default all")
-    asked = parser.parse_args()
+    asked, parent = parser.parse_args(), os.getppid()
+
+    def end_with_the_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
     torch.manual_seed(0)
-    work(asked.family, asked.skip, asked.calls)
+    right = work(asked.family, asked.skip, asked.calls)
+    # The parent of a check reads the results. A tool that watches two calls reads the status.
+    sys.exit(asked.calls is not None and not right)
 
 
 if __name__ == "__main__":

@@ -93,18 +93,19 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def peak_growth(case: Case, chosen: Contender, device: torch.device, call: Step) -> tuple[int | None, str]:
+def peak_growth(
+    case: Case, chosen: Contender, device: torch.device, call: Step | None = None
+) -> tuple[int | None, str]:
     """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason.
 
-    call: a step of the contender that was called before; on a GPU it is measured.
+    call: a step of the contender that was called before; a GPU needs it.
     """
-    on_cuda = device.type == "cuda"
-    reason = "" if on_cuda else why_not()
-    if reason:
-        return None, reason
     try:
-        if on_cuda:
+        if device.type == "cuda":
+            assert call is not None
             return cuda_growth(call, case, device), ""
+        if reason := why_not():
+            return None, reason
         return in_a_process(_measure_here, case, chosen.name, torch.get_num_threads()), ""
     except Exception as error:  # an error of the contender, such as too little memory, or a killed process
         return None, f"peak memory was not measured: {type(error).__name__}"

@@ -45,7 +45,7 @@ for name in OF_LIGHTNING:
 
 @app.command()
 def info() -> None:
-    """Show versions, backends or why they are missing, kernels that no GPU ran as they are, the extension's build."""
+    """Show versions, backends, kernels that changed since a GPU ran them, and the build of the extension."""
     versions = {name: "none" if value is None else value for name, value in record.versions().items()}
     commit = record.commit()
     if commit is not None:

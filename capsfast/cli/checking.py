@@ -9,8 +9,7 @@ import torch
 import typer
 
 from ..bench import record
-from ..bench.check import ABSENT, FAMILIES, RIGHT, Result, families
-from ..bench.check import check as compared
+from ..bench.check import ABSENT, FAMILIES, RIGHT, Result, check_families, families
 from ..bench.report import describe
 from ..files import check_replaceable, write_text
 from .endings import one_line, say, stop
@@ -32,7 +31,7 @@ def check(
     seconds: Annotated[float, typer.Option(min=1, help="Seconds for all families; what is left is not checked.")] = 35,
     json: Annotated[Path | None, typer.Option(help="Write results, machine and versions to this file.")] = None,
 ) -> None:
-    """Compare the kernels of this machine with float64: forward, backward, in a CUDA graph. Status 1 if any is wrong.
+    """Compare the kernels of this machine with float64: forward, backward, in a CUDA graph. Status 0 if all are right.
 
     Numbers are the largest relative errors against float64. Triton's kernels are compiled once, so a second check on a
     GPU sees more calls.
@@ -49,7 +48,7 @@ def check(
         surroundings = record.environment(torch.device("cuda" if with_gpu else "cpu"))
         say(describe(surroundings))
         names = [name for kind in kinds for name in families(kind)]
-        results = compared(names, seconds, lambda result: say(line(result)))
+        results = check_families(names, seconds, lambda result: say(line(result)))
         for reason in (each for result in results for each in result.wrong):
             say(f"wrong: {reason}")
         if json is not None:

@@ -7,15 +7,21 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_steps
 from benchmarks.gpu_check import Check, Step
 from capsfast.bench import record
+from capsfast.bench.contenders import COMPILED, EAGER, contender
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "benchmarks" / "gpu_check.py"
@@ -101,7 +107,7 @@ def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:
     assert {"smoke cpp", "times 1/2", "times 2/2", "record", "tests large", "tests others"} < set(status)
     surroundings, rows = record.load(folder / facts(folder, "record")["record"])
     assert surroundings["machine"]["cpu"] and {row.status for row in rows} == {"ok"}
-    assert len({row.case for row in rows}) == len(rows) == 6
+    assert len({row.case for row in rows}) == 6 and len(rows) == 7  # and eager einsum
     page = (folder / "check.md").read_text()
     assert "no number counts" in page and "Not complete" not in page and "WRONG" not in page
     assert "| B=2 I=16 |" in page and "| cpp passes | right |" in page
@@ -135,7 +141,7 @@ def checked(tmp_path: Path, **smoke: list[str] | None) -> tuple[set[str], Steps]
         "record": [{"tables": "a table"}],
     }
     for backend, wrong in smoke.items():
-        found[f"smoke {backend}"] = [] if wrong is None else [{"family": f"{backend} routing", "wrong": wrong}]
+        found[f"smoke {backend}"] = [] if wrong is None else [{"family": f"{backend} rows", "wrong": wrong}]
     check, steps = Check(tmp_path, 1), Steps(tmp_path, found)
     gpu_check.run(check, steps, (), ())
     return {fact["step"] for fact in check.of("status")}, steps
@@ -149,14 +155,60 @@ def test_right_and_late_kernels_switch_nothing_off(tmp_path: Path) -> None:
     assert ran == {"machine", "build", "smoke triton", "smoke cuda", "times 1/1", "record"}
     assert facts(tmp_path, "reason")["build"] == "the extension was built before, from these sources"
     assert facts(tmp_path, "status")["smoke cuda"] == "out of time"
-    assert "CAPSFAST_COOPERATIVE" not in steps.environment and "--no-graph" not in steps.words["times 1/1"]
+    assert "CAPSFAST_COOPERATIVE" not in steps.environment
     assert "a table" in (tmp_path / "check.md").read_text()
 
 
-def test_wrong_kernels_switch_off_what_may_have_failed(tmp_path: Path) -> None:
-    ran, steps = checked(tmp_path, triton=[], cuda=["v of a CUDA graph has other bits"])
+def test_wrong_rows_kernels_switch_cooperative_launches_off(tmp_path: Path) -> None:
+    ran, steps = checked(tmp_path, triton=[], cuda=["v has relative error 1.0e+00, bound 1e-04"])
     assert SEPARATE in ran and steps.environment["CAPSFAST_COOPERATIVE"] == "0"
-    assert "--no-graph" in steps.words["times 1/1"]
-    assert "WRONG: v of a CUDA graph has other bits" in (tmp_path / "check.md").read_text()
-    ran, steps = checked(tmp_path, triton=["v has relative error 1.0e+00, bound 1e-04"], cuda=[])
-    assert SEPARATE not in ran and "--no-graph" not in steps.words["times 1/1"]
+    assert "WRONG: v has relative error" in (tmp_path / "check.md").read_text()
+    ran, steps = checked(tmp_path, triton=["v is not finite"], cuda=[])
+    assert SEPARATE not in ran and "CAPSFAST_COOPERATIVE" not in steps.environment
+
+
+@pytest.mark.parametrize("workers", [2, 6, 9, 12, 14])
+def test_every_worker_has_the_same_share_of_what_the_compiler_does(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    ours = [replace(contender(EAGER), name=f"capsfast {name}", devices=("cuda",)) for name in ("triton", "cuda")]
+    monkeypatch.setattr(gpu_steps, "contenders", lambda: [*ours, *(contender(name) for name in (COMPILED, EAGER))])
+    tasks = gpu_steps.tasks(False, cuda)
+
+    def compiles(task: Any) -> bool:
+        return "compiled" in task.args[0] if isinstance(task.args[0], str) else task.args[0].name == COMPILED
+
+    counts = [sum(map(compiles, tasks[part::workers])) for part in range(workers)]
+    assert max(counts) - min(counts) <= 1 and sum(counts) >= 25
+    # All cases for each contender, eager einsum on one.
+    rows = [task.args for task in tasks if task.func is gpu_steps.contender_task]
+    assert len(rows) == len(set(rows)) == 3 * len(gpu_steps.cases(False)) + 1
+
+
+def test_workers_take_turns_and_go_on_after_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of two tasks, one of which fails to prepare and one of which fails in its turn."""
+    (tmp_path / "gpu-check").mkdir()
+    order: list[str] = []
+
+    def task(name: str, device: torch.device) -> Callable[[], None]:
+        if name == "a":
+            raise RuntimeError("no such kernel")
+        time.sleep(0.5)
+
+        def timed() -> None:
+            order.append(f"{name} begins")
+            time.sleep(0.2)
+            order.append(f"{name} ends")
+            if name == "b":
+                raise RuntimeError("out of memory")
+
+        return timed
+
+    monkeypatch.setattr(gpu_steps, "tasks", lambda *given: [partial(task, name) for name in "abcd"])
+    asked = [SimpleNamespace(share=f"{part}/2", out=tmp_path, rehearse=True) for part in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(gpu_steps.times, asked, [torch.device("cpu")] * 2))
+    # b and d need longer to prepare than c; no turn begins before all are ready, and turns do not overlap.
+    assert sorted(order) == sorted(f"{name} {word}" for name in "bcd" for word in ("begins", "ends"))
+    assert all(order[n].split()[0] == order[n + 1].split()[0] for n in range(0, 6, 2))
