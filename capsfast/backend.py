@@ -108,6 +108,10 @@ def _served_by_rows(call: Call, with_coupling: bool) -> bool:
     return (K == 1 or per_number == 1) and (D == 1 or per_row == K) and (J == 1 or per_output == D * K)
 
 
+def _shares_weight(call: Call) -> bool:
+    return call.weight is not None and call.weight.shape[0] == 1 != call.u.shape[1]
+
+
 # Compute capabilities of the GPUs with a record of `make gpu-check` in benchmarks/results.
 RECORDED = ((9, 0),)
 
@@ -132,8 +136,8 @@ def _is_timed(gpu: torch.device) -> bool:
 # except for what a row names. A call that a graph captures counts as eager: the capture must run the kernels that ran
 # before it, because the first launch of a Triton kernel loads it, which can fail while a stream is captured.
 FIRST_ON_GPU: tuple[tuple[str, Callable[[Call, bool], bool]], ...] = (
-    # Nobody timed both.
-    ("triton", lambda call, with_coupling: not _timed(call.u.device)),
+    # Nobody timed both on this GPU, or for a weight that input capsules share, whose passes Triton runs without votes.
+    ("triton", lambda call, with_coupling: not _timed(call.u.device) or _shares_weight(call)),
     # CUDA's general family. J=32: Triton 267 and 963, CUDA 3577 and 17451. D=K=32: Triton 743 and 1797, CUDA 7646 and
     # 29486. Given votes: Triton 166 and 356, CUDA 1393 and 3970.
     ("triton", lambda call, with_coupling: not _served_by_rows(call, with_coupling)),

@@ -211,9 +211,12 @@ def test_with_times_of_the_gpu_cuda_goes_first_where_its_rows_family_serves(chos
     assert chosen == ["triton"] * 8
 
 
-def first_on_gpu(B: int = 128, dtype: torch.dtype = torch.float32, J: int = 10, **options: Any) -> str:
-    """The backend that serves a routing on a GPU."""
+def first_on_gpu(
+    B: int = 128, dtype: torch.dtype = torch.float32, J: int = 10, shared: bool = False, **options: Any
+) -> str:
+    """The backend that serves a routing on a GPU. shared: input capsules share the weight."""
     u, weight = layer(B, 3, J, 16, 8, dtype=dtype)
+    weight = weight[:1] if shared else weight
     return choice.choose(on_gpu(unchecked(u, weight, RoutingParameters(), Options(**options))), None)
 
 
@@ -240,6 +243,7 @@ def test_each_row_of_the_table_of_times(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     assert first_on_gpu(B, dtype, J) == first
     assert first_on_gpu(B, dtype, J, softmax="in") == "triton"
+    assert first_on_gpu(B, dtype, J, shared=True) == "triton"
     monkeypatch.setattr(choice, "_is_timed", lambda gpu: False)
     assert first_on_gpu(B, dtype, J) == "triton"
 

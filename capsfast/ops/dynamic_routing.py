@@ -50,7 +50,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
             v, c = with_votes(run, BOTH, call, return_coupling, backend)
             return v, c
         # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
-        if saves_votes(call, backend, return_coupling) == "triton":
+        if saves_votes(call, backend) == "triton":
             v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
             return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)

@@ -48,8 +48,8 @@ def votes(call: Call) -> Tensor:
     return x.reshape(I, B, 1, D).transpose(0, 1)
 
 
-def saves_votes(call: Call, backend: str | None, with_coupling: bool = False) -> str | None:
-    """The backend of a call whose passes :func:`without_votes` makes faster; None if it would not. See choose()."""
+def saves_votes(call: Call, backend: str | None) -> str | None:
+    """The backend of a call whose passes :func:`without_votes` makes faster; None if it would not."""
     u, weight, given = call.u, call.weight, call.parameters
     if weight is None or weight.shape[0] != 1 or call.P != 1:
         return None
@@ -57,7 +57,7 @@ def saves_votes(call: Call, backend: str | None, with_coupling: bool = False) ->
         return None
     if getattr(given, "precision", None) is not None or getattr(given, "center", None) is not None:
         return None
-    chosen = choose(call, backend, with_coupling)
+    chosen = choose(call, backend)
     if chosen not in WORTH_IT:
         return None
     (B, I, K), J, D = u.shape, call.J, call.D
