@@ -19,7 +19,7 @@ import capsfast
 from capsfast import native
 from capsfast.bench import check, ran, record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
-from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contender, contenders
+from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contenders
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import input_set, step
 from capsfast.bench.measure import Row, beside, first_line, lost, prepared
@@ -30,7 +30,7 @@ from capsfast.bench.timing import host_seconds, interleave
 # What is timed around the canonical layer, the important cases first.
 SHAPES: Any = ({}, {"dtype": "bfloat16"}, {"B": 1}, {"B": 1024, "I": 256}, {"B": 16}, {"I": 9216}, {"I": 256})
 SHAPES += ({"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
-VOTES: Any = ({}, {"dtype": "bfloat16"})
+VOTES: Any = ({"op": "route_votes", "K": 0}, {"op": "route_votes", "K": 0, "dtype": "bfloat16"})
 ROUTINGS: Any = ({"routing": "em"}, {"routing": "em", "dtype": "bfloat16"}, {"routing": "self-attention", "r": 0})
 
 # The longest that a worker waits for others to compile.
@@ -74,17 +74,16 @@ def smoke(asked: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
-def case(changes: dict[str, Any], direction: str) -> Case:
+def layer(changes: dict[str, Any], direction: str) -> Case:
     return replace(CANONICAL, direction=direction, **changes)
 
 
 def cases(rehearse: bool) -> list[Case]:
     """All cases, the important ones first; in a rehearsal small ones."""
     small = {"B": 2, "I": 16} if rehearse else {}
-    found = [case({**each, **small}, direction) for each in SHAPES for direction in DIRECTIONS]
-    votes = {"op": "route_votes", "K": 0}
-    found += [case({**each, **votes, **small}, direction) for each in VOTES for direction in DIRECTIONS]
-    found += [case({**each, "op": "routing", **small}, DIRECTIONS[1]) for each in ROUTINGS]
+    found = [layer({**each, **small}, direction) for each in SHAPES for direction in DIRECTIONS]
+    found += [layer({**each, **small}, direction) for each in VOTES for direction in DIRECTIONS]
+    found += [layer({**each, "op": "routing", **small}, DIRECTIONS[1]) for each in ROUTINGS]
     return list(dict.fromkeys(found))[: 6 if rehearse else None]
 
 
@@ -97,26 +96,27 @@ def tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
     A task prepares, which compiles; its result measures and publishes. What takes the compiler longest comes first, so
     that every worker has the same share of it.
     """
-    everyone = [each for each in contenders() if each.serves(device)]
-    ours = [each for each in everyone if each.ours]
+    everyone = [contender for contender in contenders() if contender.serves(device)]
+    ours = [contender for contender in everyone if contender.ours]
     if not ours:
         raise SystemExit(f"no fused backend for {device.type}")
     names, dtypes = ("einsum", "capsfast"), (torch.float32, torch.bfloat16)
     nets = [partial(net_task, name, dtype) for name in names for dtype in dtypes]
     whole = [partial(net_task, f"{name}, compiled whole", dtype) for name in names for dtype in dtypes]
-    rows = {each.name: [partial(contender_task, each, one) for one in cases(rehearse)] for each in everyone}
+    chosen = cases(rehearse)
+    rows = {contender.name: [partial(contender_task, contender, case) for case in chosen] for contender in everyone}
     compiled, rows[EAGER] = rows.pop(COMPILED), rows[EAGER][:1]
     others = [*nets, *(task for found in rows.values() for task in found)]
-    hosts = [partial(host_task, each, case({}, direction)) for direction in DIRECTIONS for each in ours]
+    hosts = [partial(host_task, contender, layer({}, direction)) for direction in DIRECTIONS for contender in ours]
     return others if rehearse else [*whole, *compiled, *others, *hosts]
 
 
-def contender_task(each: Contender, one: Case, device: torch.device) -> Timed:
+def contender_task(contender: Contender, case: Case, device: torch.device) -> Timed:
     """Compares a contender with float64; measures a row."""
-    row, call = Row(one, each.name, "skipped", each.why_not(one, device)), None
+    row, call = Row(case, contender.name, "skipped", contender.why_not(case, device)), None
     if not row.reason:
-        inputs = input_set(one, device)
-        row, call = prepared(one, each, [inputs], Gate(one, inputs))
+        inputs = input_set(case, device)
+        row, call = prepared(case, contender, [inputs], Gate(case, inputs))
     if call is None:
         publish(measured=asdict(row))
         return lambda: None
@@ -124,7 +124,7 @@ def contender_task(each: Contender, one: Case, device: torch.device) -> Timed:
     def timed() -> None:
         found = replace(row, seconds=asdict(interleave({"": call}, device, 0.0, 2)[""]))
         if device.type == "cuda":
-            found = beside(call, replace(found, memory_bytes=cuda_growth(call, one, device)), device)
+            found = beside(call, replace(found, memory_bytes=cuda_growth(call, case, device)), device)
         publish(measured=asdict(found))
 
     return timed
@@ -162,9 +162,9 @@ def net_task(name: str, dtype: torch.dtype, device: torch.device) -> Timed:
     return timed
 
 
-def host_task(each: Contender, one: Case, device: torch.device) -> Timed:
+def host_task(contender: Contender, case: Case, device: torch.device) -> Timed:
     """The host's part of a call, with the threads of autograd and with the calling thread alone."""
-    call = step(each.make(one), one, [input_set(one, device)])
+    call = step(contender.make(case), case, [input_set(case, device)])
     call()
 
     def timed() -> None:
@@ -172,7 +172,7 @@ def host_task(each: Contender, one: Case, device: torch.device) -> Timed:
         for title, threads in (("µs", True), ("µs, autograd on the calling thread", False)):
             with torch.autograd.set_multithreading_enabled(threads):
                 found[title] = f"{1e6 * host_seconds(call, device):.0f}"
-        publish(section="Host", row={"backend": each.name, "call": one.name, **found})
+        publish(section="Host", row={"backend": contender.name, "call": case.name, **found})
 
     return timed
 
@@ -244,7 +244,7 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
         surroundings["note"] = f"With CAPSFAST_COOPERATIVE={mode}"
     surroundings["limits"] = next((fact["limits"] for fact in facts if "limits" in fact), {})
     rows = {(row.case, row.contender): row for row in (Row.from_dict(f["measured"]) for f in facts if "measured" in f)}
-    order = {one: n for n, one in enumerate(cases(asked.rehearse))}
+    order = {case: n for n, case in enumerate(cases(asked.rehearse))}
     ordered = sorted(rows.values(), key=lambda row: order[row.case])
     # The record of a rehearsal is none that `capsfast report` should find.
     path = (folder if asked.rehearse else asked.out) / f"{record.machine_name(surroundings['machine'])}.json"
@@ -256,8 +256,9 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
 
 def profiled(asked: argparse.Namespace, device: torch.device) -> None:
     """A canonical call forward and backward between marks for ncu."""
-    one = case({}, DIRECTIONS[1])
-    call = step(contender(OURS + asked.backend).make(one), one, [input_set(one, device)])
+    case = layer({}, DIRECTIONS[1])
+    (contender,) = [contender for contender in contenders() if contender.name == OURS + asked.backend]
+    call = step(contender.make(case), case, [input_set(case, device)])
     call()  # compiles
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
