@@ -33,8 +33,7 @@ ALSO = ("counters", "sanitizers")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ("cuda rows", "cuda general", "cuda votes", "triton routing", "triton passes")
 SECTIONS = ("SpeedOfLight", "LaunchStats", "SchedulerStats", "WarpStateStats", "SourceCounters")
-# Tests that take half of the time of all tests marked gpu.
-LARGE = "accuracy or elements or fifty"
+LARGE = "accuracy or elements or fifty"  # half of the tests marked gpu, by time
 
 OK, FAILED, LATE, LEFT_OUT, INTERRUPTED = "ok", "failed", "out of time", "left out", "interrupted"
 
@@ -198,9 +197,10 @@ class Steps:
         self.device, self.out, self.rehearse = device, out, device == "cpu"
         self.backends = ("cpp",) if self.rehearse else ("triton", "cuda")
         self.workers = 2 if self.rehearse else max(2, min(14, len(os.sched_getaffinity(0))))
-        # The checkout comes before an installed capsfast, and kernels are not interpreted.
+        # The checkout comes before an installed capsfast, kernels are not interpreted, and the steps share the cores.
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self.environment = {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
+        self.environment = {"PYTHONPATH": path, "CAPSFAST_BACKEND": ""}
+        self.environment |= {"TRITON_INTERPRET": "0", "OMP_WAIT_POLICY": "passive"}
 
     def own(self, name: str, seconds: float, *words: str, quiet: bool = False) -> Step:
         """A step of gpu_steps.py; its first word is the name up to a blank."""
