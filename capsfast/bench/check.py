@@ -81,7 +81,8 @@ FAMILIES = {
     # Each call is compiled, which takes seconds.
     "triton routing": Family("triton", "dynamic_routing", (LAYER,), (QUIET, LOADED_OUT), NARROW),
     "triton softmax in": Family("triton", "dynamic_routing", (LAYER,), (LOADED,), NARROW),
-    "triton large": Family("triton", "dynamic_routing", (MANY, (17, 33, 10, 32, 32)), (QUIET, LOADED_OUT)),
+    "triton many outputs": Family("triton", "dynamic_routing", (MANY,), (QUIET, LOADED_OUT)),
+    "triton wide capsules": Family("triton", "dynamic_routing", ((17, 33, 10, 32, 32),), (QUIET, LOADED_OUT)),
     "triton pose matrices": Family("triton", "dynamic_routing", ((9, 13, 5, 16, 4),), (RoutingCase(poses=4),), NARROW),
     "triton votes": Family("triton", "route_votes", (ODD,), ROUTINGS, NARROW),
     "triton positions": Family("triton", "route_votes", (ODD,), (RoutingCase(spatial=(3, 2)),), NARROW),
@@ -269,7 +270,8 @@ def check_families(
     end, states = time.monotonic() + seconds, backends()
     results = [Result(name, len(calls(name)), absent=states[FAMILIES[name].backend].reason) for name in names]
     waiting, running = [result for result in results if not result.absent], list[_Watch]()
-    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
+    # A family waits for disks, compilers and a GPU as much as it computes.
+    at_once = max(4, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     for result in results:
         if result.absent:
             told(result)
