@@ -33,9 +33,6 @@ SHAPES += ({"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
 VOTES: Any = ({"op": "route_votes", "K": 0}, {"op": "route_votes", "K": 0, "dtype": "bfloat16"})
 ROUTINGS: Any = ({"routing": "em"}, {"routing": "em", "dtype": "bfloat16"}, {"routing": "self-attention", "r": 0})
 
-# The longest that a worker waits for others to compile.
-PREPARE_SECONDS = 150.0
-
 
 def publish(**fact: Any) -> None:
     print("@" + json.dumps(fact), flush=True)
@@ -199,10 +196,11 @@ def rates(device: torch.device) -> dict[str, float]:
 def times(asked: argparse.Namespace, device: torch.device) -> None:
     """Prepares a share of the tasks, then measures them in turns with the other workers.
 
-    Who prepares shares a lock, so that nobody has a turn before all are ready, at most for PREPARE_SECONDS.
+    Who prepares shares a lock, so that nobody has a turn before all are ready, at most for 150 s.
     """
     part, of = map(int, asked.share.split("/"))
-    end, ready, folder = time.monotonic() + PREPARE_SECONDS, list[Timed](), asked.out / "gpu-check"
+    end, folder = time.monotonic() + 150, asked.out / "gpu-check"
+    ready, failed = list[Timed](), list[str]()
     torch._dynamo.config.recompile_limit = 999  # one function, many shapes
     if part == 1 and device.type == "cuda":
         ready.append(lambda: publish(limits=rates(device)))
@@ -212,27 +210,28 @@ def times(asked: argparse.Namespace, device: torch.device) -> None:
             print("prepares", *task.args)
             try:
                 ready.append(task(device))
-            except Exception as error:  # contenders report their errors themselves
-                print(f"failed: {first_line(error)}")
+            except Exception as error:  # the others go on; rows of contenders have their errors
+                failed.append(f"{' '.join(map(str, task.args))}: {first_line(error)}")
             if lost(device):
-                raise SystemExit("an error ended the use of the GPU")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # the other workers need memory, too
+                raise SystemExit(f"the GPU is lost; {'; '.join(failed)}")
+            torch.cuda.empty_cache()  # the other workers need memory, too
         while time.monotonic() < end:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(preparing, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.05)
         else:
-            print("other workers still prepare beside these times")
+            publish(section="Times that may be too long", row={"worker": asked.share, "why": "others still compiled"})
         fcntl.flock(preparing, fcntl.LOCK_UN)
         for timed in ready:
             fcntl.flock(turn, fcntl.LOCK_EX)
             try:
                 timed()
-            except Exception as error:  # such as out of memory; the others go on
-                print(f"failed: {first_line(error)}")
+            except Exception as error:  # such as out of memory
+                failed.append(f"in a turn: {first_line(error)}")
             fcntl.flock(turn, fcntl.LOCK_UN)
+    if failed:
+        raise SystemExit("; ".join(failed))
 
 
 def record_of(asked: argparse.Namespace, device: torch.device) -> None:

@@ -58,13 +58,13 @@ def surely(known: bool) -> bool:
     return True if decided else False  # noqa: SIM210 - a symbol is not a bool
 
 
-def known(*conditions: bool) -> bool:
-    """Whether all comparisons of sizes hold; False if torch.compile can decide one of them only with a guard."""
+def statically(*comparisons: bool) -> bool:
+    """Whether all comparisons of sizes hold for every size that a graph serves. Adds no guard, unlike surely()."""
     if not torch.compiler.is_compiling():
-        return all(conditions)
+        return all(comparisons)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # as in surely()
 
-    return all(statically_known_true(condition) for condition in conditions)
+    return all(statically_known_true(comparison) for comparison in comparisons)
 
 
 def register_sharding_rule(op: OpOverload, rule: Callable[..., Any], first_option: int) -> None:

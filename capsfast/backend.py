@@ -11,9 +11,13 @@ from typing import NamedTuple
 import torch
 
 from . import checks, native, toolchain
-from ._torch import constant_while_tracing, known
+from ._torch import constant_while_tracing, statically
 from .arguments import Call
 from .options import PassOptions
+
+
+class RefusalError(RuntimeError):
+    """The demanded backend cannot serve the call."""
 
 
 class BackendStatus(NamedTuple):
@@ -101,8 +105,8 @@ def _served_by_rows(call: Call, with_coupling: bool) -> bool:
         return False
     (B, I, _), (_, J, D, K) = u.shape, weight.shape
     # The kernels count samples and input capsules in 32 bits.
-    fits = known(B * I * J * D * K > 0, D <= 16, call.P == 1, B < 2**30, (B // 16 + 1) * I < 2**30)
-    if not fits or not (known(J <= 10, K <= 16) or known(J <= 12, K <= 8)):
+    fits = statically(B * I * J * D * K > 0, D <= 16, call.P == 1, B < 2**30, (B // 16 + 1) * I < 2**30)
+    if not fits or not (statically(J <= 10, K <= 16) or statically(J <= 12, K <= 8)):
         return False
     _, per_output, per_row, per_number = weight.stride()
     return (K == 1 or per_number == 1) and (D == 1 or per_row == K) and (J == 1 or per_output == D * K)
@@ -130,9 +134,9 @@ def _is_timed(gpu: torch.device) -> bool:
     return capability in RECORDED and native.has_rows(capability)
 
 
-# The backend that backend=None tries first on a GPU: that of the first row whose condition holds. A condition takes the
-# call and whether the coupling is returned. Times are of an H200 (2026-11-27), in us, of a forward and of both passes:
-# host times of an eager call, otherwise times in a CUDA graph. The layer is B=128 I=1152 J=10 D=16 K=8 r=3 in float32,
+# backend=None on a GPU first tries the backend of the first row whose condition holds. A condition takes the call and
+# whether the coupling is returned. Times are from an H200 (2026-11-27), in us, of a forward and of both passes: host
+# times of an eager call, otherwise times in a CUDA graph. The layer is B=128 I=1152 J=10 D=16 K=8 r=3 in float32,
 # except for what a row names. A call that a graph captures counts as eager: the capture must run the kernels that ran
 # before it, because the first launch of a Triton kernel loads it, which can fail while a stream is captured.
 FIRST_ON_GPU: tuple[tuple[str, Callable[[Call, bool], bool]], ...] = (
@@ -146,9 +150,9 @@ FIRST_ON_GPU: tuple[tuple[str, Callable[[Call, bool], bool]], ...] = (
     # bfloat16, also of autocast: Triton 63 and 242, CUDA 110 and 266.
     ("triton", lambda call, with_coupling: call.u.dtype != torch.float32 or torch.is_autocast_enabled("cuda")),
     # B=1: Triton 62 and 121, CUDA 81 and 170. B=16: Triton 73 and 135, CUDA 112 and 175.
-    ("triton", lambda call, with_coupling: not known(call.u.shape[0] > 16)),
+    ("triton", lambda call, with_coupling: not statically(call.u.shape[0] > 16)),
     # B=1024 I=256: Triton 120 and 529, CUDA 203 and 599.
-    ("triton", lambda call, with_coupling: not known(call.u.shape[0] < 1024)),
+    ("triton", lambda call, with_coupling: not statically(call.u.shape[0] < 1024)),
     # Triton 88 and 306, CUDA 106 and 283. I=9216: Triton 491 and 2167, CUDA 330 and 1272.
     ("cuda", lambda call, with_coupling: True),
 )
@@ -244,14 +248,14 @@ def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
     with_coupling: the coupling is returned.
 
     Raises:
-        RuntimeError: the demanded backend cannot serve the call.
+        RefusalError: the demanded backend cannot serve the call.
     """
     demand, device = demanded(call.op, backend), call.u.device
     kind = device.type
     if demand is not None:
         reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)
         if reason:
-            raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
+            raise RefusalError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
         return demand
     lacking = ""
     for name in _order_on_gpu(call, with_coupling) if kind == "cuda" else ORDER:

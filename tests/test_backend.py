@@ -306,7 +306,7 @@ def test_which_gpus_the_times_hold_for(
 def test_the_choice_is_the_faster_backend_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(record.load(ROOT / "benchmarks" / "results" / "nvidia-h200-graphs.json")[1])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(choice, "known", lambda *conditions: all(conditions))
+    monkeypatch.setattr(choice, "statically", lambda *comparisons: all(comparisons))
     slower, compared = [], 0
     for case in results.cases:
         times = {name: results.of(case, f"capsfast {name}", "graph") for name in ("triton", "cuda")}
@@ -338,7 +338,7 @@ def test_float64_on_a_gpu_is_not_for_triton(chosen: list[str], monkeypatch: pyte
 
 @pytest.mark.parametrize(("I", "stride", "first"), [(10**6, 16, "triton"), (10**7, 16, "cuda"), (3, 2**27, "cuda")])
 def test_a_call_that_reaches_too_far_for_triton_runs_on_cuda(
-    I: int, stride: int, first: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+    I: int, stride: int, first: str, chosen: list[str]
 ) -> None:
     """The votes of no call exist: their numbers share memory."""
     votes = torch.empty(1).as_strided((32, I, 4, 4), (0, 0, 0, 0))

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,16 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import capsfast
+from capsfast import native
 from capsfast.bench import check
 from capsfast.bench.cases import Case
 from capsfast.bench.contenders import contender
-from capsfast.bench.problems import FUNCTIONS
+from capsfast.bench.problems import FUNCTIONS, RoutingCase
+from capsfast.options import Options
 
-CPU = torch.device("cpu")
-needs_extension = pytest.mark.skipif(
-    not capsfast.backends()["cpp"].available, reason=capsfast.backends()["cpp"].reason or "there"
-)
+CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parent.parent
+needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 
 
 def test_every_backend_and_every_op_has_a_family() -> None:
@@ -41,6 +41,10 @@ def test_the_first_calls_of_a_family_have_all_its_cases() -> None:
         found = check.calls(name)
         assert {call.case for call in found[: len(family.cases)]} == set(family.cases)
         assert len(set(found)) == len(family.shapes) * len(family.cases) * len(family.dtypes)
+
+
+def test_a_case_has_the_defaults_of_the_options() -> None:
+    assert RoutingCase().options == Options()
 
 
 @needs_extension
@@ -162,6 +166,34 @@ def test_an_interruption_ends_the_workers(worker: Callable[..., check.Result], t
     with pytest.raises(KeyboardInterrupt):
         worker(code)
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Also if the parent was killed. A worker of a family that takes long would use the GPU beside the next check."""
+    path = tmp_path / "pid"
+    code = f"""
+import time
+from pathlib import Path
+from capsfast.bench import check
+
+check.compare = lambda *call: time.sleep(60)
+check.calls = lambda name: [name]
+Path({str(path)!r}).write_text(str(__import__("os").getpid()))
+check.main()
+"""
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, 'cpp EM'])"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT) as process:
+        waited(path.exists)
+        process.kill()
+    waited(lambda: not Path("/proc", path.read_text()).exists())
+
+
+def waited(for_what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not for_what():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_an_absent_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

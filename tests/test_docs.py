@@ -153,6 +153,11 @@ def test_squash_table_is_what_squash_computes() -> None:
     assert len(rows) == 6
 
 
+def assert_readme_says(*said: str) -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert [each for each in said if each not in text] == []
+
+
 def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
     results = Results(record.load(ROOT / "benchmarks" / "results" / "amd-epyc-zen-4-2-threads.json")[1])
     forward, both = Case(), Case(direction="forward+backward")
@@ -162,8 +167,7 @@ def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
     ours, eager, compiled = (size / 2**20 for size in memory)
     adopted = json.loads((ROOT / "docs" / "records" / "accelerate.json").read_text(encoding="utf-8"))
     networks = [f"{found['ratio']:.1f}" for found in adopted["networks"] if found["dtype"] == "float32"]
-    text = " ".join(README.read_text(encoding="utf-8").split())
-    for said in (
+    assert_readme_says(
         f"capsfast is {results.speedup(both, COMPILED):.1f} times as fast",
         f"forward alone {results.speedup(forward, COMPILED):.1f} times",
         f"takes {ours:.1f} MiB beyond inputs and gradients",
@@ -171,8 +175,7 @@ def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
         f"[{' and '.join(networks)} times as fast]",
         f"the {len(known)} cases",
         f"capsfast was {min(known):.1f} to {max(known):.1f} times as fast",
-    ):
-        assert said in text
+    )
 
 
 def test_speeds_on_a_gpu_in_the_readme_are_those_of_the_records() -> None:
@@ -185,16 +188,14 @@ def test_speeds_on_a_gpu_in_the_readme_are_those_of_the_records() -> None:
 
     forward, both, one, wide = Case(), Case(direction="forward+backward"), Case(B=1), Case(D=32, K=32)
     em = Case(direction="forward+backward", op="routing", routing="em")
-    text = " ".join(README.read_text(encoding="utf-8").split())
-    for said in (
+    assert_readme_says(
         f"the faster backend takes {us(both, *ours):.0f} µs",
         f"{us(both, COMPILED) / us(both, *ours):.1f} times as fast as `torch.compile`",
         f"and {us(forward, *ours):.0f} µs forward alone, {us(forward, COMPILED) / us(forward, *ours):.1f} times",
         f"one sample ({us(one, COMPILED):.0f} µs, capsfast {us(one, *ours):.0f})",
         f"D = K = 32 forward ({us(wide, COMPILED):.0f}, {us(wide, *ours):.0f})",
         f"({1e3 * eager.seconds(em, COMPILED):.1f} ms, {1e3 * eager.seconds(em, ours[0]):.1f})",
-    ):
-        assert said in text
+    )
 
 
 def test_times_of_the_order_of_backends_are_those_of_the_record() -> None:

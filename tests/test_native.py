@@ -86,7 +86,7 @@ def test_peak_memory_is_far_below_the_votes(sizes: dict[str, Any], direction: st
     if memory.why_not():
         pytest.skip(memory.why_not())
     case = cases.Case(**sizes, direction=direction)
-    growth, reason = memory.peak_growth(case, contenders.contender("capsfast cpp"), torch.device("cpu"))
+    growth, reason = memory.peak_growth(case, contenders.contender("capsfast cpp"), torch.device("cpu"), lambda: None)
     assert growth is not None, reason
     assert growth <= 25 * 2**20
 

@@ -76,6 +76,12 @@ def test_an_extension_without_its_sources_is_known_by_their_hash(tree: Path, mon
     assert ran.since_the_run("cuda").startswith("the extension was built from other sources")
 
 
+def test_without_cuda_kernels_there_is_nothing_to_say(tree: Path) -> None:
+    for name in ("csrc/cuda/a.h", "csrc/ops/cuda/b.cu"):
+        (tree / name).unlink()
+    assert ran.since_the_run("cuda") == "there are none here"
+
+
 def test_a_record_of_changed_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"environment": {"commit": {"hash": "0", "changed": True}}}))

@@ -52,9 +52,9 @@ def _results(case: Case, forward: Forward, leaves: Sequence[Tensor], dout: Seque
 class Gate:
     """Checks contenders on one case.
 
-    Samples are routed independently, so the float64 reference runs on some samples only, spread over the
-    batch. The gradient of the outputs is zero for all other samples. Hence only the chosen samples contribute to the
-    gradients of weight and parameters, and the input gradients of all other samples must be exactly zero.
+    Samples are routed independently, so the float64 reference runs on some samples only, spread over the batch. The
+    gradient of the outputs is zero for all other samples. Hence only the chosen samples contribute to the gradients of
+    weight and parameters, and the input gradients of all other samples must be exactly zero.
 
     If the inputs exceed TRUTH_INPUTS, only as many input capsules as fit are checked: ``self.case``.
     """

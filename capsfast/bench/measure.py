@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import native
+from ..backend import RefusalError
 from . import memory
 from .cases import Case
 from .contenders import Contender
@@ -109,15 +110,13 @@ def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> t
         once()
         return row, once
     except Exception as error:  # a contender may fail in any way; the others continue
-        refused = "cannot serve this call" in str(error)  # by capsfast.backend.choose
-        return Row(case, each.name, "skipped" if refused else "failed", first_line(error)), None
+        status = "skipped" if isinstance(error, RefusalError) else "failed"
+        return Row(case, each.name, status, first_line(error)), None
 
 
-def beside(step: Step, row: Row, device: torch.device, graph: bool = True) -> Row:
+def beside(step: Step, row: Row, device: torch.device) -> Row:
     """The row with the time of the host and the time in a CUDA graph, or the reason why there is no graph."""
     row = dataclasses.replace(row, host=host_seconds(step, device))
-    if not graph:
-        return row
     try:
         return dataclasses.replace(row, graph=graph_seconds(step))
     except Exception as error:  # a contender need not work in a graph

@@ -93,16 +93,13 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def peak_growth(
-    case: Case, chosen: Contender, device: torch.device, call: Step | None = None
-) -> tuple[int | None, str]:
+def peak_growth(case: Case, chosen: Contender, device: torch.device, call: Step) -> tuple[int | None, str]:
     """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason.
 
-    call: a step of the contender that was called before; a GPU needs it.
+    call: a step of the contender that was called before. A GPU measures this step, the CPU a fresh process.
     """
     try:
         if device.type == "cuda":
-            assert call is not None
             return cuda_growth(call, case, device), ""
         if reason := why_not():
             return None, reason

@@ -51,6 +51,8 @@ def since_the_run(backend: str) -> str:
     old: Hashes = ran["files"][backend]
     known = f"commit {ran['commit'][:12]} on one {ran['gpu']}, {ran['date']}"
     built = native.extension.build_info().get("cuda_sources") if native.extension and backend == "cuda" else ""
+    if not new and not built:
+        return "there are none here"
     if built and built != cuda_sources(new or old):
         return f"the extension was built from other sources; kernels last ran as of {known}"
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)] if new else []

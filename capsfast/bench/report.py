@@ -123,8 +123,9 @@ INTRODUCTION = f"""# Measurements
 
 * Except where a row names other sizes, the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
   K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}.
-* A time is the median of one call. All contenders of a case ran in one process, in turns, after their results were
-  compared with float64. Memory is the growth of the peak beyond inputs and gradients.
+* A time is the median of one call. Results were compared with float64 before, unless the section says otherwise. On a
+  CPU all contenders of a case ran in one process, in turns; on a GPU one contender runs at a time, in one process or in
+  several. Memory is the growth of the peak beyond inputs and gradients.
 * A speed-up compares with the fastest capsfast backend. Ratios differ by machine, so every record has a section.
 * "of the multiply-adds": the FLOPs of a call that makes the votes again in every pass, divided by the time of `cpp` and
   by the measured rate of multiply-adds on registers.

@@ -105,7 +105,7 @@ def capture(step: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
                     step()
         except Exception as error:
             # The allocator of torch 2.11 stays in a capture that failed, and refuses the next one (pytorch#180395).
-            with suppress(RuntimeError):
+            with suppress(AttributeError, RuntimeError):  # private functions of torch
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
                 torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
             # The end of a failed capture raises, too; the error before it says what the step did.

@@ -28,7 +28,7 @@ def check(
     device: Annotated[
         str | None, typer.Option(help="Only the kernels for cpu or cuda; default: all there are.", show_default=False)
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds for all families; what is left is not checked.")] = 35,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds for all families; what is left is not checked.")] = 32,
     json: Annotated[Path | None, typer.Option(help="Write results, machine and versions to this file.")] = None,
 ) -> None:
     """Compare the kernels of this machine with float64: forward, backward, in a CUDA graph. Status 0 if all are right.

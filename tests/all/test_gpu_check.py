@@ -208,7 +208,12 @@ def test_workers_take_turns_and_go_on_after_errors(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu_steps, "tasks", lambda *given: [partial(task, name) for name in "abcd"])
     asked = [SimpleNamespace(share=f"{part}/2", out=tmp_path, rehearse=True) for part in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(gpu_steps.times, asked, [torch.device("cpu")] * 2))
+        workers = [pool.submit(gpu_steps.times, each, torch.device("cpu")) for each in asked]
+    # The first has a and c, the second b and d.
+    assert [str(worker.exception()) for worker in workers] == [
+        "a: RuntimeError: no such kernel",
+        "in a turn: RuntimeError: out of memory",
+    ]
     # b and d need longer to prepare than c; no turn begins before all are ready, and turns do not overlap.
     assert sorted(order) == sorted(f"{name} {word}" for name in "bcd" for word in ("begins", "ends"))
     assert all(order[n].split()[0] == order[n + 1].split()[0] for n in range(0, 6, 2))
