@@ -16,10 +16,6 @@ from .arguments import Call
 from .options import PassOptions
 
 
-class RefusalError(RuntimeError):
-    """The demanded backend cannot serve the call."""
-
-
 class BackendStatus(NamedTuple):
     """available: the backend can run here. reason: why it can't, else "". devices: device types that it serves."""
 
@@ -248,14 +244,14 @@ def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
     with_coupling: the coupling is returned.
 
     Raises:
-        RefusalError: the demanded backend cannot serve the call.
+        RuntimeError: the demanded backend cannot serve the call.
     """
     demand, device = demanded(call.op, backend), call.u.device
     kind = device.type
     if demand is not None:
         reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)
         if reason:
-            raise RefusalError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
+            raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
         return demand
     lacking = ""
     for name in _order_on_gpu(call, with_coupling) if kind == "cuda" else ORDER:

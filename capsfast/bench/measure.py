@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from .. import native
-from ..backend import RefusalError
 from . import memory
 from .cases import Case
 from .contenders import Contender
@@ -110,8 +109,9 @@ def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> t
         once()
         return row, once
     except Exception as error:  # a contender may fail in any way; the others continue
-        status = "skipped" if isinstance(error, RefusalError) else "failed"
-        return Row(case, each.name, status, first_line(error)), None
+        # The type of a refusal by capsfast.backend.choose is RuntimeError itself.
+        refused = "cannot serve this call" in str(error)
+        return Row(case, each.name, "skipped" if refused else "failed", first_line(error)), None
 
 
 def beside(step: Step, row: Row, device: torch.device) -> Row:
