@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -28,6 +29,7 @@ class Backward {
         sums(context.plan.splits * context.layout.vectors()),
         in_norm(p, context.layout, in.norm, in.batch, 0, p.softmax_in() ? p.iterations : 0),
         c_dc(p.softmax_in() ? p.iterations * context.layout.scalars() : 0),
+        db(p.softmax_in() ? context.plan.splits * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     // Lanes without a sample hold zeros, so that they add nothing to any sum.
     std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
@@ -43,21 +45,27 @@ class Backward {
       restore(begin, end);
       differentiate(r - 1, begin, end, true);
     });
-    for (int64_t t = r - 1; t > first; --t) {
+    // The sums go on over the iterations: each v is part of every later V, so its gradient G is the sum over all passes
+    // so far.
+    sums.clear();
+    // A pass for the iteration without a G corrects c_dc, which the gradient of the logits alone needs there.
+    const bool corrects_first = p.softmax_in() && out.dlogits.data != nullptr;
+    for (int64_t t = r - 1; t > first || (t == first && corrects_first); --t) {
       AccumulatePass<T> pass;
-      pass.score.linear = V.get() + t * pitch;
+      if (t > 0) pass.score.linear = V.get() + t * pitch;
       pass.gradient.linear = ds.get() + t * pitch;
       if (p.softmax_in()) {
         pass.in_max = in_norm.max() + t * context.layout.scalars();
         pass.in_scale = in_norm.scale() + t * context.layout.scalars();
         pass.c_dc = c_dc.get() + t * context.layout.scalars();
+        pass.mass = db.sum();
+        db.clear();
       }
       if (t == r - 1) pass.dcoupling = in.dcoupling;
-      pass.first = sums.sum();
-      // The sums go on over the iterations: each v is part of every later V, so its gradient G is the sum over all
-      // passes so far.
-      if (t == r - 1) sums.clear();
+      if (t > first) pass.first = sums.sum();
       context.accumulate(pass);
+      if (p.softmax_in()) correct(t);
+      if (t == first) break;
       context.over_tiles([&](int64_t begin, int64_t end) { differentiate(t - 1, begin, end, false); });
     }
     if (totals.dbias != nullptr) sum_bias();
@@ -97,6 +105,29 @@ class Backward {
         for (int64_t j = 0; j < p.J; ++j) at.c_dc[place.scalar + j * place.stride] += coupling_gradient(b, j);
       }
     }
+  }
+
+  // With the softmax over the input capsules, db = c (dc - c_dc) adds up to 0 over i if c_dc = sum_i c dc. But c_dc is
+  // computed from rounded sums, as ds . s, and the difference cancels where c is nearly 1. So the sum of db that the
+  // pass found is what c_dc lacks, and s times that sum is what G has too much. The leaky entry has c too, but no db.
+  void correct(int64_t t) const {
+    const Layout& layout = context.layout;
+    const T* const s = static_cast<const T*>(in.s) + t * in.batch * p.J * p.D;
+    const int64_t scalars = t * layout.scalars();
+    parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin * p.J; n < end * p.J; ++n) {
+        const Place at = layout.of(n / p.J);
+        const int64_t scalar = at.scalar + n % p.J * at.stride, vector = at.vector + n % p.J * p.D * at.stride;
+        T rest = 0;
+        for (int64_t split = 0; split < context.plan.splits; ++split)
+          rest += db.total(split * layout.scalars() + scalar);
+        T& mean = c_dc.get()[scalars + scalar];
+        if (p.leaky) rest -= std::exp(-in_norm.max()[scalars + scalar]) * in_norm.scale()[scalars + scalar] * mean;
+        mean += rest;
+        if (t == first) continue;
+        for (int64_t d = 0; d < p.D; ++d) sums.low()[vector + d * at.stride] -= rest * s[n * p.D + d];
+      }
+    });
   }
 
   T coupling_gradient(int64_t b, int64_t j) const {
@@ -141,6 +172,7 @@ class Backward {
   Sums<T> sums;
   InNormArrays<T> in_norm;
   Buffer<T> c_dc;
+  Sums<T> db;  // of a pass, summed over the input capsules
   std::vector<T> bias;
 };
 

@@ -152,9 +152,8 @@ struct LanesAccumulate {
           Coefficients::online(pass, tile, at);
           B_::weigh(tile.numbers(p, at, i).activation, J, at.scores);
         }
-        if (pass.first.high == nullptr) continue;
-        add_votes(pass, at, coefficient, at.x, 0, J);
         Coefficients::add_mass(pass, at, coefficient);
+        if (pass.first.high != nullptr) add_votes(pass, at, coefficient, at.x, 0, J);
       }
       if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
       return;

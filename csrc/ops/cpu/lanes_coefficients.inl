@@ -133,7 +133,6 @@ struct LanesCoefficients : LanesSums<T, L_> {
       for (int64_t i = 0; i < tile.count; ++i)
         Couplings::weigh(tile.numbers(p, at, i).activation, p.J, at.scores + i * size);
     }
-    if (pass.first.high == nullptr) return;
     for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
   }
 };

@@ -45,13 +45,25 @@ struct LanesUpdate {
     B_::store_samples(from, tile * L, samples(at, tile), 1, JD, nullptr, {at.s, kStorage<T>, {JD, JD, 1}});
   }
 
+  // v = squash(s + bias) of output capsule j, both [J D][L]; v may be s. Forward and backward call the same code, so that
+  // their v agree to the bit: where long votes make logits of 1e6, one bit of V would change coefficients by percents.
+  static CAPSFAST_ONCE void squash(const Update<T>& at, int64_t tile, int64_t j, bool last, const T* s, T* v) {
+    const int64_t begin = j * at.problem->D, end = begin + at.problem->D;
+    V n{};
+    for (int64_t row = begin; row < end; ++row) {
+      const V x = load<L>(s + row * L) + at.bias[row];
+      n += x * x;
+    }
+    const V f = squash_factor(*at.problem, last, n), ok = valid(at, tile, j);
+    for (int64_t row = begin; row < end; ++row)
+      store<L>(v + row * L, where(ok > V{}, f * (load<L>(s + row * L) + at.bias[row]), V{}));
+  }
+
   static void outputs(const Update<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V == nullptr ? nullptr : at.V + here;
-    const bool last = at.v.data != nullptr;
     for (int64_t j = 0; j < p.J; ++j) {
-      V n{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         V x{};
         for (int64_t split = 0; split < at.plan->splits; ++split) {
@@ -59,14 +71,10 @@ struct LanesUpdate {
           x += load<L>(at.factor + (split * p.J + j) * L) * (load<L>(s + part) + load<L>(v + part));
         }
         store<L>(s + row * L, x);
-        n += (x + at.bias[row]) * (x + at.bias[row]);
       }
-      const V f = squash_factor(p, last, n), ok = valid(at, tile, j);
-      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
-        const V x = where(ok > V{}, f * (load<L>(s + row * L) + at.bias[row]), V{});
-        if (at.V != nullptr) store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
-        if (at.v.data != nullptr) store<L>(v + row * L, x);
-      }
+      squash(at, tile, j, at.v.data != nullptr, s, v);
+      for (int64_t row = j * D; row < (j + 1) * D && at.V != nullptr; ++row)
+        store<L>(V_t + row * L, load<L>(V_t + row * L) + load<L>(v + row * L));
     }
     write_sums(at, tile, s);
     if (at.v.data == nullptr) return;
@@ -76,23 +84,12 @@ struct LanesUpdate {
 
   // V_{t+1} = V_t + squash(s_t + bias). at.V points to V_t; V_{t+1} follows one iteration later in memory.
   static void restore(const Update<T>& at, int64_t tile) {
-    const Problem& p = *at.problem;
-    const int64_t D = p.D, JD = p.J * D;
+    const int64_t J = at.problem->J, JD = J * at.problem->D;
     const T* const before = at.V + rows_of(at, tile);
     T* const after = at.V + at.plan->tiles * JD * L + rows_of(at, tile);
     read_sums(at, tile, after);
-    for (int64_t j = 0; j < p.J; ++j) {
-      V n{};
-      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
-        const V x = load<L>(after + row * L) + at.bias[row];
-        n += x * x;
-      }
-      const V f = squash_factor(p, false, n), ok = valid(at, tile, j);
-      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
-        const V x = where(ok > V{}, f * (load<L>(after + row * L) + at.bias[row]), V{});
-        store<L>(after + row * L, load<L>(before + row * L) + x);
-      }
-    }
+    for (int64_t j = 0; j < J; ++j) squash(at, tile, j, false, after, after);
+    for (int64_t n = 0; n < JD * L; n += L) store<L>(after + n, load<L>(before + n) + load<L>(after + n));
   }
 
   // ds = d(squash) dv, dv given or the sum of the passes; c_dc [tiles][J][L], if wanted, gets ds . s.

@@ -60,53 +60,75 @@ inline BackwardOutputs samples(const Problem& p, const BackwardOutputs& out, int
   return part;
 }
 
+// The gradients that are sums over the batch, and the slices of a call. Each task of the slices has sums of its own.
+template <class T>
+class BatchSums {
+ public:
+  BatchSums(const Problem& p, const BackwardOutputs& gradients)
+      : out(gradients),
+        logits(out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0),
+        bias(out.dbias.data != nullptr ? p.J * p.D : 0),
+        slices(slices_of<T>(p, logits > 0)),
+        tasks(std::max<int64_t>(1, slices.tasks)),
+        dlogits(tasks * logits),
+        dbias(tasks * bias) {
+    std::fill_n(dlogits.get(), tasks * logits, 0.0);
+    std::fill_n(dbias.get(), tasks * bias, 0.0);
+  }
+  Totals<T> totals(int64_t task, WeightSums<T>* weights, int64_t threads) const {
+    return {logits == 0 ? nullptr : dlogits.get() + task * logits, bias == 0 ? nullptr : dbias.get() + task * bias,
+            weights, threads};
+  }
+  void write() const {
+    add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
+    add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
+  }
+
+ private:
+  const BackwardOutputs& out;
+  int64_t logits, bias;
+
+ public:
+  const Slices slices;
+
+ private:
+  int64_t tasks;
+  Buffer<double> dlogits, dbias;
+};
+
 // Runs a call whose samples are all given votes, all in tiles, or all of a small batch with its votes.
 template <class T, class Call>
-void run_alike(const Problem& p, const Call& call) {
-  const BackwardOutputs& out = call.gradients;
-  const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
-  const int64_t bias = out.dbias.data != nullptr ? p.J * p.D : 0;
-  const Slices slices = slices_of<T>(p, logits > 0);
-  const int64_t tasks = std::max<int64_t>(1, slices.tasks);
-  const Buffer<double> dlogits(tasks * logits), dbias(tasks * bias);
-  std::fill_n(dlogits.get(), tasks * logits, 0.0);
-  std::fill_n(dbias.get(), tasks * bias, 0.0);
+void run_alike(const Problem& p, const Call& call, const BatchSums<T>& sums) {
   const auto run = [&](int64_t task, int64_t n, int64_t count, WeightSums<T>* weights, int64_t threads) {
-    call.from(p, n).run(
-        slice(p, n, count), Totals<T>{logits == 0 ? nullptr : dlogits.get() + task * logits,
-                                      bias == 0 ? nullptr : dbias.get() + task * bias, weights, threads});
+    call.from(p, n).run(slice(p, n, count), sums.totals(task, weights, threads));
   };
-  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
-    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+  for_tasks(sums.slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, sums.slices, task, [&](int64_t n, int64_t count) {
       WeightSums<T> weights;
       run(task, n, count, &weights, 1);
     });
   });
-  if (slices.tasks == 0) {
-    const Parts parts = call.parts(p);
-    WeightSums<T> weights(parts.count);
-    for (int64_t part = 0; part < parts.count; ++part)
-      run(0, parts.begin(part), parts.begin(part + 1) - parts.begin(part), &weights, num_threads());
-  }
-  add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
-  add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
+  if (sums.slices.tasks > 0) return;
+  const Parts parts = call.parts(p);
+  WeightSums<T> weights(parts.count);
+  for (int64_t part = 0; part < parts.count; ++part)
+    run(0, parts.begin(part), parts.begin(part + 1) - parts.begin(part), &weights, num_threads());
 }
 
 // Runs a call: first the samples that go to tiles, then the others, as many of a small batch at a time as keep their
-// votes.
+// votes. Forward and backward divide a batch alike: both layouts round logits in their own way, and with long votes
+// the coupling of other logits has little to do with the coupling of the forward.
 template <class T, class Call>
 void run_call(const Problem& given, const Call& call) {
-  const BackwardOutputs& out = call.gradients;
-  // If a gradient is a sum over the batch, and is not a dW that is added up in place, the samples of a small batch stay
-  // together.
-  const bool in_place = out.dweight.data == nullptr || (!given.shared_weight && out.dweight.storage == kStorage<T>);
   Problem p = given;
-  p.together = out.dbias.data != nullptr || (out.dlogits.data != nullptr && !out.per_sample_logits) || !in_place;
+  // A dW that is not added up in place is written by one of the two alone.
+  p.together = p.shared_weight || p.weight.storage != kStorage<T>;
+  const BatchSums<T> sums(p, call.gradients);
   const int64_t lanes = kernels<T>(isa()).L, in_tiles = samples_in_tiles(p, lanes, sizeof(T));
   if (in_tiles > 0 || p.B == 0) {
     Problem part = in_tiles == p.B ? p : slice(p, 0, in_tiles);
     part.tiled = true;
-    run_alike<T>(PackedWeight<T>(part).problem(), call);
+    run_alike<T>(PackedWeight<T>(part).problem(), call, sums);
   }
   const int64_t kept = samples_kept(p, lanes, sizeof(T));
   for (int64_t b = in_tiles; b < p.B; b += kept) {
@@ -118,9 +140,10 @@ void run_call(const Problem& given, const Call& call) {
     const bool wanted = of_samples.du.data != nullptr || of_samples.dweight.data != nullptr;
     of_votes.gradients.du = View{};
     of_votes.gradients.dweight = wanted ? routed.votes : View{};
-    run_alike<T>(routed, of_votes);
+    run_alike<T>(routed, of_votes, sums);
     batch.finish(of_samples, b > 0);
   }
+  sums.write();
 }
 
 }  // namespace capsfast::driver

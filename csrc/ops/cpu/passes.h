@@ -84,7 +84,7 @@ struct AccumulatePass {
   View lse;                     // [B, I], written unless data is null: the lse of a softmax over the output capsules
   bool unweighted = false;      // c counts as 1 everywhere: the caller scales the sum
   Sum<T> mass;                  // [tiles][J][L]
-  Sum<T> first;                 // [tiles][J D][L]; null when only c is wanted
+  Sum<T> first;                 // [tiles][J D][L]; null where it is not wanted, as mass and second
   Sum<T> second;                // [tiles][J D][L]
   // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max).
   T* max = nullptr;  // [tiles][J][L]

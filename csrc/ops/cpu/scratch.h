@@ -68,7 +68,7 @@ struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
     scores = take(true, scored * p.J), dc = take(true, scored * p.J);
     x = take(true, pair * plan.out_tile * p.D);
     sum = take(true, plan.out_tile * p.D), norm = take(true, p.J);
-    second = take(p.moments, plan.out_tile * p.D), mass = take(p.moments, p.J);
+    second = take(p.moments, plan.out_tile * p.D), mass = take(p.moments || p.softmax_in(), p.J);
     size = Carver<T>::used();
   }
 };
@@ -144,7 +144,7 @@ struct RowsScratch {
     valid = take(true, L);
     activation = take(p.moments, L), lse = take(p.moments, L), dlse = take(p.moments, L);
     sum = take(!gradient || p.moments, sums), norm = take(!gradient, p.J);
-    second = take(p.moments, sums), mass = take(p.moments, p.J * L);
+    second = take(p.moments, sums), mass = take(p.moments || p.softmax_in(), p.J * L);
     row = take(gradient, p.votes_size());
     gradients = take(gradient && p.keys(), L * vote), padded = take(gradient && p.keys(), sums);
     size = carve.used();
