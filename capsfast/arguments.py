@@ -114,8 +114,8 @@ def check(
     parameters: RoutingParameters | PassParameters,
     options: Options | PassOptions,
     J_needed: bool = False,
-) -> tuple[Call, tuple[int, ...]]:
-    """The checked arguments of a routing or a pass, and the sizes of the axes of positions.
+) -> tuple[Call, Callable[[Tensor], Tensor] | None]:
+    """The checked arguments of a routing or a pass, and what restores the axes of positions of a result, if there are.
 
     weight: GIVEN if u are votes. options: already checked. J_needed: if all output capsules share weight or votes,
     another argument must say how many output capsules there are.
@@ -139,11 +139,16 @@ def check(
     if given:
         sizes = (u.shape[0], u.shape[1], call.J, call.D)
         check_parameters(op, "votes" if weight is None else "u", u, sizes, given, spatial)
-    if spatial:
-        call.u = positions.of_votes(u, call.J, spatial)
-        spread = {name: positions.spread(name, value, spatial) for name, value in given.items()}
-        call.parameters = parameters._replace(**spread)
-    return call, spatial
+    if not spatial:
+        return call, None
+    spread = {name: positions.spread(name, value, spatial) for name, value in given.items()}
+    call.parameters = parameters._replace(**spread)
+    if positions.alone(spatial):
+        call.u = u.squeeze(-1)
+    # An op adds up the gradient of votes that output capsules share, before it rounds, if it sees their one vote. That
+    # it does without positions.
+    as_samples = call.u.dim() == 5 and call.shared_outputs
+    return call.as_samples() if as_samples else call, positions.restoring(u.shape[0], spatial, as_samples)
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:

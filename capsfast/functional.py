@@ -12,7 +12,6 @@ from ._overrides import instead
 from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
 from .options import SQUASH, OptionKeywords, Options
-from .positions import restore
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
@@ -181,10 +180,10 @@ def dynamic_routing(
     options.check(op)
     if type(return_coupling) is not bool:
         checks.boolean(op, "return_coupling", return_coupling)
-    call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
+    call, restore = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
     v, c = _dynamic_routing.run(call, return_coupling, backend)
-    if spatial:
-        v, c = restore(v, spatial), restore(c, spatial) if return_coupling else c
+    if restore is not None:
+        v, c = restore(v), restore(c) if return_coupling else c
     return (v, c) if return_coupling else v
 
 

@@ -11,7 +11,6 @@ from ._overrides import instead
 from .arguments import GIVEN, PassParameters
 from .ops import routing_pass as _routing_pass
 from .options import PassOptions
-from .positions import restore
 from .reference.routing_pass import Moments
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
@@ -122,11 +121,11 @@ def routing_pass(
     options = PassOptions(normalize, leaky, second)
     options.check(op)
     _check_lse(op, normalize, lse, return_weights, return_lse)
-    call, spatial = arguments.check(op, u, weight, parameters, options, J_needed=True)
+    call, restore = arguments.check(op, u, weight, parameters, options, J_needed=True)
     mass, first, squares, r, log_sum = _routing_pass.run(call, return_weights, return_lse, backend)
     asked = (mass, first, squares if second else None, r if return_weights else None, log_sum if return_lse else None)
-    if spatial:
-        return Moments(*[value if value is None else restore(value, spatial) for value in asked])  # type: ignore[arg-type]
+    if restore is not None:
+        return Moments(*[value if value is None else restore(value) for value in asked])  # type: ignore[arg-type]
     return Moments(*asked)
 
 

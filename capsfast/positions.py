@@ -1,5 +1,8 @@
 """Axes of positions, the last axes of votes that a convolution made. The ops take one such axis, or none."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from ._torch import surely
@@ -14,18 +17,11 @@ def alone(spatial: tuple[int, ...]) -> bool:
     return len(spatial) > 0 and all(surely(size == 1) for size in spatial)
 
 
-def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:
-    """Votes ``[B, I, J or 1, D, S]`` as the ops take them.
-
-    The axis of a single position is removed. Otherwise J is expanded, with stride 0 if output capsules share the votes.
-    """
-    return votes.squeeze(-1) if alone(spatial) else votes.expand(-1, -1, J, -1, -1)
-
-
 def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
     """An argument with an axis B, with one axis for all positions, or none for a single position.
 
-    An argument without axes of positions is expanded to all of them. If ``spatial`` is empty, it is returned as it is.
+    An argument without axes of positions is expanded to all of them, in float32 if it has 16 bits: else its gradient
+    would be a sum of rounded numbers. If ``spatial`` is empty, it is returned as it is.
     """
     if value is None or not spatial:
         return value
@@ -39,14 +35,23 @@ def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor 
     count = 1
     for size in spatial:
         count *= size
+    value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     return value.unsqueeze(-1).expand(*value.shape, count)
 
 
-def restore(value: Tensor, spatial: tuple[int, ...]) -> Tensor:
-    """Restores the axes of positions of a result, which has one axis for all positions, or none for a single one."""
-    if alone(spatial):
-        return value.reshape(*value.shape, *spatial)
-    return value.reshape(*value.shape[:-1], *spatial) if len(spatial) > 1 else value
+def restoring(B: int, spatial: tuple[int, ...], as_samples: bool) -> Callable[[Tensor], Tensor]:
+    """Restores the axes of positions of a result.
+
+    The result has one axis for all positions, or none for a single one, or its samples are positions.
+    """
+
+    def restore(value: Tensor) -> Tensor:
+        if as_samples:
+            return from_samples(value, B, *spatial)
+        kept = value.shape if alone(spatial) else value.shape[:-1]
+        return value.reshape(*kept, *spatial) if len(spatial) > 1 or alone(spatial) else value
+
+    return restore
 
 
 def to_samples(value: Tensor) -> Tensor:

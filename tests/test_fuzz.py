@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from .support.accuracy import check
 from .support.backends import Backend, Shape
 from .support.passes import CASES as PASSES
-from .support.problems import CASES, LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, Problem, make, relayout, run
+from .support.problems import CASES, LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, Problem, make, relayout, run, stretched
 
 pytestmark = [pytest.mark.kernels, pytest.mark.drawn]
 
@@ -34,6 +34,9 @@ shapes = st.builds(Shape, B=size, I=size, J=size, D=size, K=size).filter(lambda 
 few = st.integers(1, 4)
 small_shapes = st.builds(Shape, B=st.sampled_from((1, 3, 16, 17)), I=few, J=st.integers(1, 9), D=size, K=size)
 seeds = st.integers(0, 1000)
+# Powers of ten that lengthen the votes of a routing with a squash. Between 10 and 1e4 the coupling saturates, and both
+# definitions may magnify a rounding more than the three runs of the reference show.
+lengths = st.sampled_from((0, 0, 0, 0, 5, 6, 7, 8, 9))
 
 
 def shapes_for(backend: Backend) -> Any:
@@ -63,6 +66,8 @@ def problems(draw: Any, backend: Backend, dtype: torch.dtype) -> Problem:
     """Every tensor gets its own strides."""
     op, shape, case = draw(calls(backend))
     problem = make(shape, case, op.name, dtype, seed=draw(seeds))
+    if isinstance(case, Case) and case.squash != "identity" and dtype != torch.float64:
+        problem = stretched(problem, draw(lengths))
     return problem.map(lambda _, value: relayout(value, draw(st.sampled_from(LAYOUTS))))
 
 
@@ -96,6 +101,7 @@ def test_empty(backend: Backend) -> None:
     def _(call: tuple[Op, Shape, AnyCase], empty: set[str]) -> None:
         op, shape, case = call
         assume(not case.poses or not empty & {"D", "K"})  # refused
+        assume(empty != {"K"} or "weight" in op.tensors)  # given votes have no K
         problem = make(shape._replace(**dict.fromkeys(empty, 0)), case, op.name, torch.float32, backend.device)
         explain(problem)
         got, wanted = run(problem, backend.name), run(problem.to(torch.float64), "reference")

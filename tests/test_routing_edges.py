@@ -9,10 +9,10 @@ from torch import Tensor
 
 import capsfast
 
-from .support.accuracy import assert_close, check
+from .support.accuracy import assert_accurate, assert_close, check
 from .support.backends import Backend, Shape
 from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, SHARED
-from .support.problems import LOADED, PLAIN, AnyCase, Case, Op, PassCase, batched, make, run
+from .support.problems import LOADED, PLAIN, AnyCase, Case, Op, PassCase, batched, make, run, stretched
 from .test_routing import FULL, sizes
 
 pytestmark = [pytest.mark.kernels, pytest.mark.every_op]
@@ -207,6 +207,45 @@ def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, case: 
     assert (length < 1e-5).logical_or((length - 1).abs() < 1e-5).all()  # 0: no input capsule agrees
     sums = got["c"].sum(2 if case.softmax == "out" else 1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize("exponent", [3, 6, 9])
+@pytest.mark.parametrize(
+    "case", [PLAIN, Case(softmax="in"), Case(2, "in", squash="unit", bias=True), Case(2, "in", shared=True)], ids=str
+)
+def test_gradients_of_long_votes(backend: Backend, op: Op, case: Case, exponent: int) -> None:
+    """Logits of 1e9, where an ulp is 64: forward and backward must compute the same ones, to have the same coupling."""
+    for B in (1, 17) if backend.emulated else (1, 5, 12, 16, 17, 35):
+        problem = op.make(Shape(B, 4, 3, 8, 5) if backend.emulated else Shape(B, 9, 10, 8, 8), case, seed=B)
+        check(stretched(problem, exponent).to(torch.float32, backend.device), backend, slack=8)
+
+
+@pytest.mark.parametrize("exponent", [1, 2])
+def test_gradients_of_couplings_near_1(backend: Backend, op: Op, exponent: int) -> None:
+    """db = c (dc - sum c dc) over the input capsules cancels: the sum must be that of the same dc."""
+    if op.family is Case:
+        for B in (1, 17) if backend.emulated else (5, 16, 35):
+            case = Case(softmax="in", logits="BIJ", leaky=exponent == 2)
+            problem = op.make(Shape(B, 5, 3, 8, 5) if backend.emulated else Shape(B, 9, 10, 8, 8), case, seed=B)
+            check(stretched(problem, exponent).to(torch.float32, backend.device), backend, slack=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_sum_over_output_capsules_or_positions_is_rounded_once(backend: Backend, dtype: torch.dtype) -> None:
+    """The parts cancel where output capsules share the votes, as in the first iterations of any routing."""
+    if dtype not in backend.dtypes or backend.linear:
+        pytest.skip("has no such votes")
+    draw = torch.Generator().manual_seed(0)
+    x, dv = torch.randn(2, 20, 1, 8, 6, generator=draw), torch.randn(2, 7, 8, 6, generator=draw)
+    logits = torch.zeros(2, 20, 7)
+
+    def gradients(kind: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+        given = [value.to(dtype).to(kind).requires_grad_() for value in (x, logits)]
+        v = capsfast.route_votes(given[0], 6, logits=given[1], backend=backend)
+        return torch.autograd.grad(v, given, dv.to(dtype).to(v.dtype))
+
+    for got, truth in zip(gradients(dtype, backend.name), gradients(torch.float64, "reference"), strict=True):
+        assert_accurate("d", got, truth, truth.to(dtype), slack=2)
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def _checked(
     options = Options(num_iterations, **plain)
     options.check(op)
     parameters = RoutingParameters(logits, bias, mask, None)
-    call, spatial = arguments.check(op, u, arguments.GIVEN if weight is None else weight, parameters, options)
-    if spatial or (weight is not None and u.dim() == 4):
+    call, restore = arguments.check(op, u, arguments.GIVEN if weight is None else weight, parameters, options)
+    if restore is not None or (weight is not None and u.dim() == 4):
         raise ValueError(
             f"{op}: u must be [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)} with more axes; "
             f"capsfast.dynamic_routing takes these"

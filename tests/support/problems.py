@@ -123,6 +123,12 @@ def nudged(problem: Problem) -> Problem:
     return replace(problem, inputs={name: nudge(value) for name, value in problem.inputs.items()})
 
 
+def stretched(problem: Problem, exponent: int) -> Problem:
+    """With input capsules (or given votes) that are 10**exponent times as long."""
+    name, value = next(iter(problem.inputs.items()))
+    return replace(problem, inputs={**problem.inputs, name: value * 10.0**exponent})
+
+
 def batched(name: str, value: Tensor) -> bool:
     """Whether the first axis of a tensor or gradient of this name is the batch."""
     return value.dim() > 2 if name.endswith("logits") else not name.endswith(("weight", "bias"))

@@ -42,7 +42,9 @@ class AttentionRouting(Routing):
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         scale = math.sqrt(self.out_dim)
-        query = (self.query / scale).expand(votes.B, -1, -1)
+        # In float32, because the gradient is a sum over the batch, which an op would round sample by sample.
+        query = self.query.to(torch.promote_types(self.query.dtype, torch.float32)) / scale
+        query = query.expand(votes.B, -1, -1)
         s = votes.moments(query=query, normalize=self.softmax).first
         v = torch.einsum("jde,bje->bjd", self.A.to(s.dtype), s) + self.bias
         return Capsules(v, lengths(v) / scale)

@@ -69,7 +69,8 @@ class SelfRouting(Routing):
             )
         if votes.mask is not None:
             u = u.masked_fill(~votes.mask[..., None], 0.0)
-        logits = torch.einsum("ijk,bik->bij", self.W_route.expand(self.in_caps, -1, -1), u)
+        shared = self.W_route.shape[0] == 1
+        logits = torch.einsum("jk,bik->bij" if shared else "ijk,bik->bij", self.W_route[0 if shared else ...], u)
         if self.logits is not None:
             # A layer with groups holds J / groups columns: the output capsules of the group of the input capsule.
             logits = logits + self.logits.repeat(1, votes.groups)
