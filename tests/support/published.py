@@ -231,6 +231,16 @@ PUBLISHED = [
     Published("learned logits and bias", capsules(learned=True), "1IJDK", logits="b", logits_order="1IJ1", bias="bias"),
     Published("leaky", capsules(leaky=True), "1IJDK", leaky=True),
     Published(
+        "leaky, half", capsules(leaky=True, squash="half"), "1IJDK", leaky=True, squash="half", eps=NO_EPS
+    ),  # NLP-Capsule (Zhao et al. 2019)
+    Published(
+        "latent capsules",
+        lambda _, s: variants.LatentCaps(s.J, s.I, s.D, s.K),
+        "JIDK",
+        gradient="last",
+        eps=NO_EPS,
+    ),
+    Published(
         "one matrix, drawn logits",
         lambda _, s: variants.Interests(s.K, s.D, s.I, s.J),
         "KD",

@@ -145,6 +145,25 @@ class Capsules(nn.Module):
         return v
 
 
+class LatentCaps(nn.Module):
+    """``(latent_caps_size, prim_caps_size, latent_vec_size, prim_vec_size)`` of 3D Point Capsules (Zhao et al. 2019):
+    all iterations but the last on detached votes, no eps.
+    """
+
+    def __init__(self, latent_caps_size: int, prim_caps_size: int, latent_vec_size: int, prim_vec_size: int) -> None:
+        super().__init__()
+        self.W = nn.Parameter(0.1 * torch.randn(latent_caps_size, prim_caps_size, latent_vec_size, prim_vec_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u_hat = torch.einsum("jidk,bik->bjid", self.W, x)
+        constant = u_hat.detach()
+        b = torch.zeros(u_hat.shape[:3])
+        for _ in range(2):
+            v = squash((b.softmax(1).unsqueeze(3) * constant).sum(2))
+            b = b + torch.einsum("bjid,bjd->bji", constant, v)
+        return squash((b.softmax(1).unsqueeze(3) * u_hat).sum(2))
+
+
 class Interests(nn.Module):
     """``(in_units, out_units, max_len, k_max)``: one matrix ``[K, D]`` for all pairs, logits ``[1, J, I]`` drawn once
     and not learned.
