@@ -1,15 +1,18 @@
 """The routings of docs/published-routings.md, gradients included, against code that forms votes and coupling."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import capsfast
+from capsfast.nn import ClassCaps2d, Groups, SlimConvCaps2d
 
 from .support import plain
 from .support.backends import Backend
@@ -112,6 +115,40 @@ def across_windows(poses: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor
     return (c[..., None] * votes).sum(2), c
 
 
+def with_logits(
+    agree: Callable[[Tensor, Tensor], Tensor],
+    squash: Callable[[Tensor], Tensor],
+    softmax: str = "out",
+    mean: bool = False,
+) -> Callable[..., Tensor]:
+    """mean: votes are averaged, not summed, with these weights."""
+
+    def route(u: Tensor, weight: Tensor) -> Tensor:
+        votes = plain.votes(u, weight)
+        b = torch.zeros_like(votes[..., 0])
+        for _ in range(3):
+            c = plain.couple(b, softmax)
+            v = squash(weighted(c / c.sum(1, keepdim=True) if mean else c, votes))
+            b = b + agree(votes, v)
+        return v
+
+    return route
+
+
+def averaged(votes: Tensor, v: Tensor) -> Tensor:
+    return agreement(votes, v).mean(0)
+
+
+half = partial(plain.squash, kind="half", eps=0)
+
+
+def degree(u: Tensor, weight: Tensor) -> Tensor:
+    """All pairs of votes for an output capsule, ``[B, J, I, I]``."""
+    votes = plain.votes(u, weight)
+    affinity = torch.einsum("bijd,bkjd->bjik", votes, votes) / votes.square().sum(3).transpose(1, 2)[..., None]
+    return plain.squash(weighted(plain.couple(affinity.sum(3).transpose(1, 2), "in"), votes), "eps_outside")
+
+
 PRESENT = torch.arange(I) < torch.tensor([I, 1, 5, I, 7, I, 2])[:, None]
 Case = tuple[Callable[..., Any], Callable[[], list[Tensor]], dict[str, Any]]
 
@@ -149,6 +186,23 @@ CASES: dict[str, Case] = {
     "unrouted": (unrouted, poses_and(weight=(1, J, D, K)), {}),
     "prototypes": (prototypes, poses_and((J, D), weight=(1, 1, D, K)), {}),
     "across_windows": (across_windows, poses_and((B, I - 2, J, D), weight=(3, J, D, K)), {}),
+    "averaged": (
+        with_logits(averaged, lambda s: plain.squash(s.mT, eps=0).mT),
+        poses_and(),
+        {"squash": lambda s: capsfast.squash(s, dim=1, eps=1e-20)},
+    ),
+    "averaged, element-wise": (
+        with_logits(averaged, lambda s: s.square() / (1 + s.square()) * s.sign(), "in"),
+        poses_and(),
+        {"squash": lambda s: capsfast.squash(s[..., None], eps=1e-20)[..., 0], "normalize": "in"},
+    ),
+    "cosine_agreement": (with_logits(lambda votes, v: agreement(unit(votes), unit(v)), plain.squash), poses_and(), {}),
+    "kde": (
+        with_logits(lambda votes, v: 1 - (half(votes) - v[:, None]).square().sum(-1), half, mean=True),
+        poses_and(),
+        {},
+    ),
+    "degree": (degree, poses_and(), {}),
 }
 
 
@@ -171,6 +225,20 @@ def test_is_the_published_routing(name: str, by: Backend, page: dict[str, Any]) 
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, inputs, seeds), rtol=1e-8, atol=1e-10)
 
 
+@plain.on_cpu
+def test_groups_route_by_themselves(by: Backend) -> None:
+    """DC-CapsNet: every group of input capsules routes to all output capsules, and the results are added."""
+    torch.manual_seed(0)
+    G, S = 3, 5
+    options: dict[str, Any] = {"learned_logits": True, "squash": "eps_outside", "dtype": torch.float64}
+    layer = capsfast.DynamicRouting(G * S, G * J, K, D, weight=Groups(G), backend=by.name, **options)
+    torch.nn.init.normal_(layer.logits)
+    u = rand(B, G * S, K)
+    parts = zip(u.split(S, 1), layer.W.split(S), layer.logits.split(S), strict=True)
+    wanted = sum(plain.route(plain.votes(x, W), logits=b, kind="eps_outside")[0] for x, W, b in parts)
+    plain.assert_alike(layer(u).unflatten(1, (G, J)).sum(1), wanted, [u, *layer.parameters()])
+
+
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_without_a_graph_break(name: str, page: dict[str, Any]) -> None:
@@ -183,7 +251,7 @@ def test_compiles_without_a_graph_break(name: str, page: dict[str, Any]) -> None
 
 def test_every_routing_of_the_table_is_compared() -> None:
     named = [function.strip("`") for _, function, _ in table_rows(PAGE, "| routing | function |")]
-    assert len(named) == 9 and set(named) <= set(CASES)
+    assert len(named) == 13 and set(named) <= set(CASES)
 
 
 @plain.on_cpu
@@ -199,3 +267,127 @@ def test_em_of_far_votes_does_not_cancel(by: Backend, page: dict[str, Any]) -> N
         mean, a = page["em"](*arguments, [0.01, 0.02, 0.02])
         exact = page["em"](*(each.double() for each in arguments), [0.01, 0.02, 0.02])
     torch.testing.assert_close((mean.double(), a.double()), exact, rtol=1e-6, atol=2e-4)
+
+
+Repair = tuple[Tensor, Tensor, Tensor, list[Tensor]]
+f64: Any = {"dtype": torch.float64}
+
+
+def slim(**options: Any) -> tuple[SlimConvCaps2d, Tensor]:
+    layer = SlimConvCaps2d(I, J, K, D, 3, padding=1, bias=True, **options, **f64)
+    torch.nn.init.normal_(layer.conv.weight, std=0.5)
+    return layer, rand(B, I, K, 5, 4)
+
+
+def votes_of_untransposed(layer: SlimConvCaps2d, x: Tensor) -> Tensor:
+    """The votes ``[B, I, J, D, H, W]`` of Keras code: a 3-D convolution of ``[B, H, W, I, K]``, merely reshaped."""
+    merged = x.permute(0, 3, 4, 1, 2).reshape(B, 1, I * K, 5, 4)
+    maps = F.conv3d(merged, layer.conv.weight[:, None], stride=(K, 1, 1), padding=(0, 1, 1))
+    return maps.transpose(1, 2).unflatten(2, (J, D))
+
+
+def deepcaps() -> Repair:
+    layer, x = slim(softmax="everywhere")
+    bias = layer.routing.bias
+    original, _ = plain.route_everywhere(votes_of_untransposed(layer, x), 3, bias=bias)
+    again = layer(x.permute(0, 3, 4, 1, 2).reshape(x.shape))
+    return original, layer(x), again, [x, layer.conv.weight, bias]
+
+
+def segcaps(samples: int) -> Repair:
+    layer, x = slim()
+    x = x[:samples].detach().requires_grad_()
+    maps = F.conv2d(x.transpose(0, 1).flatten(0, 1), layer.conv.weight, padding=1)  # [I B, J D, H, W]
+    votes = maps.view(samples, I, J, D, 5, 4)
+    v, _ = plain.route(plain.at_samples(votes, 2), bias=layer.routing.bias)
+    again = layer(x.transpose(0, 1).reshape(x.shape))
+    return plain.to_image(v, samples, (5, 4)), layer(x), again, [x, layer.conv.weight, layer.routing.bias]
+
+
+def along_the_width() -> Repair:
+    """The convolutional layer of DC-CapsNet for hyperspectral images."""
+    layer, x = slim()
+    votes, bias = votes_of_untransposed(layer, x), layer.routing.bias
+    b = torch.zeros_like(votes[:, :, :, 0])
+    for _ in range(3):
+        s = torch.einsum("bijyx,bijdyx->bjdyx", b.softmax(2), votes) + bias[..., None, None]
+        v = plain.squash(s)
+        b = b + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
+    V = None
+    for _ in range(3):
+        first = capsfast.votes_pass(plain.at_samples(votes, 2), query=V).first + bias
+        again = capsfast.squash(plain.to_image(first, B, (5, 4)), dim=4)
+        V = plain.at_samples(again, 2) + (0 if V is None else V)
+    return v, layer(x), again, [x, layer.conv.weight, bias]
+
+
+def along_the_rotations() -> Repair:
+    """SOVNET: votes ``[B, I, J, D, rotations, places]``."""
+    votes = rand(B, I, J, D, 4, 3)
+    affinity = torch.einsum("bijdrp,bkjdrp->bikjrp", votes, votes) / votes.square().sum(3)[:, :, None]
+    s = (affinity.sum(2).softmax(1)[:, :, :, None] * votes).sum(1)
+    listed = plain.at_samples(votes, 2)
+    total = J * capsfast.votes_pass(listed).first
+    square = torch.full_like(total, 2.0)
+    dots, lengths = (
+        capsfast.votes_pass(listed, normalize="none", return_weights=True, **score).weights
+        for score in ({"query": total}, {"precision": square})
+    )
+    first = capsfast.votes_pass(listed, logits=-dots / lengths, normalize="in").first
+    sums = plain.to_image(first, B, (4, 3))
+    kind = "eps_outside"
+    ours, again = (capsfast.squash(sums, dim=dim, kind=kind) for dim in (2, 3))
+    return plain.squash(s.movedim(3, -1), kind).movedim(-1, 3), ours, again, [votes]
+
+
+def coordinates(code: str) -> Repair:
+    """Class capsules with matrices of 2 x 2 for poses, at 3 x 3 places."""
+    N = 3
+    row, column = torch.meshgrid(*[torch.arange(N, **f64)] * 2, indexing="ij")
+    # The components that the original adds to, what it adds, and the options that give its result here.
+    at, added, options = {
+        "capsule_em": ((0, 1), ((row + 0.5) / N, (column + 0.5) / N), {}),
+        "yl-1993": ((0, 1), (row / N, column / N), {"coordinates": (0, 1)}),
+        "IBM": ((1, 3), ((column + 0.5) / N, (row + 0.5) / N), {"pose_rows": 2}),
+        "fabio-deep": ((1, 3), [torch.full_like(row, 0.1)] * 2, {"pose_rows": 2, "coordinates": (1e12, 1e-13 * N)}),
+    }[code]
+    variational: dict[str, Any] = {"routing": "variational", "coordinates": (1, 0.1)}
+    given = variational if code == "fabio-deep" else {"routing": "em"}
+    layer = ClassCaps2d(2, J, 4, 4, N, pose_rows=2, init_std=0.5, **given, **f64)
+    poses, activation = rand(B, 2, 4, N, N), positive(B, 2, N, N)
+    votes = torch.einsum("btpqyx,tjqr->btyxjpr", poses.unflatten(2, (2, 2)), layer.W).flatten(5)
+    places = torch.stack(tuple(added), -1) @ torch.eye(4, **f64)[list(at)]  # [N, N, 4]
+    original = layer.routing((votes + places[:, :, None]).flatten(1, 3), activation.flatten(1))
+    twin = ClassCaps2d(2, J, 4, 4, N, **given | options, **f64)
+    weight = layer.W
+    if "pose_rows" not in options:
+        weight = torch.einsum("tjqr,ps->tjprsq", weight, torch.eye(2, **f64)).reshape(twin.W.shape)
+    image = (poses.mT, activation.mT) if code == "IBM" else (poses, activation)
+    again = functional_call(twin, dict(layer.named_parameters()) | {"W": weight}, image)
+    found = [torch.cat([v, a[..., None]], 2) for v, a in (original, layer(poses, activation), again)]
+    return found[0], found[1], found[2], [poses, activation, layer.W]
+
+
+REPAIRS: dict[str, tuple[Callable[[], Repair], float]] = {
+    "deepcaps": (deepcaps, 0.5),
+    "segcaps": (lambda: segcaps(B), 0.5),
+    "segcaps, one sample": (lambda: segcaps(1), 0),
+    "along the width": (along_the_width, 0.5),
+    "along the rotations": (along_the_rotations, 0.1),
+    **{code: (partial(coordinates, code), 0.1) for code in ("capsule_em", "yl-1993", "IBM", "fabio-deep")},
+}
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_what_an_original_computes_and_what_is_here(name: str) -> None:
+    """The original differs from the layer of its method, and capsfast gives its result too."""
+    torch.manual_seed(0)
+    make, least = REPAIRS[name]
+    original, ours, again, leaves = make()
+    seed = torch.randn_like(original)
+    wanted, here, got = (
+        (each, *torch.autograd.grad(each, leaves, seed, retain_graph=True)) for each in (original, ours, again)
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+    difference = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(wanted, here, strict=True))
+    assert difference > least if least else difference < 1e-12

@@ -51,7 +51,8 @@ class CapsCell(Layer):
 
 
 class DeepCaps(DecodedCapsules):
-    """Cells of capsules with skip connections (Rajasegaran et al. 2019), as in the authors' code.
+    """Cells of capsules with skip connections (Rajasegaran et al. 2019), as in the authors' code with one repair: the
+    routed skip connection sees the poses transposed, where their code merely reshapes them.
 
     A convolution with batch normalisation, then cells of squashed convolutions. Only the last cell's skip connection
     routes: the 3-D routing of :class:`capsfast.nn.SlimConvCaps2d`, or any other by :class:`capsfast.nn.ConvCaps2d`.

@@ -55,8 +55,9 @@ class MatrixCapsNet(DecodedCapsules):
     The defaults are the paper's small network for smallNORB, A = 64, B = 8, C = D = 16, with 68 754 parameters. The
     network with A = B = C = D = 32 has 317 194. The paper says 68 thousand and 310 thousand.
 
-    ``form="variational"`` is the network of Ribeiro, Leontidis, Kollias (2020), as in the authors' code: 68 714
-    parameters for smallNORB, 95 572 for MNIST with ``primary_types=16``. A batch normalisation follows the convolution,
+    ``form="variational"`` is the network of Ribeiro, Leontidis, Kollias (2020), as in the authors' code, but with
+    coordinates (see ``coordinates`` of :class:`capsfast.nn.ClassCaps2d`): 68 714 parameters for smallNORB, 95 572 for
+    MNIST with ``primary_types=16``. A batch normalisation follows the convolution,
     the primary capsules and each routing; the convolutions have no bias. W starts with the standard deviation of
     Glorot's initialisation.
 

@@ -64,7 +64,8 @@ class SegCaps(ImageNetwork):
 
     ``form="r3"`` is SegCaps-R3, the network of the authors' code, with its types and sizes: all layers but the first
     route, with a bias, and the channels of ``conv``, as one capsule type, are concatenated to the capsules of the last
-    transposed convolution. Image sides must be multiples of 8.
+    transposed convolution. Image sides must be multiples of 8. Their code mixes the samples of a batch; here no sample
+    depends on another.
 
     Parts: ``conv``; ``start``, ``down``, ``route_down``, ``up``, ``route_up`` and ``classes`` (slim capsules);
     ``decoder``, three 1 x 1 convolutions that see only the capsules of a pixel's classes, or None.

@@ -35,7 +35,8 @@ class ClassCaps2d(RoutedCaps):
             order (type, y, x).
         coordinates: whether to add places to the votes. A pair (offset, scale) sets the coordinates: place n of N adds
             ``scale (n + offset) / N``, and True means (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
-            (1, 0.1), another version of it (1, 0.01).
+            (1, 0.1), another version of it (1, 0.01), in a branch that never runs: it adds 0.1 at every place, as
+            (1e12, 1e-13 N) does.
         routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
 
     Shapes: poses ``[B, in_types, in_dim, H, W]`` and activation ``[B, in_types, H, W]``, or both as lists
