@@ -77,8 +77,9 @@ def masked_after_routing(
     """:func:`capsfast.dynamic_routing` that multiplies the coupling by a mask, or any factor, after the softmax.
 
     With ``softmax="in"`` masked input capsules take part in the softmax, so that the coupling of an output capsule adds
-    up to less than one. Published code for interest capsules (ComiRec, Cen et al. 2020) does so. With ``softmax="out"``
-    and a mask of 0 and 1, ``capsfast.dynamic_routing(mask=...)`` is faster: this function routes by single passes.
+    up to less than one. Torch ports of ComiRec (Cen et al. 2020) do so; the authors' code, in TensorFlow, has its
+    softmax over the output capsules. With ``softmax="out"`` and a mask of 0 and 1,
+    ``capsfast.dynamic_routing(mask=...)`` is faster: this function routes by single passes.
 
     Args:
         u: input capsules ``[B, I, K]``; with ``weight=None`` votes ``[B, I, J, D]``.

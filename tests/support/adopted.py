@@ -57,7 +57,7 @@ def variant(buffer: Tensor | None = None, attribute: Any = None, sizes: tuple[in
 
 
 def masked_after(self: Plain, u: Tensor, mask: Tensor) -> Tensor:
-    """A forward that masks the coupling after a softmax over the inputs, as ComiRec's code does."""
+    """A forward that masks the coupling after a softmax over the inputs, as torch ports of ComiRec do."""
     votes = self.votes(u)
     b = torch.zeros(votes.shape[:3])
     for _ in range(3):
