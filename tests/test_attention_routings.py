@@ -1,6 +1,7 @@
 """Properties of single routings, beyond the tests that all routings share."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from capsfast.nn import ROUTINGS, CosineRouting, RoutedCaps, VariationalRouting,
 
 from .support import plain
 from .support.backends import Backend
+from .support.layers import without_samples
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
 from .test_docs import ROOT, table_rows
@@ -107,6 +109,8 @@ def test_variational_output_capsules_that_are_not_there() -> None:
     there = torch.tensor([True] * (J - 1) + [False]).expand(B, -1)
     found, wanted = routing(votes, out_mask=there), fewer(votes[:, :, :-1])
     plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
+    routing = VariationalRouting(I, J, K, D, batch_norm="both")
+    without_samples(lambda n: (partial(routing, out_mask=there[:n]), [torch.randn(n, I, J, D)]))
 
 
 @pytest.mark.parametrize("batch_norm", [True, "both"])

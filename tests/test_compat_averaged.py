@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from capsfast.compat import averaged_routing
+from capsfast.compat import averaged_routing, masked_after_routing
 
 from .support.accuracy import assert_accurate
 from .support.backends import Largest, Shape
+from .support.layers import without_samples
 from .support.problems import CASES, LOADED_OUT, PLAIN, Case, Problem, make
 from .test_reference import by_definition
 
@@ -103,6 +104,28 @@ def test_autocast_casts_as_for_the_op() -> None:
         v, c = call(problem)
     assert v.dtype == c.dtype == torch.bfloat16
     torch.testing.assert_close(v.float(), call(problem)[0], rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("function", [averaged_routing, masked_after_routing], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("B", "I"), [(0, 4), (2, 0), (0, 0)])
+@pytest.mark.parametrize("own", [True, False, None], ids=["weight", "shared", "votes"])
+def test_no_sample_and_no_input_capsule(function: Any, B: int, I: int, own: bool | None) -> None:
+    J, D, K = 3, 4, 5
+
+    def make(batch: int) -> tuple[Any, list[Tensor]]:
+        count, some = (B, I) if batch == 0 else (2, 4)
+        mask = torch.ones(count, some, dtype=torch.bool)
+        if own is None:
+            return lambda votes, bias: function(votes, None, bias=bias, mask=mask), [
+                torch.randn(count, some, J, D),
+                bias,
+            ]
+        given = [torch.randn(count, some, K), torch.randn(some if own else 1, J, D, K)]
+        return lambda u, W, logits: function(u, W, logits=logits, mask=mask), [*given, torch.randn(count, some, J)]
+
+    bias = torch.zeros(J, D)
+    (v,) = without_samples(make)
+    assert v.shape == (B, J, D) and not v.any()
 
 
 def test_what_makes_samples_differ_is_refused() -> None:

@@ -11,8 +11,9 @@ from torch import nn
 
 import capsfast
 from capsfast import models
+from capsfast import nn as caps
 
-from .support.layers import EACH_KIND, LAYERS, LOSSES, MODULES, NETWORKS, made, results
+from .support.layers import EACH_KIND, LAYERS, LOSSES, MODULES, NETWORKS, Row, made, network, results, without_samples
 from .support.plain import gradients
 
 # Decoders mask all capsules but one, and another rounding may choose another capsule.
@@ -115,7 +116,21 @@ def test_compiles_without_a_graph_break(name: str) -> None:
         torch.testing.assert_close(gradients(found, leaves), gradients(wanted, leaves), rtol=1e-4, atol=1e-5)
 
 
-@each_layer
+# Layers without parameters.
+OTHERS: dict[str, Row] = {
+    "length": (caps.Length, (6, 4)),
+    "mask": (caps.Mask, (6, 4)),
+    "flat": (caps.FlattenCaps, (4, 3, 5, 6)),
+    "view": (lambda: caps.PrimaryCaps(3, 4, 5, 3, order="view"), (3, 9, 7)),
+    "label attention": (caps.LabelAwareAttention, (6, 4), (4,)),
+}
+
+
+@pytest.mark.rows(30)
+@pytest.mark.parametrize("name", [*MODULES, *OTHERS])
 def test_no_sample(name: str) -> None:
-    layer, given = made(name, 0)
-    assert {len(each) for each in results(layer(*given))} == {0}
+    """A loss of no sample is NaN, as torch's are."""
+    found = without_samples(lambda batch: made(name, batch, {**MODULES, **OTHERS}))
+    assert name not in LAYERS or {len(each) for each in found} == {0}
+    if name in NETWORKS:
+        without_samples(lambda batch: (network(name).train(), made(name, batch)[1]))

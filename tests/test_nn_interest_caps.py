@@ -5,19 +5,21 @@ import itertools
 import math
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import capsfast
 from capsfast.nn import InterestCapsules, LabelAwareAttention, interest_scores
 
+from .support.layers import without_samples
 from .support.plain import assert_alike
 from .support.ranks import on_two_ranks
 
@@ -253,10 +255,17 @@ def test_users_without_behaviours(options: dict[str, Any]) -> None:
     v.sum().backward()
     assert bool(u.grad.isfinite().all())  # type: ignore[union-attr]
     assert all(bool(each.grad.isfinite().all()) for each in layer.parameters() if each.grad is not None)
-    jagged = layer(torch.zeros(0, K, dtype=torch.float64), offsets=torch.zeros(4, dtype=torch.int64))
-    assert jagged.vectors.shape == (3, J, D) and not jagged.vectors.any()
-    nobody = layer(torch.zeros(0, K, dtype=torch.float64), offsets=torch.zeros(1, dtype=torch.int64))
-    assert nobody.vectors.shape == (0, J, D)
+    for users in (3, 0):
+        # A gradient of zeros: without a gradient DistributedDataParallel stops.
+        (vectors,) = without_samples(partial(jagged, layer, users))
+        assert vectors.shape == (users, J, D) and not vectors.any()
+
+
+def jagged(layer: nn.Module, users: int, behaviours: int) -> tuple[Any, list[Tensor]]:
+    """A call with all behaviours in the last history."""
+    offsets = F.pad(torch.tensor([behaviours]), (max(users, int(behaviours > 0)), 0))
+    given = [torch.randn(behaviours, K, dtype=torch.float64), *layer.parameters()]
+    return lambda values, *_: layer(values, offsets=offsets), given
 
 
 def test_initial_logits() -> None:

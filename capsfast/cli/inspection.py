@@ -135,7 +135,7 @@ def reconstruct(learner: "Learner", sets: "Sets", out: Out = Path("out/reconstru
     from .. import plot, train
 
     batch = sets.test.batch(train.one_of_each_class(sets.test, sets.num_classes))
-    columns = [", ".join(map(str, each)) for each in batch.labels.view(len(batch.labels), -1).tolist()]
+    columns = [", ".join(map(str, each)) for each in batch.labels[:, None].flatten(1).tolist()]
     if isinstance(learner, train.SegmentationLearner):
         rows = train.segmented(learner, batch)
     else:

@@ -180,6 +180,6 @@ def _sums(u: Tensor, weight: Tensor | None, J: int) -> tuple[Linear, Linear]:
     weight = weight.expand(I, J, -1, -1).permute(0, 3, 1, 2).contiguous()  # [I, K, J, D]
     # Neither function forms votes.
     return (
-        lambda c: (u @ (c[:, None, :, None] * weight).flatten(0, 1).flatten(1)).view(B, J, -1),
+        lambda c: (u @ (c[:, None, :, None] * weight).flatten(0, 1).flatten(1)).unflatten(1, (J, -1)),
         lambda v: torch.einsum("ikjd,ikjd->ij", (u.T @ v.flatten(1)).view(weight.shape), weight) / max(B, 1),
     )

@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import checks
 
@@ -55,7 +56,7 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
             f"{op}: offsets need max_length under torch.jit.trace, which would fix the longest history of the example "
             f"for every call, got None; give the layer a max_length"
         )
-    N, K = values.shape
+    N = values.shape[0]
     found = whole(op, "offsets", offsets, "[B + 1]")
     if found.shape[0] == 0:
         raise ValueError(f"{op}: offsets must be [B + 1], at least one number, got none")
@@ -70,12 +71,12 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
         longest = int(lengths.max()) if lengths.numel() else 0
         if width is not None and longest > width:
             raise ValueError(f"{op}: histories must be at most max_length={width} long, got one of {longest}")
-    B, I = lengths.shape[0], int(lengths.max()) if width is None and lengths.numel() else (width or 0)
+    I = int(lengths.max()) if width is None and lengths.numel() else (width or 0)
     mask = torch.arange(I, device=found.device) < lengths[:, None]
+    if N == 0:  # one row to read, so that the result stays connected to the values
+        values = F.pad(values, (0, 0, 0, 1))
     # The rows of all positions. Positions behind a history read any row, which is masked later.
     place = (found[:-1, None] + torch.arange(I, device=found.device)).clamp(0, max(N - 1, 0))
-    if N == 0:
-        return values.new_zeros(B, I, K), mask
     return values[place].masked_fill(~mask[..., None], 0.0), mask
 
 

@@ -31,7 +31,7 @@ DETAILS = ("margin_present", "margin_absent", "length")
 
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     """Whether the largest ``lengths [B, J]`` belong to ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
-    wanted = labels.view(len(labels), -1)
+    wanted = labels[:, None].flatten(1)
     found = lengths.topk(wanted.shape[1], dim=1).indices
     return (found.sort(1).values == wanted.sort(1).values).all(1)
 
@@ -289,7 +289,7 @@ class Learner(_OfItsModel):
             self.chance = 1 / J if objects == 1 else 2 / (J * (J - 1))
             self.accuracy.update(right_predictions(output.lengths, batch.labels))
             # The length of the capsules of present classes: near 0 the squash has no gradient.
-            length = output.lengths.gather(1, batch.labels.view(len(batch.labels), -1)).mean()
+            length = output.lengths.gather(1, batch.labels[:, None].flatten(1)).mean()
             results |= {"accuracy": self.accuracy, "length": length}
         return results
 

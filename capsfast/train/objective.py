@@ -19,7 +19,7 @@ LOG_EPS = 1e-12
 def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
     """``labels [B]`` or ``[B, n]`` to float32 ``[B, J]``, 1 for each present class."""
     there = torch.zeros(len(labels), num_classes, device=labels.device)
-    return there.scatter_(1, labels.view(len(labels), -1), 1.0)
+    return there.scatter_(1, labels[:, None].flatten(1), 1.0)
 
 
 class ClassLoss(Layer):

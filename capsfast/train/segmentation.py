@@ -25,7 +25,7 @@ def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
     are the separate parts, otherwise the image itself.
     """
     objects = batch.images[:, None] if batch.parts is None else batch.parts  # [B, n, C, H, W]
-    labels = batch.labels.view(len(batch.labels), -1)  # [B, n]
+    labels = batch.labels[:, None].flatten(1)  # [B, n]
     bright = objects.mean(2) >= BRIGHT
     classes = bright.new_zeros(len(labels), num_classes, *bright.shape[2:])
     for n in range(labels.shape[1]):

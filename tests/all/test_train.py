@@ -154,6 +154,8 @@ def test_right_predictions() -> None:
     pairs = torch.tensor([[2, 1], [0, 1], [0, 2]])
     assert right_predictions(lengths, pairs).tolist() == [True, False, True]
     assert multi_hot(pairs, 3).tolist() == [[0, 1, 1], [1, 1, 0], [1, 0, 1]]
+    for none in (pairs[:0], pairs[:0, 0]):
+        assert right_predictions(lengths[:0], none).shape == (0,) and multi_hot(none, 3).shape == (0, 3)
 
 
 def test_evaluate_counts(folder: Path) -> None:

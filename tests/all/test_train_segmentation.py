@@ -40,6 +40,7 @@ def test_classes_of_pixels_are_those_of_the_bright_parts() -> None:
     assert classes.nonzero().tolist() == [[0, 1, 0, 1], [0, 3, 0, 0], [0, 3, 0, 1]]
     alone = Batch(parts[:, 0], torch.tensor([2]))
     assert pixel_classes(alone, 4).nonzero().tolist() == [[0, 2, 0, 0], [0, 2, 0, 1]]
+    assert pixel_classes(Batch(alone.images[:0], alone.labels[:0]), 4).shape == (0, 4, 2, 3)
 
 
 def mean_overlap(found: torch.Tensor, classes: torch.Tensor) -> float:

@@ -58,7 +58,6 @@ def routed(name: str) -> Callable[[], nn.Module]:
 
 
 GROUPED = caps.Groups(2, caps.LowRank(2))
-GROUPED = caps.Groups(2, caps.LowRank(2))
 LAYERS: dict[str, Row] = {
     **{repr(weight): (dense(weight=weight), (I, K)) for weight in WEIGHTS},
     "learned": (dense(learned_logits=True, bias=True), (I, K)),
@@ -153,6 +152,26 @@ def made(name: str, batch: int = 3, table: dict[str, Row] = MODULES) -> tuple[nn
 def results(found: Any) -> list[Tensor]:
     """The floating-point tensors of a result."""
     return [each for each in tree_leaves(found) if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def without_samples(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]]], empty: int = 0) -> list[Tensor]:
+    """The results of a call with no sample. What gets a gradient from two samples gets a gradient of zeros from none.
+
+    make: from the size of the batch to a function or module and its inputs. empty: the size that has no sample.
+    """
+    seen = []
+    for batch in (2, empty):
+        called, given = make(batch)
+        leaves = [each.requires_grad_() for each in results(given)]
+        leaves += called.parameters() if isinstance(called, nn.Module) else []
+        for leaf in leaves:
+            leaf.grad = None  # a caller may give the same leaf twice
+        found = results(called(*given))
+        sum(each.square().sum() for each in found if each.requires_grad).backward()  # type: ignore[union-attr]
+        seen.append(([each.requires_grad for each in found], [leaf.grad is not None for leaf in leaves]))
+    assert seen[0] == seen[1] and any(seen[0][1])
+    assert not any(leaf.grad.any() for leaf in leaves if leaf.grad is not None)  # a NaN counts as not 0
+    return found
 
 
 def parameters_of(module: nn.Module | None) -> int:

@@ -132,7 +132,7 @@ class VariationalRouting(IterativeRouting):
         value = value.to(self.beta_a.dtype)
         if out_mask is None or not self.training:
             return norm(value)  # type: ignore[no-any-return]
-        of_sample = value.reshape(*value.shape[:2], -1)  # [B, J, 1 or D]
+        of_sample = value[..., None].flatten(2)  # [B, J, 1 or D]
         there = out_mask[..., None].to(value.dtype).expand_as(of_sample)
         count = there.sum((0, 2))
         mean = (there * of_sample).sum((0, 2)) / count.clamp_min(1)

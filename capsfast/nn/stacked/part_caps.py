@@ -106,7 +106,11 @@ class TemplateMixture(Layer):
         channels, H, W = self.image_shape
         sheets = torch.cat([self.templates.sigmoid(), self.alpha.sigmoid()], 1)  # [M, C + 1, h, w]
         # A pixel of the image looks up its place in the template, so the grid takes the inverse of the pose.
-        grid = F.affine_grid(inverse(parts.poses).flatten(0, 1), [B * M, channels + 1, H, W], align_corners=False)
+        looked_up = inverse(parts.poses).flatten(0, 1)[:, None]  # [B M, 1, 2, 3]
+        unit = torch.eye(2, 3, dtype=looked_up.dtype, device=looked_up.device)
+        # affine_grid takes no empty batch, so it makes the places of one image only, and a product maps them.
+        places = F.affine_grid(unit[None], [1, 1, H, W], align_corners=False)  # [1, H, W, 2]
+        grid = places @ looked_up[..., :2].mT + looked_up[..., None, :, 2]
         laid = F.grid_sample(sheets.repeat(B, 1, 1, 1), grid, align_corners=False).unflatten(0, (B, M))
         values = laid[:, :, :-1] * self.colour(parts.features)[..., None, None]
         weights = laid[:, :, -1:] * parts.presences[..., None, None, None]

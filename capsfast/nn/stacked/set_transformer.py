@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from .._arguments import Made
@@ -51,6 +52,9 @@ class SetTransformer(Layer):
         nn.init.xavier_uniform_(self.queries)
 
     def forward(self, members: Tensor, presence: Tensor) -> Tensor:
+        B = members.shape[0]
+        if B == 0:  # torch's attention takes no empty batch
+            members, presence = F.pad(members, (0, 0, 0, 0, 0, 1)), F.pad(presence, (0, 0, 0, 1), value=1.0)
         # Adding the logarithm to the attention's logits multiplies its weights.
         weight = presence.clamp_min(torch.finfo(presence.dtype).tiny).log()
         x = self.embed(members)
@@ -61,4 +65,4 @@ class SetTransformer(Layer):
         attended, _ = self.attention(queries, x, x, key_padding_mask=weight, need_weights=False)
         y: Tensor = self.norm(queries + attended)
         out: Tensor = self.out(y)
-        return y + out.relu()
+        return (y + out.relu())[:B]
