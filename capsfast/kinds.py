@@ -44,7 +44,7 @@ class Form:
     second if the matrix is shared). takes: arguments of the forward call. std: the weight starts as ``std *
     torch.randn``; None: as the class says. options: options with which :func:`capsfast.dynamic_routing` computes the
     same. eps: its default, None if the class takes no eps. result: axes of the result, or "v, c". instead: the
-    replacement if compat has no class.
+    replacement if compat has no class. sums: weighted sums formed, if no argument says how many.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Form:
     eps: float | None = 1e-8
     result: str = "[B, J, D]"
     instead: str = ""
+    sums: int = 0
 
     def __post_init__(self) -> None:
         self.letters: dict[str, str] = dict(re.findall(r"(\w+) (\S)", self.arguments))
@@ -65,10 +66,12 @@ class Form:
         self.of_votes = "n" in self.named or "+" in self.named
         self.weight_name, *self.orders = self.weight.split() or [""]
         self.inputs = self.takes.split()
-        by_name = self.arguments.startswith("*, ")
-        kind = inspect.Parameter.KEYWORD_ONLY if by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        found = []
-        for name, default in re.findall(r"(\w+) \S(?:=(\S+?))?(?:,|$)", self.arguments):
+        found, by_name = [], False
+        for star, name, default in re.findall(r"(\*), |(\w+) \S(?:=(\S+?))?(?:,|$)", self.arguments):
+            if star:
+                by_name = True
+                continue
+            kind = inspect.Parameter.KEYWORD_ONLY if by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD
             value = ast.literal_eval(default) if default else inspect.Parameter.empty
             found.append(inspect.Parameter(name, kind, default=value))
         # The original layer's arguments. The class in compat takes eps in addition.
@@ -78,12 +81,12 @@ class Form:
             self.signature = inspect.Signature([*found, eps])
 
 
-IN, LAST = {"softmax": "in"}, {"gradient": "last"}
-LAST_OUTSIDE = {"gradient": "last", "squash": "eps_outside"}
+IN, LAST, OUTSIDE = {"softmax": "in"}, {"gradient": "last"}, {"squash": "eps_outside"}
+LAST_OUTSIDE = {**LAST, **OUTSIDE}
 FOUR_SIZES = "in_capsules I, out_capsules J, in_dim K, out_dim D, num_iterations r=3"
 LINEAR = (
-    "out_capsules J, in_length K, out_length D, in_capsules .=None, share_weight s=True, routing_type .='dynamic', "
-    "num_iterations r=3, squash ?=False, bias ?=False, return_prob ?=False"
+    "out_capsules J, in_length K, out_length D, in_capsules .=None, share_weight s=True, routing_type .='k_means', "
+    "num_iterations r=3, "
 )
 
 FORMS = (
@@ -112,6 +115,14 @@ FORMS = (
     ),
     Form(
         "DigitCaps",
+        "in_capsules I, in_dim K, num_capsules J, capsule_dim D",
+        "W 1IJDK IJDK",
+        "x",
+        options=OUTSIDE,
+        sums=2,
+    ),
+    Form(
+        "DigitCaps",
         "num_capsules J, num_routes I, in_channels K, out_channels D",
         instead="capsfast.compat.averaged_routing(u, W[0], softmax='in')",
     ),
@@ -120,6 +131,7 @@ FORMS = (
         "num_caps_in I, dim_caps_in K, num_caps_out J, dim_caps_out D, routing_iters r=3",
         "W 1IJDK IJDK",
         "x",
+        options=OUTSIDE,
     ),
     Form("Router", "in_caps I, out_caps J, in_d K, out_d D, iterations r", "weight IJKD", std=1.0, options=IN),
     Form(
@@ -149,12 +161,19 @@ FORMS = (
         None,
         eps=None,
     ),
-    Form("CapsuleLinear", LINEAR, "weight JIDK JDK", "input", None, eps=NO_EPS),
+    *(
+        Form("CapsuleLinear", LINEAR + more, "weight JIDK JDK", "input", None, eps=NO_EPS, result=result)
+        for more, result in (
+            ("squash ?=False, *, similarity .='dot'", "v, c"),
+            ("bias ?=True, squash ?=True, *, return_prob ?=False, similarity .='dot'", "[B, J, D]"),
+        )
+    ),
 )
 
 LOSSES = (
     Form("MarginLoss", "m_pos m, m_neg m, lambda_ m", takes="lengths targets size_average", eps=None),
     Form("MarginLoss", "n_labels J, m_positive m, m_negative m, lambda_ m=0.5", takes="v labels", eps=None),
+    Form("MarginLoss", "*, n_labels J, lambda_ m=0.5, m_positive m=0.9, m_negative m=0.1", takes="v labels", eps=None),
     Form("MarginLoss", "*, m_plus m=0.9, m_minus m=0.1, lambda_ m=0.5", takes="y_pred y_true", eps=None),
 )
 
@@ -205,6 +224,13 @@ def given(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
         return form.signature.bind(*args, **kwargs).arguments
     except TypeError:
         return None
+
+
+def ambiguous(forms: Sequence[Form], count: int) -> bool:
+    """Whether one of the first ``count`` arguments is another size, or another switch, in another of the forms."""
+    columns = zip(*([*form.letters.items()][:count] for form in forms), strict=True) if forms else ()
+    meant = ({letter if letter in "IJKD" else name for name, letter in each if letter in "IJKD?"} for each in columns)
+    return any(len(each) > 1 for each in meant)
 
 
 def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -272,7 +272,7 @@ def assert_close_gradients(model: nn.Module, plain: nn.Module, images: Tensor) -
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_a_model_that_is_cast_later(dtype: torch.dtype) -> None:
-    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True)
+    layer = layers.CapsuleLinear(4, 6, 5, 7, False, "dynamic", bias=False)
     u = torch.randn(3, 7, 6)
     report = accelerate(layer, u)
     plain = undone_copy(layer).to(dtype)
@@ -306,7 +306,7 @@ def test_dtypes_that_the_own_forward_does_not_take_stay_its_matter() -> None:
 
 
 def test_a_model_that_was_low_before() -> None:
-    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True).bfloat16()
+    layer = layers.CapsuleLinear(4, 6, 5, 7, False, "dynamic", bias=False).bfloat16()
     u = example().bfloat16()
     plain, report = copy.deepcopy(layer), accelerate(layer, u)
     assert report.fused == ("",), report

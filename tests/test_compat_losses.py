@@ -27,9 +27,9 @@ def of_lengths(x: Tensor, _: Tensor) -> Tensor:
     return squares(x, PRESENT, *MARGINS).mean()
 
 
-def of_capsules(v: Tensor, _: Tensor) -> Tensor:
-    lengths = torch.sqrt((v**2).sum(-1))
-    loss = PRESENT * F.relu(0.8 - lengths) + 0.3 * (1 - PRESENT) * F.relu(lengths - 0.2)
+def of_capsules(v: Tensor, _: Tensor, margins: tuple[float, ...] = MARGINS) -> Tensor:
+    lengths, (m_positive, m_negative, lambda_) = torch.sqrt((v**2).sum(-1)), margins
+    loss = PRESENT * F.relu(m_positive - lengths) + lambda_ * (1 - PRESENT) * F.relu(lengths - m_negative)
     return loss.sum(dim=-1).mean()
 
 
@@ -68,6 +68,8 @@ CASES: list[tuple[dict[str, float] | tuple[float, ...], Callable[..., Tensor], C
     ({"m_pos": 0.8, "m_neg": 0.2, "lambda_": 0.3}, of_lengths, with_lengths),
     ((J, *MARGINS), of_capsules, with_capsules),
     ({"n_labels": J, "m_positive": 0.8, "m_negative": 0.2, "lambda_": 0.3}, of_capsules, with_capsules),
+    ({"n_labels": J, "lambda_": 0.3, "m_negative": 0.2, "m_positive": 0.8}, of_capsules, with_capsules),
+    ({"n_labels": J}, lambda v, _: of_capsules(v, _, (0.9, 0.1, 0.5)), with_capsules),
     ({"m_plus": 0.8, "m_minus": 0.2, "lambda_": 0.3}, of_paper, lambda: [lengths(), PRESENT]),
     ((), lambda x, y: squares(x, y, 0.9, 0.1, 0.5).sum(1).mean(), lambda: [lengths(), PRESENT]),
     ((), of_images, numbers),

@@ -45,11 +45,14 @@ def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[s
     weight, *orders = form.weight.split() or [None]
     assert {*map(kinds.spelled, orders)} <= {*re.findall(r"\[.*?\]", parameters)}
     assert weight is None or f"`{weight} [" in parameters
-    published = next(
-        each
-        for each in PUBLISHED
-        if each.compat and re.split(r" of votes|,", each.name)[0] == form.name
-        if (each.weight or each.logits) == weight and (each.order is None or each.order in orders)
+    published = min(
+        (
+            each
+            for each in PUBLISHED
+            if each.compat and re.split(r" of votes|,", each.name)[0] == form.name
+            if (each.weight or each.logits) == weight and (each.order is None or each.order in orders)
+        ),
+        key=lambda each: orders.index(each.order) if each.order else 0,
     )
     assert options_of(options) == deviations(published)
     assert ("`logits`" in options) == (published.logits is not None)

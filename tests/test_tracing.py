@@ -102,7 +102,7 @@ def test_nodes_have_every_argument(name: str) -> None:
 MORE: dict[str, Row] = {
     "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3), (6, 5)),
     "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
-    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
+    "compat": (lambda: capsfast.compat.DigitCapsules(6, 5, 4, 3), (6, 5)),
     "flatten": (capsfast.nn.FlattenCaps, (2, 4, 3, 3)),
     "length": (capsfast.nn.Length, (4, 3)),
     "longest": (capsfast.nn.Mask, (4, 3)),

@@ -46,6 +46,8 @@ class FormLayer(Layer):
     _op: ClassVar[str]
     _forms: ClassVar[tuple[kinds.Form, ...]]
     _others: tuple[kinds.Form, ...] = kinds.FORMS
+    # The shape in which the weight was loaded and is saved; None if that is its own.
+    _stored: tuple[int, ...] | None = None
 
     if TYPE_CHECKING:
 
@@ -75,12 +77,19 @@ class FormLayer(Layer):
         self._start(given)
 
     def _form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> kinds.Form:
-        taken = [form for form in self._forms if kinds.given(form, args, kwargs) is not None]
+        got = ", ".join([*map(checks.shown, args), *(f"{name}={checks.shown(kwargs[name])}" for name in kwargs)])
+        of_name = [form for form in self._others if form.name == self._forms[0].name]
+        fitting = [form for form in of_name if kinds.fits(form, args, kwargs)]
+        if kinds.ambiguous(fitting, len(args)):
+            raise TypeError(
+                f"{self._op}: arguments by position must mean the same in all layers with this name, got ({got}), "
+                f"which fits {' and '.join(str(form.call) for form in fitting)}; give them by name; see {kinds.TABLE}"
+            )
         # If no form fits the values, the first form with these arguments reports the error.
-        for form in [form for form in taken if kinds.fits(form, args, kwargs)] + taken:
+        taken = [form for form in self._forms if kinds.given(form, args, kwargs) is not None]
+        for form in [form for form in taken if form in fitting] + taken:
             return form
         takes = " or ".join(str(form.call) for form in self._forms)
-        got = ", ".join([*map(checks.shown, args), *(f"{name}={checks.shown(kwargs[name])}" for name in kwargs)])
         raise TypeError(f"{self._op}: takes {takes}, got ({got}){kinds.lead(self._op, self._others, args, kwargs)}")
 
     def _check(self, form: kinds.Form, given: dict[str, Any]) -> None:
@@ -123,7 +132,8 @@ class FormLayer(Layer):
 
     def _sums(self) -> int:
         """How many weighted sums to form."""
-        return getattr(self, self._form.iterations) + ("+" in self._named)  # type: ignore[no-any-return]
+        form = self._form
+        return form.sums or getattr(self, form.iterations) + ("+" in self._named)
 
     def _inputs(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of forward, in the order of the row."""
@@ -155,10 +165,18 @@ class FormLayer(Layer):
             there = tuple(given.shape) if isinstance(given, Tensor) else ()
             if there in ((1, *here), here[1:] if here[0] == 1 else None):
                 # The parameter keeps its shape, because an optimizer and copies of the parameter depend on it.
-                state_dict[key] = state_dict[key].view(here)
-            elif there != here:
+                state_dict[key], self._stored = state_dict[key].view(here), there
+            elif there == here:
+                self._stored = None
+            else:
                 lists[-1].extend(self._foreign(state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._stored is not None:
+            key = f"{prefix}{self._form.weight_name}"
+            destination[key] = destination[key].view(self._stored)
 
     def _foreign(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """For weights with the layer's sizes in another order: a message for each with the constructors that fit."""
@@ -190,11 +208,14 @@ class DynamicRoutingLayer(FormLayer):
 
 
 class DigitCaps(FormLayer):
-    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1); five sizes by position mean the first form."""
+    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1).
+
+    By position the sizes are ambiguous, which is an error.
+    """
 
 
 class DigitCapsules(FormLayer):
-    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1)."""
+    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) with eps added to the norm."""
 
 
 class Router(FormLayer):
@@ -277,13 +298,16 @@ class CapsuleLinear(FormLayer):
     """Dynamic routing or k-means (Ren, Lu 2018).
 
     ``in_capsules`` is I; it must be None with ``share_weight``. ``routing_type="k_means"`` scores votes by dot products
-    with the normalised capsules, starting from equal coupling. ``squash=True`` squashes the result; dynamic routing
-    always squashes before its last iteration. ``bias=True`` adds ``bias [J, D]`` to the weighted sums.
-    ``return_prob=True`` returns ``c [B, J, I]`` too. Weight and bias are initialised by ``xavier_uniform_``.
+    with the normalised capsules, starting from equal coupling; there is no other similarity. ``squash=True`` squashes
+    the result; dynamic routing always squashes before its last iteration. The result is ``(v, c [B, J, I])``. With bias
+    or return_prob the second form is meant: ``bias=True`` adds ``bias [J, D]`` to the weighted sums, and the result is
+    v alone unless ``return_prob=True``. ``xavier_uniform_`` initialises the weight; the bias starts at 0.
     """
 
     def _start(self, given: dict[str, Any]) -> None:
         checks.choice(self._op, "routing_type", self.routing_type, ("dynamic", "k_means"))
+        checks.choice(self._op, "similarity", self.similarity, ("dot",))
+        self._pair = given.get("return_prob", True)
         sizes = self._sizes()
         if not self.share_weight:
             checks.integer(self._op, "in_capsules", self.in_capsules)
@@ -293,10 +317,14 @@ class CapsuleLinear(FormLayer):
             raise ValueError(
                 f"{self._op}: share_weight=True is for any number of input capsules, got in_capsules={got}"
             )
-        shape = kinds.shape_of("JDK" if self.share_weight else "JIDK", sizes)
-        self.weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
-        bias = torch.empty(kinds.shape_of("JD", sizes)) if given["bias"] else None
-        self.bias = None if bias is None else nn.Parameter(nn.init.xavier_uniform_(bias))
+        J, D, K, I = (sizes.get(letter, 1) for letter in "JDKI")
+        if "bias" in given:  # this form draws the weight as a matrix for each input capsule
+            start = nn.init.xavier_uniform_(torch.rand(I, K, J * D)).view(I, K, J, D).permute(2, 0, 3, 1).contiguous()
+            start = start[:, 0] if self.share_weight else start
+        else:
+            start = nn.init.xavier_uniform_(torch.empty((J, D, K) if self.share_weight else (J, I, D, K)))
+        self.weight = nn.Parameter(start)
+        self.bias = nn.Parameter(torch.zeros(J, D)) if given.get("bias") else None
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.share_weight:
@@ -309,9 +337,9 @@ class CapsuleLinear(FormLayer):
             found, coupling = self._k_means(input, weight)
         else:
             options: dict[str, Any] = {"bias": self.bias, "squash_last": self.squash, "eps": self.eps}
-            routed = dynamic_routing(input, weight, self._sums(), return_coupling=self.return_prob, **options)
-            found, coupling = routed if self.return_prob else (routed, None)
-        if not self.return_prob:
+            routed = dynamic_routing(input, weight, self._sums(), return_coupling=self._pair, **options)
+            found, coupling = routed if self._pair else (routed, None)
+        if not self._pair:
             return found
         assert coupling is not None
         return found, coupling.transpose(1, 2)

@@ -11,12 +11,13 @@ from .forms import FormLayer
 
 
 class MarginLoss(FormLayer):
-    """Margin loss (Sabour, Frosst, Hinton 2017, eq. 4), in one of three forms.
+    """Margin loss (Sabour, Frosst, Hinton 2017, eq. 4), in one of four forms.
 
     * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: the mean over batch and classes; with
       ``size_average=False`` the sum over both.
     * ``MarginLoss(n_labels, m_positive, m_negative, lambda_=0.5)(v, labels)``: takes capsules ``[B, J, D]`` and does
       not square; the sum over the classes, the mean over the batch.
+    * ``MarginLoss(*, n_labels, lambda_=0.5, m_positive=0.9, m_negative=0.1)(v, labels)``: the same.
     * ``MarginLoss(m_plus=0.9, m_minus=0.1, lambda_=0.5)(y_pred, y_true)``, with keywords or without arguments: the
       paper's loss; the sum over the classes, the mean over the batch.
 
@@ -26,10 +27,11 @@ class MarginLoss(FormLayer):
     _others = LOSSES
 
     def _start(self, given: dict[str, Any]) -> None:
-        margins = [value for name, value in given.items() if name != "n_labels"]
+        # In every form the alphabet sorts the names so: lambda_, m_minus or m_neg, m_plus or m_pos.
+        lam, m_minus, m_plus = (given[name] for name in sorted(given.keys() - {"n_labels"}))
         self._by_hand = "m_pos" in given
         self._loss = capsules.MarginLoss(
-            *margins, squared="n_labels" not in given, reduction="sum" if self._by_hand else "mean"
+            m_plus, m_minus, lam, squared="n_labels" not in given, reduction="sum" if self._by_hand else "mean"
         )
 
     def forward(self, *given: Any, **named: Any) -> Tensor:

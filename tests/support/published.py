@@ -121,7 +121,13 @@ PUBLISHED = [
         num_iterations=2,
         compat=True,
     ),
-    Published("DigitCaps", lambda k, s: k.DigitCaps(s.I, s.J, s.K, s.D, 4), "IJDK", num_iterations=4, compat=True),
+    Published(
+        "DigitCaps",
+        lambda k, s: k.DigitCaps(num_lower=s.I, num_higher=s.J, lower_dim=s.K, higher_dim=s.D, num_routing=4),
+        "IJDK",
+        num_iterations=4,
+        compat=True,
+    ),
     Published(
         "DigitCaps, in_dim",
         lambda k, s: k.DigitCaps(in_dim=s.K, in_caps=s.I, num_caps=s.J, dim_caps=s.D, num_routing=3),
@@ -130,7 +136,21 @@ PUBLISHED = [
         squash="eps_outside",
         compat=True,
     ),
-    Published("DigitCapsules", lambda k, s: k.DigitCapsules(s.I, s.K, s.J, s.D), "1IJDK", compat=True),
+    Published(
+        "DigitCaps, in_capsules",
+        lambda k, s: k.DigitCaps(in_capsules=s.I, in_dim=s.K, num_capsules=s.J, capsule_dim=s.D),
+        "1IJDK",
+        squash="eps_outside",
+        num_iterations=2,
+        compat=True,
+    ),
+    Published(
+        "DigitCapsules",
+        lambda k, s: k.DigitCapsules(s.I, s.K, s.J, s.D),
+        "1IJDK",
+        squash="eps_outside",
+        compat=True,
+    ),
     Published(
         "Router", lambda k, s: k.Router(s.I, s.J, s.K, s.D, 3), "IJKD", weight="weight", softmax="in", compat=True
     ),
@@ -175,7 +195,7 @@ PUBLISHED = [
     ),
     Published(
         "CapsuleLinear",
-        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D),
+        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D, routing_type="dynamic", bias=False, squash=False),
         "JDK",
         weight="weight",
         eps=NO_EPS,
@@ -184,10 +204,11 @@ PUBLISHED = [
     ),
     Published(
         "CapsuleLinear, own weights",
-        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D, s.I, share_weight=False, squash=True, bias=True),
+        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D, s.I, False, "dynamic", bias=True, squash=False),
         "JIDK",
         weight="weight",
         eps=NO_EPS,
+        squash_last=False,
         bias="bias",
         compat=True,
     ),

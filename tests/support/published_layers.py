@@ -182,13 +182,35 @@ class DetachedDigitCaps(nn.Module):
         return squash_of_norm((b.softmax(1) * u_hat).sum(2))
 
 
-def DigitCaps(*args: Any, **kwargs: Any) -> nn.Module:
-    """Two published classes have this name; positional sizes select the first."""
-    return DetachedDigitCaps(**kwargs) if "in_dim" in kwargs else LowerHigherCaps(*args, **kwargs)
+class TwiceRoutedCaps(nn.Module):
+    """``DigitCaps(in_capsules, in_dim, num_capsules, capsule_dim)`` with ``W [1, I, J, D, K]``: two iterations, eps
+    added to the norm.
+    """
+
+    def __init__(self, in_capsules: int, in_dim: int, num_capsules: int, capsule_dim: int) -> None:
+        super().__init__()
+        self.W = nn.Parameter(0.01 * torch.randn(1, in_capsules, num_capsules, capsule_dim, in_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u_hat = torch.matmul(self.W, x.unsqueeze(2).unsqueeze(4)).squeeze(4)
+        b = torch.zeros(u_hat.shape[:3])
+        for _ in range(2):
+            v = squash_of_norm((torch.softmax(b, dim=2).unsqueeze(-1) * u_hat).sum(dim=1))
+            b = b + (u_hat * v.unsqueeze(1)).sum(-1)
+        return v
+
+
+def DigitCaps(**kwargs: Any) -> nn.Module:
+    """Three published classes have this name."""
+    if "num_lower" in kwargs:
+        return LowerHigherCaps(**kwargs)
+    return TwiceRoutedCaps(**kwargs) if "in_capsules" in kwargs else DetachedDigitCaps(**kwargs)
 
 
 class DigitCapsules(nn.Module):
-    """``DigitCapsules(num_caps_in, dim_caps_in, num_caps_out, dim_caps_out, routing_iters)``, ``W [1, I, J, D, K]``."""
+    """``DigitCapsules(num_caps_in, dim_caps_in, num_caps_out, dim_caps_out, routing_iters)``, ``W [1, I, J, D, K]``:
+    eps added to the norm.
+    """
 
     def __init__(
         self, num_caps_in: int, dim_caps_in: int, num_caps_out: int, dim_caps_out: int, routing_iters: int = 3
@@ -202,7 +224,7 @@ class DigitCapsules(nn.Module):
         b_ij = torch.zeros(1, u_hat.size(1), u_hat.size(2), 1)
         for _ in range(self.routing_iters):
             c_ij = F.softmax(b_ij, dim=2)
-            v_j = squash((c_ij * u_hat).sum(dim=1, keepdim=True), 1e-8)
+            v_j = squash_of_norm((c_ij * u_hat).sum(dim=1, keepdim=True))
             b_ij = b_ij + (u_hat * v_j).sum(dim=-1, keepdim=True)
         return v_j.squeeze(1)
 
@@ -324,8 +346,9 @@ class CapsLayer(nn.Module):
         return self.routing_module(votes)  # type: ignore[no-any-return]
 
 
-class CapsuleLinear(nn.Module):
-    """``CapsuleLinear(out_capsules, in_length, out_length, in_capsules, share_weight, routing_type, num_iterations)``.
+class ProbabilityLinear(nn.Module):
+    """``CapsuleLinear(out_capsules, in_length, out_length, in_capsules, share_weight, routing_type, num_iterations,
+    squash, similarity)``, which returns capsules and probabilities.
 
     ``weight [J, D, K]`` shared by the inputs or ``[J, I, D, K]``; no squash after the last iteration unless demanded.
     """
@@ -337,26 +360,20 @@ class CapsuleLinear(nn.Module):
         out_length: int,
         in_capsules: int | None = None,
         share_weight: bool = True,
-        routing_type: str = "dynamic",
+        routing_type: str = "k_means",
         num_iterations: int = 3,
         squash: bool = False,
-        bias: bool = False,
-        return_prob: bool = False,
+        *,
+        similarity: str = "dot",
     ) -> None:
         super().__init__()
-        self.routing_type, self.num_iterations = routing_type, num_iterations
-        self.squash, self.return_prob = squash, return_prob
-        sizes = (out_capsules, out_length, in_length)
-        if not share_weight:
-            assert in_capsules is not None
-            sizes = (out_capsules, in_capsules, out_length, in_length)  # type: ignore[assignment]
-        self.weight = nn.Parameter(torch.empty(sizes))
+        self.routing_type, self.num_iterations, self.squash = routing_type, num_iterations, squash
+        own = () if share_weight else (in_capsules,)
+        self.weight = nn.Parameter(torch.empty(out_capsules, *own, out_length, in_length))  # type: ignore[arg-type]
         nn.init.xavier_uniform_(self.weight)
-        self.bias = nn.Parameter(torch.empty(out_capsules, out_length)) if bias else None
-        if self.bias is not None:
-            nn.init.xavier_uniform_(self.bias)
+        self.bias: nn.Parameter | None = None
 
-    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> Any:
         weight = self.weight if self.weight.dim() == 4 else self.weight[:, None]
         priors = (weight[None] @ input[:, None, :, :, None]).squeeze(dim=-1)
         shift = 0.0 if self.bias is None else self.bias[None, :, None]
@@ -373,5 +390,40 @@ class CapsuleLinear(nn.Module):
                 direction = output / output.norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 probs = F.softmax((priors * direction).sum(dim=-1, keepdim=True), dim=-3)
                 output = (probs * priors).sum(dim=-2, keepdim=True) + shift
-        found = (squash(output) if self.squash else output).squeeze(dim=-2)
-        return (found, probs.mean(dim=-1)) if self.return_prob else found
+        return (squash(output) if self.squash else output).squeeze(dim=-2), probs.mean(dim=-1)
+
+
+class BiasLinear(ProbabilityLinear):
+    """``CapsuleLinear(..., num_iterations, bias, squash, return_prob, similarity)``: another start of the weight."""
+
+    def __init__(
+        self,
+        out_capsules: int,
+        in_length: int,
+        out_length: int,
+        in_capsules: int | None = None,
+        share_weight: bool = True,
+        routing_type: str = "k_means",
+        num_iterations: int = 3,
+        bias: bool = True,
+        squash: bool = True,
+        *,
+        return_prob: bool = False,
+        similarity: str = "dot",
+    ) -> None:
+        nn.Module.__init__(self)
+        self.routing_type, self.num_iterations, self.squash = routing_type, num_iterations, squash
+        self.return_prob = return_prob
+        weight = nn.init.xavier_uniform_(torch.rand(in_capsules or 1, in_length, out_capsules * out_length))
+        weight = weight.permute(2, 0, 1).reshape(out_capsules, out_length, -1, in_length).transpose(1, 2)
+        self.weight = nn.Parameter((weight[:, 0] if share_weight else weight).clone())
+        self.bias = nn.Parameter(torch.zeros(out_capsules, out_length)) if bias else None
+
+    def forward(self, input: Tensor) -> Any:
+        found, probs = super().forward(input)
+        return (found, probs) if self.return_prob else found
+
+
+def CapsuleLinear(*args: Any, **kwargs: Any) -> nn.Module:
+    """Two published classes have this name."""
+    return (BiasLinear if {"bias", "return_prob"} & {*kwargs} else ProbabilityLinear)(*args, **kwargs)

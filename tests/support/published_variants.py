@@ -37,7 +37,8 @@ class BatchMeanTransposed(nn.Module):
 
 class BatchMeanOverInputs(nn.Module):
     """``(num_capsules, num_routes, in_channels, out_channels)``: ``W [1, I, J, D, K]``, softmax over the inputs,
-    logits averaged over the batch. With ``elementwise`` the squash sums over an axis of length 1, so each number alone.
+    logits averaged over the batch. With ``elementwise`` the squash sums over an axis of length 1, so each number alone,
+    and has no eps.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class BatchMeanOverInputs(nn.Module):
     ) -> None:
         super().__init__()
         self.num_capsules, self.num_routes = num_capsules, num_routes
-        self.axis = 4 if elementwise else 3
+        self.axis, self.eps = (4, 0.0) if elementwise else (3, 1e-8)
         self.W = nn.Parameter(torch.randn(1, num_routes, num_capsules, out_channels, in_channels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ class BatchMeanOverInputs(nn.Module):
             c_ij = F.softmax(b_ij, dim=1).unsqueeze(4)
             s_j = (c_ij * u_hat).sum(dim=1, keepdim=True)
             n = (s_j**2).sum(self.axis, keepdim=True)
-            v_j = n * s_j / ((1.0 + n) * torch.sqrt(n + 1e-8))
+            v_j = n * s_j / ((1.0 + n) * torch.sqrt(n + self.eps))
             if iteration < 2:
                 agreement = torch.matmul(u_hat.transpose(3, 4), torch.cat([v_j] * self.num_routes, dim=1))
                 b_ij = b_ij + agreement.squeeze(4).mean(dim=0, keepdim=True)
