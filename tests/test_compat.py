@@ -78,6 +78,7 @@ def test_parameters_start_alike_load_both_ways_and_are_copied(row: Published) ->
         )
 
 
+@pytest.mark.rows(80)
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5])
 @by_row
 def test_results_and_gradients_are_the_same_and_finite_for_zeros(row: Published, scale: float) -> None:
@@ -176,6 +177,7 @@ def test_an_axis_of_length_1_in_front_of_the_weight(layer: Any) -> None:
         layer.load_state_dict({"W": torch.randn(J, I, D, K)})
 
 
+@pytest.mark.rows(80)
 @pytest.mark.parametrize("other", [False, True], ids=["as made", "other axis"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.weight or row.logits], ids=lambda row: row.name)
 def test_a_weight_with_or_without_an_axis_of_length_1_loads_back(row: Published, other: bool) -> None:

@@ -76,14 +76,16 @@ CASES: list[tuple[dict[str, float] | tuple[float, ...], Callable[..., Tensor], C
 ]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5])
 @pytest.mark.parametrize(("arguments", "published", "inputs"), CASES)
 def test_losses_and_gradients_are_the_same(
-    arguments: Any, published: Callable[..., Tensor], inputs: Callable[[], list[Tensor]]
+    arguments: Any, published: Callable[..., Tensor], inputs: Callable[[], list[Tensor]], scale: float
 ) -> None:
     torch.manual_seed(0)
     make = compat.CapsuleLoss if inputs is numbers else compat.MarginLoss
     loss = make(**arguments) if isinstance(arguments, dict) else make(*arguments)
-    given = [each.clone() for each in inputs()]
+    first, *others = inputs()
+    given = [scale * first, *(each.clone() for each in others)]
     leaves = [each.requires_grad_() for each in given if each.is_floating_point()]
     results = [
         (made, torch.autograd.grad(made, leaves, allow_unused=True)) for made in (loss(*given), published(*given))
