@@ -72,6 +72,15 @@ def test_calls_that_were_not_compared_run_the_own_forward_and_it_warns_once() ->
         layer(torch.randn(4, 8, 6))
 
 
+def test_methods_of_the_layer_are_its_own() -> None:
+    layer = variant(extra_repr=lambda self: "own", reset_parameters=lambda self: nn.init.zeros_(self.W))
+    for each in (layer, variant()):
+        accelerate(each, example())
+    assert layer.extra_repr() == "own" and not hasattr(each, "reset_parameters")
+    layer.reset_parameters()
+    assert not layer.W.any()
+
+
 def test_one_sample_of_a_layer_that_squeezes() -> None:
     layer, u = variant(forward=lambda self, u: Plain.forward(self, u).squeeze()), example()
     plain, report = copy.deepcopy(layer), accelerate(layer, u)

@@ -213,13 +213,3 @@ def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     with pytest.raises(ValueError, match=message):
         layer(u[:1])
     assert layer.eval()(u[:1]).activations.isfinite().all()
-
-
-def test_a_reset_forgets_the_statistics_of_a_batch() -> None:
-    layer = RoutedCaps(I, J, K, D, routing="variational")
-    fresh = copy.deepcopy(layer.routing).state_dict()
-    with torch.no_grad():
-        layer.routing.beta_a.add_(1)
-        layer(torch.randn(B, I, K))
-    layer.reset_parameters()
-    torch.testing.assert_close(layer.routing.state_dict(), fresh)

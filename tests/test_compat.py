@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import capsfast
 from capsfast import compat, kinds
 
-from .support import published_layers
-from .support.layers import without_samples
+from .support import plain, published_layers
+from .support.layers import assert_resets, without_samples
 from .support.published import PUBLISHED, SIZES, Published, float64, votes
 
 B, I, J, D, K = SIZES
@@ -76,6 +76,12 @@ def test_parameters_start_alike_load_both_ways_and_are_copied(row: Published) ->
         assert all(
             torch.equal(*pair) for pair in zip(tensors_of(copied(*given)), tensors_of(ours(*given)), strict=True)
         )
+
+
+@pytest.mark.rows(100)
+@by_row
+def test_a_reset_makes_a_new_module(row: Published) -> None:
+    assert_resets(lambda: row.build(compat, SIZES))
 
 
 @pytest.mark.rows(80)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import capsfast
 from capsfast.models import MatrixCapsNet
-from capsfast.nn import ClassCaps2d, PrimaryMatrixCaps
+from capsfast.nn import ClassCaps2d
 
 from .support import plain
 from .support.backends import Backend, Largest
@@ -117,16 +117,6 @@ def test_variational_form_has_the_authors_parameters() -> None:
     norb, mnist = MatrixCapsNet(**of), MatrixCapsNet(1, 32, 10, primary_types=16, **of)
     assert parameters_of(norb) == count(64, 8, 16, 16, 5, 2) == 68_714
     assert parameters_of(mnist) == count(64, 16, 16, 16, 10, 1) == 95_572
-
-
-def test_a_reset_forgets_the_batch_normalisations() -> None:
-    layer = PrimaryMatrixCaps(3, 2, 4, batch_norm=True)
-    fresh = {name: value.clone() for name, value in layer.state_dict().items() if "norm" in name}
-    with torch.no_grad():
-        layer.pose_norm.weight.fill_(3)
-        layer(torch.rand(2, 3, 5, 5))
-    layer.reset_parameters()
-    torch.testing.assert_close({name: layer.state_dict()[name] for name in fresh}, fresh)
 
 
 def test_variational_form_is_its_definition() -> None:

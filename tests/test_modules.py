@@ -3,18 +3,35 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import capsfast
 from capsfast import models
 from capsfast import nn as caps
+from capsfast.nn import RoutedCaps, Routing
 
-from .support.layers import EACH_KIND, LAYERS, LOSSES, MODULES, NETWORKS, Row, made, network, results, without_samples
+from .support.layers import (
+    EACH_KIND,
+    LAYERS,
+    LOSSES,
+    MODULES,
+    NETWORKS,
+    Row,
+    assert_resets,
+    made,
+    network,
+    results,
+    without_samples,
+)
 from .support.plain import gradients
+from .support.routings import cases
 
 # Decoders mask all capsules but one, and another rounding may choose another capsule.
 CHOOSES = ("decoder", "conv decoder")
@@ -89,6 +106,50 @@ def test_meta_device(name: str) -> None:
         other, (*absent,) = made(name)
     assert all(parameter.is_meta for parameter in other.parameters())
     assert [each.shape for each in results(other(*absent))] == [each.shape for each in results(layer(*given))]
+
+
+def fresh() -> dict[str, Callable[[], nn.Module]]:
+    """Every module as its constructor leaves it: each routing with each set of options, each form of a network."""
+    classes: dict[str, Any] = {name: getattr(models, name) for name in NETWORKS}
+    forms = [*NETWORKS.items(), ("SegCaps", {"form": "r3"}), ("EfficientCapsNet", {"norm": "instance"})]
+    forms += [("DeepCaps", {**NETWORKS["DeepCaps"], "routing": "em"}), ("MatrixCapsNet", {"form": "variational"})]
+    makers = {name: row[0] for name, row in MODULES.items() if not name.startswith("routed") and name not in NETWORKS}
+    makers |= {f"{n} {name}": partial(classes[name], 2, 24, 5, **more) for n, (name, more) in enumerate(forms)}
+    makers |= {
+        f"{n} routed {name}": partial(RoutedCaps, 12, 6, 3, 4, routing=name, **options)
+        for n, (name, options) in enumerate([*cases(), ("dynamic", {"bias": True})])
+    }
+    return makers
+
+
+@pytest.mark.rows(100)
+@pytest.mark.parametrize("name", fresh())
+def test_a_reset_makes_a_new_module(name: str) -> None:
+    assert_resets(fresh()[name])
+
+
+class Scaled(Routing):
+    def __init__(self, *sizes: int, **made: Any) -> None:
+        super().__init__(*sizes, **made)
+        self.scale = nn.Parameter(torch.ones(2, **self._made))
+
+
+class Rescaled(Scaled):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.ones_(self.scale)
+
+
+def test_a_part_without_a_reset_is_refused_before_any_change() -> None:
+    layer = RoutedCaps(3, 2, 4, 5, routing=Scaled)
+    changed = capsfast.DynamicRouting(3, 2, 4, 5)
+    parametrize.register_parametrization(changed, "W", nn.Identity())
+    for each, said in ((layer, "routing, a Scaled that holds scale"), (changed, r"parametrizations\.W, a Param")):
+        before = copy.deepcopy(each.state_dict())
+        with pytest.raises(TypeError, match=f"reset_parameters needs that of every part, got {said}"):
+            each.reset_parameters()
+        torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
+    assert_resets(lambda: RoutedCaps(3, 2, 4, 5, routing=Rescaled))
 
 
 @each_layer

@@ -60,16 +60,6 @@ def test_replaces_a_hand_written_layer(backend: Backend, B: int, num_iterations:
     torch.testing.assert_close(*results, rtol=1e-5, atol=2e-6)
 
 
-def test_parameters_of_the_meta_device_are_drawn_later() -> None:
-    layer = layer_of(device="meta", **VARIANTS["learned"])
-    assert layer.W.is_meta
-    layer = layer.to_empty(device="cpu")
-    assert layer.W.isnan().all()  # fresh memory, see conftest.py
-    layer.reset_parameters()
-    assert all(parameter.isfinite().all() for parameter in layer.parameters())
-    assert layer(torch.randn(3, I, K)).isfinite().all()
-
-
 class Doubled(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         return 2 * value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tracing_state
-from ..nn._layer import Layer
+from ..nn._layer import Node
 from .calls import Signature
 from .identification import Identification
 from .state import COUNT, RECORD, State
@@ -91,7 +91,7 @@ class Fused:
         return tuple(None if each == "None" else next(rest) for each in entries) if entries else cast[0]
 
 
-class FusedLayer(Layer):
+class FusedLayer(Node):
     """First base class of a fused layer: its forward runs capsfast for verified calls, else the layer's own forward.
 
     A class, not an attribute ``forward`` of the object: several libraries make replicas or shallow copies of a layer

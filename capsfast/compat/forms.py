@@ -111,8 +111,13 @@ class FormLayer(Layer):
         form = self._form
         if form.weight:
             shape = kinds.shape_of(form.orders[1 if given.get(form.named.get("s", "")) else 0], self._sizes())
-            start = form.std * torch.randn(shape) if form.std else torch.zeros(shape)
-            self.register_parameter(form.weight_name, nn.Parameter(start))
+            self.register_parameter(form.weight_name, nn.Parameter(torch.empty(shape)))
+            self._initialise()
+
+    def _initialise(self) -> None:
+        std = self._form.std
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=std) if std else nn.init.zeros_(parameter)
 
     def _sizes(self) -> dict[str, int]:
         return {letter: getattr(self, self._named[letter]) for letter in "IJKD" if letter in self._named}
@@ -249,10 +254,9 @@ class CapsLayer(FormLayer):
                     f"output_caps={self.output_caps}, got one for {theirs[0]} and {theirs[1]}"
                 )
         self.weights = nn.Parameter(torch.empty(kinds.shape_of("IK(JD)", sizes)))
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Initialises the weights again."""
+    def _initialise(self) -> None:
         bound = 1 / math.sqrt(self.input_caps)
         nn.init.uniform_(self.weights, -bound, bound)
 
@@ -317,14 +321,22 @@ class CapsuleLinear(FormLayer):
             raise ValueError(
                 f"{self._op}: share_weight=True is for any number of input capsules, got in_capsules={got}"
             )
-        J, D, K, I = (sizes.get(letter, 1) for letter in "JDKI")
-        if "bias" in given:  # this form draws the weight as a matrix for each input capsule
-            start = nn.init.xavier_uniform_(torch.rand(I, K, J * D)).view(I, K, J, D).permute(2, 0, 3, 1).contiguous()
-            start = start[:, 0] if self.share_weight else start
+        self._matrices = "bias" in given  # this form draws the weight as a matrix for each input capsule
+        self.weight = nn.Parameter(torch.empty(kinds.shape_of("JDK" if self.share_weight else "JIDK", sizes)))
+        self.bias = nn.Parameter(torch.empty(kinds.shape_of("JD", sizes))) if given.get("bias") else None
+        self._initialise()
+
+    def _initialise(self) -> None:
+        if self._matrices:
+            J, D, K = self.weight.shape[0], *self.weight.shape[-2:]
+            drawn = self.weight.new_empty(self.weight.numel() // (J * D * K), K, J * D)
+            drawn = nn.init.xavier_uniform_(drawn).unflatten(2, (J, D)).permute(2, 0, 3, 1)
+            with torch.no_grad():
+                self.weight.copy_(drawn[:, 0] if self.share_weight else drawn)
         else:
-            start = nn.init.xavier_uniform_(torch.empty((J, D, K) if self.share_weight else (J, I, D, K)))
-        self.weight = nn.Parameter(start)
-        self.bias = nn.Parameter(torch.zeros(J, D)) if given.get("bias") else None
+            nn.init.xavier_uniform_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.share_weight:

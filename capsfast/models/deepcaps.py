@@ -1,6 +1,7 @@
 """DeepCaps: a deep stack of convolutional capsules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, PrimaryCaps, SlimConvCaps2d, _arguments
 from ..nn._blocks import WindowLayer
 from ..nn._layer import Layer
-from ..nn.dynamic_routing import fully_connected
+from ..nn.dynamic_routing import DynamicRouting, fully_connected
 from ..nn.routing.names import RoutingChoice
 from ._images import DecodedCapsules, through
 
@@ -22,20 +23,26 @@ class CapsCell(Layer):
     Args:
         in_channels: types times size of the capsules before.
         types, dim: types and size of the capsules after each layer.
-        skip: the layer of the skip connection, or None for a convolution.
+        skip: makes the layer of the skip connection; None for a convolution.
         made: options of :class:`capsfast.nn.PrimaryCaps`: every convolution is squashed.
 
     Shapes: ``[B, in_channels, H, W]`` to ``[B, types, dim, ceil(H / 2), ceil(W / 2)]``.
     """
 
-    def __init__(self, in_channels: int, types: int, dim: int, skip: WindowLayer | None, **made: Any) -> None:
+    def __init__(
+        self, in_channels: int, types: int, dim: int, skip: Callable[[], WindowLayer] | None, **made: Any
+    ) -> None:
         super().__init__()
         made |= {"bias": False, "flatten": False}
         self.down = PrimaryCaps(in_channels, types, dim, 3, 2, 0, **made)
-        same = [PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) for _ in range(2 if skip else 3)]
-        self.first, self.second, *_ = same
-        self.skip, self.routed = skip or same[2], skip is not None
-        for each in (self.down, *same):
+        same = partial(PrimaryCaps, types * dim, types, dim, 3, 1, 1, **made)
+        self.first, self.second, self.skip = same(), same(), (skip or same)()
+        self.routed = skip is not None
+        self._initialise()
+
+    def _initialise(self) -> None:
+        convs = [each for each in self.children() if isinstance(each, PrimaryCaps)]
+        for each in convs:
             # Glorot's bound, but both fans are the root of the number of weights, as in the authors' code.
             bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
             nn.init.uniform_(each.conv.weight, -bound, bound)
@@ -115,9 +122,10 @@ class DeepCaps(DecodedCapsules):
         if routing == "dynamic":
             options |= {"gradient": gradient, "eps": eps}
             window |= {"gradient": gradient, "eps": eps, "squash": squash, "softmax": "everywhere", "bias": True}
-            skip: WindowLayer = SlimConvCaps2d(types, types, dim, dim, init_std=(2 / (9 * dim)) ** 0.5, **window)
+            window["init_std"] = (2 / (9 * dim)) ** 0.5
+            skip: Callable[..., WindowLayer] = SlimConvCaps2d
         else:
-            skip = ConvCaps2d(types, types, dim, dim, routing=routing, **window, **routing_options)
+            skip, window = ConvCaps2d, {"routing": routing, **window, **routing_options}
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)
         self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **made)
         widths = [conv_channels, *(types * each for each in dims)]
@@ -125,6 +133,7 @@ class DeepCaps(DecodedCapsules):
             CapsCell(width, types, each, None, squash=squash, eps=eps, **made)
             for width, each in zip(widths, dims[:-1], strict=False)
         )
+        skip = partial(skip, types, types, dim, dim, **window)
         self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **made))
         places = []
         for _ in self.cells:
@@ -137,16 +146,18 @@ class DeepCaps(DecodedCapsules):
         self.routing = fully_connected(
             in_caps, num_classes, dim, digit_dim, routing=routing, **options, **routing_options
         )
-        of_routing: Any = self.routing.bias if routing == "dynamic" else None
-        if of_routing is not None:
-            nn.init.xavier_uniform_(of_routing)
-        nn.init.xavier_uniform_(self.conv.weight)
-        nn.init.zeros_(self.conv.get_parameter("bias"))
         self.decoder = (
             ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **made)
             if reconstruction
             else None
         )
+        self._initialise()
+
+    def _initialise(self) -> None:
+        if isinstance(self.routing, DynamicRouting) and self.routing.bias is not None:
+            nn.init.xavier_uniform_(self.routing.bias)
+        nn.init.xavier_uniform_(self.conv.weight)
+        nn.init.zeros_(self.conv.get_parameter("bias"))
 
     def encode(self, images: Tensor) -> Tensor:
         """The capsules ``u [B, I, K]`` of the last two cells, from ``images [B, C, H, W]``."""

@@ -119,8 +119,6 @@ class EfficientCapsNet(DecodedCapsules):
         layers: list[nn.Module] = []
         for (before, after), each in zip(pairwise(channels), convs, strict=True):
             conv = nn.Conv2d(before, after, each.kernel, each.stride, each.padding, **made)
-            nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
             layers += [conv, nn.ReLU(), nn.BatchNorm2d(after, EPS, MOMENTUM, **made)]
             if norm == "instance":
                 layers[-2:] = [nn.LeakyReLU(0.3), nn.InstanceNorm2d(after, EPS, affine=True, **made)]
@@ -141,6 +139,13 @@ class EfficientCapsNet(DecodedCapsules):
         )
         hidden = _arguments.sizes(op, "decoder_hidden", decoder_hidden, 0)
         self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **made) if reconstruction else None
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for conv in self.convs:
+            if isinstance(conv, nn.Conv2d):
+                nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+                nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
 
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""

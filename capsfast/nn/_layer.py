@@ -100,15 +100,59 @@ def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, 
             _arguments.option(op, name, known[name].annotation, value)
 
 
-class Layer(nn.Module):
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module's own tensors, without those of its parts, their first values; None if nothing does."""
+    kind: Any = type(module)
+    if isinstance(module, Layer) and kind.reset_parameters is Layer.reset_parameters:
+        return None if kind._initialise is Layer._initialise else module._initialise
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _reset_parts(module: nn.Module) -> None:
+    """Resets the modules in a module, in the order in which its constructor made them."""
+    for part in module.children():
+        _reset_parts(part)
+        reset = _reset_of(part)
+        if reset is not None:
+            reset()
+
+
+class Node(nn.Module):
+    """A module that torch.fx keeps as one node if another module calls it.
+
+    This holds even if ``is_leaf_module`` of the Tracer is False, as torch's is for all modules outside torch: the
+    forward compares sizes, which proxies do not have. If the module itself is traced, its forward runs on proxies as
+    far as it can.
+    """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        call = Node.__call__
+        if getattr(cls.__call__, "__globals__", None) is call.__globals__:
+            # torch.compile counts recompilations by code object and name: each class needs its own.
+            code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
+            cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
+
+    # Not in forward, so that hooks run when the node runs.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pair = len(args) > 0 and isinstance(args[0], tuple)
+        if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            proxy = _proxy_in((*args, *kwargs.values()))
+            if proxy is not None:
+                return _as_node(self, proxy.tracer, args, kwargs)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script before it compiles."""
+        name = type(self).__name__
+        raise TypeError(f"capsfast: torch.jit.script cannot compile {name}; use torch.export or torch.jit.trace")
+
+
+class Layer(Node):
     """A module whose name in messages, checks and text follow from its constructor.
 
     Arguments are checked by their annotations before the constructor runs. ``extra_repr`` shows the arguments without a
     default, and those that differ from it, if the layer holds them under their names.
-
-    torch.fx keeps a layer as one node if another module calls it. This holds even if ``is_leaf_module`` of the Tracer
-    is False, as torch's is for all modules outside torch: the forward compares sizes, which proxies do not have. If the
-    module itself is traced, its forward runs on proxies as far as it can.
     """
 
     # The name of the class in messages.
@@ -124,20 +168,28 @@ class Layer(nn.Module):
         # Subclasses outside this package check their own constructors.
         if "__init__" in vars(cls) and ours(cls):
             cls.__init__ = _checked(cls)  # type: ignore[method-assign]
-        call = Layer.__call__
-        if getattr(cls.__call__, "__globals__", None) is call.__globals__:
-            # torch.compile counts recompilations by code object and name: each class needs its own.
-            code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
-            cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
 
-    # Not in forward, so that hooks run when the node runs.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pair = len(args) > 0 and isinstance(args[0], tuple)
-        if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
-            proxy = _proxy_in((*args, *kwargs.values()))
-            if proxy is not None:
-                return _as_node(self, proxy.tracer, args, kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
+    def _initialise(self) -> None:
+        """Sets the layer's own tensors, and those of its parts that start otherwise here. Constructors end with it."""
+
+    def reset_parameters(self) -> None:
+        """Sets all parameters and buffers, also those of the parts, to the values of a new layer, drawn anew.
+
+        After the same ``torch.manual_seed`` the values are those of a new layer.
+
+        Raises:
+            TypeError: a part holds parameters and has no ``reset_parameters``; nothing is changed.
+        """
+        for name, each in self.named_modules():
+            own = [*each._parameters, *each._buffers]
+            if own and _reset_of(each) is None:
+                raise TypeError(
+                    f"{self._op}: reset_parameters needs that of every part, got {name or 'the layer itself'}, a "
+                    f"{type(each).__name__} that holds {', '.join(own)} and has none; define it, or remove a "
+                    f"parametrization first"
+                )
+        _reset_parts(self)
+        self._initialise()
 
     def extra_repr(self) -> str:
         found = []
@@ -154,8 +206,3 @@ class Layer(nn.Module):
             ):
                 found.append(f"{each.name}={value!r}")
         return ", ".join(found)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Called by torch.jit.script before it compiles."""
-        name = type(self).__name__
-        raise TypeError(f"capsfast: torch.jit.script cannot compile {name}; use torch.export or torch.jit.trace")

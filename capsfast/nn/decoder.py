@@ -135,6 +135,9 @@ class ConvDecoder(_MaskedDecoder):
             nn.ConvTranspose2d(before, after, 3, 1 if n in same else 2, 1 if n in same else 0, **made)
             for n, (before, after) in enumerate(pairwise([FIRST, *channels, C]))
         )
+        self._initialise()
+
+    def _initialise(self) -> None:
         for each in (self.start, *self.convs):
             nn.init.xavier_uniform_(each.weight)
             nn.init.zeros_(each.bias)

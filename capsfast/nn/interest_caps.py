@@ -118,16 +118,13 @@ class InterestCapsules(Layer):
         self.register_buffer("logits", drawn)
         self.relu = projection == "relu"
         self.projection = None if projection is None else nn.Linear(out_dim, out_dim, **made)
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Initialises W, the projection and the fixed logits again."""
+    def _initialise(self) -> None:
         std = self.in_dim**-0.5 if self.init_std is None else self.init_std
         nn.init.trunc_normal_(self.W, std=std, a=-2 * std, b=2 * std)
         if self.logits is not None:
             nn.init.normal_(self.logits, std=self.logits_std)
-        if self.projection is not None:
-            self.projection.reset_parameters()
 
     def forward(
         self,

@@ -64,6 +64,8 @@ class MatrixRouting(Layer):
         ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
     """
 
+    CONST_one: Tensor
+
     def __init__(
         self,
         in_caps: int | None,
@@ -89,13 +91,14 @@ class MatrixRouting(Layer):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, **made))
 
-        self.register_buffer("CONST_one", torch.ones((), **made))
+        self.register_buffer("CONST_one", torch.empty((), **made))
         self.W, self.B, self.beta_use = parameter(Q, R), parameter(P, R), parameter()
         self.beta_ign = self.beta_use if single_beta else parameter()
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Draws W anew, with the author's deviation 1 / Q; all others become 0, as there."""
+    def _initialise(self) -> None:
+        """W with the author's deviation 1 / Q, all other parameters 0, as there."""
+        nn.init.ones_(self.CONST_one)
         for each in self.parameters():
             nn.init.zeros_(each)
         nn.init.normal_(self.W, std=1 / self.W.shape[2])

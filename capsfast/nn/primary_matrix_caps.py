@@ -67,13 +67,9 @@ class PrimaryMatrixCaps(Layer):
         self.activation = nn.Conv2d(in_channels, types, *window, bias=not batch_norm, **made)
         self.pose_norm = nn.BatchNorm3d(types, **made) if batch_norm else nn.Identity()
         self.activation_norm = nn.BatchNorm2d(types, **made) if batch_norm else nn.Identity()
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Draws new weights, and starts a batch normalisation anew."""
-        for each in self.children():
-            if not isinstance(each, nn.Identity):
-                each.reset_parameters()  # type: ignore[operator]
+    def _initialise(self) -> None:
         # ReLU features are well below 1. For 64 features the deviation is 0.5, as in the authors' code.
         nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
         if self.activation_std is not None:

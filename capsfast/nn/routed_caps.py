@@ -110,21 +110,14 @@ class RoutedCaps(Layer):
         for name in weights.PARAMETERS:
             shape = shapes.get(name)
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **made)))
-        self._draw()
+        self._initialise()
 
     @property
     def uses_activation(self) -> bool:
         """Whether the routing uses activations of the input capsules."""
         return self.routing.uses_activation
 
-    def reset_parameters(self) -> None:
-        """Initialises the weight again, and the routing if it has ``reset_parameters``."""
-        self._draw()
-        reset = getattr(self.routing, "reset_parameters", None)
-        if reset is not None:
-            reset()
-
-    def _draw(self) -> None:
+    def _initialise(self) -> None:
         self.held.start(self._std, *self._parameters_held())
         if self.identity:
             with torch.no_grad():

@@ -124,10 +124,9 @@ class SlimConvCaps2d(WindowLayer):
             bias=conv_bias,
             **made,
         )
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Initialises the kernel again, and its bias to 0."""
+    def _initialise(self) -> None:
         nn.init.trunc_normal_(self.conv.weight, std=self._std, a=-2 * self._std, b=2 * self._std)
         if self.conv.bias is not None:
             nn.init.zeros_(self.conv.bias)

@@ -74,7 +74,7 @@ class VectorRouting(Layer):
             return nn.Parameter(torch.empty(shape, **made))
 
         I, J, K, D = in_caps or 1, out_caps, in_dim, out_dim
-        self.register_buffer("CONST_ones_over_n_out", torch.full((J,), 1 / J, **made))
+        self.register_buffer("CONST_ones_over_n_out", torch.empty(J, **made))
         self.W_A, self.B_A = parameter(I, K), parameter(I)
         self.W_F1, self.W_F2, self.B_F2 = parameter(J, K), parameter(K, D), parameter(J, D)
         self.W_G1, self.W_G2, self.B_G2 = parameter(D, K), parameter(J, K), parameter(J, K)
@@ -84,17 +84,15 @@ class VectorRouting(Layer):
             self.compute_beta_ign = nn.Linear(K, J, **made)
         else:
             self.beta_use, self.beta_ign = parameter(I, J), parameter(I, J)
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Draws all parameters anew, with the author's deviations."""
+    def _initialise(self) -> None:
+        """All parameters but those of parts with the author's deviations."""
+        nn.init.constant_(self.CONST_ones_over_n_out, 1 / self.out_caps)
         K, D = self.in_dim, self.out_dim
         deviations = {"W_A": 2 * K**-0.5, "W_F2": 2 * K**-0.5, "W_G1": D**-0.5, "W_S": K**-0.5}
         for name, each in self.named_parameters(recurse=False):
             nn.init.normal_(each, std=0.0 if name.startswith("B_") else deviations.get(name, 1.0))
-        if self.in_caps is None:
-            self.compute_beta_use.reset_parameters()
-            self.compute_beta_ign.reset_parameters()
 
     def forward(self, u: Tensor) -> Tensor:
         """See the class."""

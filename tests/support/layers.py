@@ -149,6 +149,26 @@ def made(name: str, batch: int = 3, table: dict[str, Row] = MODULES) -> tuple[nn
     return make(), given
 
 
+def assert_resets(make: Callable[[], nn.Module]) -> None:
+    """From memory that holds anything, reset_parameters makes what the constructor makes with the same seed."""
+    with torch.device("meta"):
+        layer = make()
+    layer.to_empty(device="cpu")
+    for value in [*layer.parameters(), *layer.buffers()]:
+        value.data.fill_(torch.nan if value.is_floating_point() else 99)
+    layer.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+    tensors = [dict([*each.named_parameters(), *each.named_buffers()]) for each in (layer, make())]
+    assert [*tensors[0]] == [*tensors[1]]
+    assert all(value.isfinite().all() and not (value == 99).any() for value in tensors[0].values())
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        layer.reset_parameters()  # type: ignore[operator]
+        torch.manual_seed(seed)
+        new = make()
+        for (name, value), wanted in zip(tensors[0].items(), [*new.parameters(), *new.buffers()], strict=True):
+            assert torch.equal(value, wanted), name
+
+
 def results(found: Any) -> list[Tensor]:
     """The floating-point tensors of a result."""
     return [each for each in tree_leaves(found) if isinstance(each, Tensor) and each.is_floating_point()]

@@ -66,10 +66,9 @@ class AgreementRouting(Agreement, IterativeRouting):
         for name, shape in (("logits", (in_caps, out_caps)), ("bias", (out_caps, out_dim))):
             wanted = learned_logits if name == "logits" else bias
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._made)) if wanted else None)
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Sets logits to 0, bias to 0.1."""
+    def _initialise(self) -> None:
         if self.logits is not None:
             nn.init.zeros_(self.logits)
         if self.bias is not None:

@@ -34,11 +34,16 @@ class AttentionRouting(Routing):
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, **made: Any) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
-        self.query = nn.Parameter(torch.zeros(out_caps, out_dim, **self._made))
+        self.query = nn.Parameter(torch.empty(out_caps, out_dim, **self._made))
         self.A = nn.Parameter(torch.empty(out_caps, out_dim, out_dim, **self._made))
-        self.bias = nn.Parameter(torch.zeros(out_caps, out_dim, **self._made))
-        limit = (3 / out_dim) ** 0.5
+        self.bias = nn.Parameter(torch.empty(out_caps, out_dim, **self._made))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        limit = (3 / self.out_dim) ** 0.5
+        nn.init.zeros_(self.query)
         nn.init.uniform_(self.A, -limit, limit)
+        nn.init.zeros_(self.bias)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         scale = math.sqrt(self.out_dim)
@@ -79,7 +84,11 @@ class SelfAttentionRouting(Routing):
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.squash, self.eps = squash, eps
-        self.bias = nn.Parameter(torch.zeros(in_caps, out_caps, **self._made))
+        self.bias = nn.Parameter(torch.empty(in_caps, out_caps, **self._made))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.zeros_(self.bias)
 
     def weight_std(self, summed: int) -> float:
         # He's initialisation as in the authors' code, where a weight [J, I, K, D] counts I J K inputs.
@@ -134,14 +143,20 @@ class InvertedAttentionRouting(IterativeRouting):
         if out_dim < 2:
             raise ValueError(f"{self._op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
         self.scaled = scaled
-        self.gain = nn.Parameter(torch.ones(out_dim, **self._made))
-        self.shift = nn.Parameter(torch.zeros(out_dim, **self._made))
-        self.register_parameter("readout", None)
-        self.register_parameter("offset", None)
-        if learned_readout:
-            limit = out_dim**-0.5
-            self.readout = nn.Parameter(torch.empty(out_dim, **self._made).uniform_(-limit, limit))
-            self.offset = nn.Parameter(torch.zeros((), **self._made))
+        self.gain = nn.Parameter(torch.empty(out_dim, **self._made))
+        self.shift = nn.Parameter(torch.empty(out_dim, **self._made))
+        for name, size in (("readout", (out_dim,)), ("offset", ())):
+            parameter = nn.Parameter(torch.empty(size, **self._made)) if learned_readout else None
+            self.register_parameter(name, parameter)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.shift)
+        if self.readout is not None and self.offset is not None:
+            limit = self.out_dim**-0.5
+            nn.init.uniform_(self.readout, -limit, limit)
+            nn.init.zeros_(self.offset)
 
     def weight_std(self, summed: int) -> float:
         # As in the authors' code: with equal coupling the first sum does not grow with the number of input capsules.

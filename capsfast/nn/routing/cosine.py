@@ -98,8 +98,13 @@ class CosineRouting(IterativeRouting):
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
         self.exact = self.needs_votes = exact
         self.squash, self.eps = squash, eps
-        start = torch.full((out_caps, out_dim), 0.1, **self._made) if bias else None
-        self.register_parameter("bias", None if start is None else nn.Parameter(start))
+        of_sum = torch.empty(out_caps, out_dim, **self._made) if bias else None
+        self.register_parameter("bias", None if of_sum is None else nn.Parameter(of_sum))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        if self.bias is not None:
+            nn.init.constant_(self.bias, 0.1)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         agreed: dict[str, Any] = {}

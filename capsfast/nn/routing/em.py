@@ -95,9 +95,15 @@ class EMRouting(IterativeRouting):
         self.nonlinearity, self.isotropic, self.leaky = nonlinearity, isotropic, leaky
         if initial_beta_u is None:
             initial_beta_u = 0.0 if cost == "variance" else -1.0
+        self._betas = (float(initial_beta_a), float(initial_beta_u))
         size = (out_caps, out_dim) if component_beta else (out_caps,)
-        self.beta_a = nn.Parameter(torch.full((out_caps,), float(initial_beta_a), **self._made))
-        self.beta_u = nn.Parameter(torch.full(size, float(initial_beta_u), **self._made))
+        self.beta_a = nn.Parameter(torch.empty(out_caps, **self._made))
+        self.beta_u = nn.Parameter(torch.empty(size, **self._made))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for parameter, value in zip((self.beta_a, self.beta_u), self._betas, strict=True):
+            nn.init.constant_(parameter, value)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self._op, "activation", activation)

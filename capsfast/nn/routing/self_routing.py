@@ -52,9 +52,14 @@ class SelfRouting(Routing):
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.shared_route = shared_route
-        self.W_route = nn.Parameter(torch.zeros(1 if shared_route else in_caps, out_caps, in_dim, **self._made))
-        start = torch.zeros(in_caps, out_caps, **self._made) if learned_logits else None
-        self.register_parameter("logits", None if start is None else nn.Parameter(start))
+        self.W_route = nn.Parameter(torch.empty(1 if shared_route else in_caps, out_caps, in_dim, **self._made))
+        logits = torch.empty(in_caps, out_caps, **self._made) if learned_logits else None
+        self.register_parameter("logits", None if logits is None else nn.Parameter(logits))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self._op, "activation", activation)

@@ -72,15 +72,11 @@ class VariationalRouting(IterativeRouting):
         self.beta_u = nn.Parameter(torch.empty(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
         self.pose_norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm == "both" else None
-        self.reset_parameters()
+        self._initialise()
 
-    def reset_parameters(self) -> None:
-        """Sets ``beta_a`` and ``beta_u`` to 0; a batch normalisation starts anew."""
+    def _initialise(self) -> None:
         nn.init.zeros_(self.beta_a)
         nn.init.zeros_(self.beta_u)
-        for norm in (self.norm, self.pose_norm):
-            if norm is not None:
-                norm.reset_running_stats()
 
     @property
     def independent(self) -> bool:  # type: ignore[override]

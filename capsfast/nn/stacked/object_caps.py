@@ -47,8 +47,15 @@ class _EachLinear(Layer):
         self, count: int, inputs: int, outputs: int, bias: bool = True, std: float | None = None, **made: Any
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(count, inputs, outputs, **made) * (std or inputs**-0.5))
-        self.bias = nn.Parameter(torch.zeros(count, outputs, **made)) if bias else None
+        self.std = std or inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(count, inputs, outputs, **made))
+        self.bias = nn.Parameter(torch.empty(count, outputs, **made)) if bias else None
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bkn,knm->bkm", x, self.weight)
@@ -91,12 +98,22 @@ class ObjectCaps(Layer):
         )
         # The last layer has no bias, because `relations` holds the constant part, which the deformation does not count.
         # The layer starts small, so that relations are nearly constant and presences near 1/2.
-        last = _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **made)
-        self.predict = nn.Sequential(_EachLinear(K, dim, hidden, **made), nn.ReLU(), last)
-        self.relations = nn.Parameter(0.1 * torch.randn(K, M, 6, **made))
-        self.pose = nn.Parameter(0.1 * torch.randn(K, 6, **made))
-        self.presence = nn.Parameter(torch.zeros(K, 1 + M, **made))
-        self.scale = nn.Parameter(torch.zeros(K, M, **made))
+        self.predict = nn.Sequential(
+            _EachLinear(K, dim, hidden, **made),
+            nn.ReLU(),
+            _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **made),
+        )
+        self.relations = nn.Parameter(torch.empty(K, M, 6, **made))
+        self.pose = nn.Parameter(torch.empty(K, 6, **made))
+        self.presence = nn.Parameter(torch.empty(K, 1 + M, **made))
+        self.scale = nn.Parameter(torch.empty(K, M, **made))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for drawn in (self.relations, self.pose):
+            nn.init.normal_(drawn, std=0.1)
+        for neutral in (self.presence, self.scale):
+            nn.init.zeros_(neutral)
 
     def forward(self, encodings: Tensor) -> Objects:
         M = self.num_parts

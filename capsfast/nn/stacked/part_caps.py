@@ -92,13 +92,20 @@ class TemplateMixture(Layer):
         self.image_shape = _arguments.image_shape(self._op, image_shape)
         self.pixel_std = pixel_std
         channels = self.image_shape[0]
-        self.templates = nn.Parameter(0.1 * torch.randn(num_parts, channels, h, w, **made))
-        self.alpha = nn.Parameter(0.1 * torch.randn(num_parts, 1, h, w, **made))
+        self.templates = nn.Parameter(torch.empty(num_parts, channels, h, w, **made))
+        self.alpha = nn.Parameter(torch.empty(num_parts, 1, h, w, **made))
         self.colour = nn.Sequential(
             nn.Linear(features, 32, **made), nn.ReLU(), nn.Linear(32, channels, **made), nn.Sigmoid()
         )
-        self.background = nn.Parameter(torch.full((channels,), -2.0, **made))
-        self.background_weight = nn.Parameter(torch.full((), -2.0, **made))
+        self.background = nn.Parameter(torch.empty(channels, **made))
+        self.background_weight = nn.Parameter(torch.empty((), **made))
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for logits in (self.templates, self.alpha):
+            nn.init.normal_(logits, std=0.1)
+        for logits in (self.background, self.background_weight):
+            nn.init.constant_(logits, -2.0)
 
     def drawn(self, parts: Parts) -> tuple[Tensor, Tensor]:
         """Image ``[B, M + 1, C, H, W]`` and share ``[B, M + 1, 1, H, W]`` of each component; background last."""

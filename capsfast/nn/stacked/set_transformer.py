@@ -49,6 +49,9 @@ class SetTransformer(Layer):
         self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **made)
         self.norm = nn.LayerNorm(out_dim, **made)
         self.out = nn.Linear(out_dim, out_dim, **made)
+        self._initialise()
+
+    def _initialise(self) -> None:
         nn.init.xavier_uniform_(self.queries)
 
     def forward(self, members: Tensor, presence: Tensor) -> Tensor:
