@@ -226,6 +226,10 @@ def result(make: Callable[[Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
     return lambda: variant(forward=lambda self, u: make(Plain.forward(self, u), u))
 
 
+def padded() -> nn.Module:
+    return variant(forward=lambda self, u, padding: masked_after(self, u, ~padding))  # type: ignore[no-any-return]
+
+
 LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no option": (lambda: variant(couple=lambda self, b: b.softmax(0)), example(), "it is not reproduced: its outp"),
     "clamp": (lambda: variant(votes=lambda self, u: Plain.votes(self, u.clamp(max=99))), example(), "applies clamp"),
@@ -235,6 +239,11 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "held": (lambda: variant(None, [torch.ones(2)]), example(), "its `kept` holds a Tensor, and a change of that"),
     "another entry": (result(lambda v, u: (v, u)), example(), "a tuple of 2, of which entry 1 is neither the output"),
     "no input": (lambda: variant(forward=filling), (example(), MASK), "for a sample whose mask, argument 2, is 0 ev"),
+    "padding": (
+        padded,
+        (example(), ~MASK),
+        "argument 2 of the forward (`padding`) is 1 (True) for input capsules that",
+    ),
     "parametrized": (parametrized, example(), "are parametrized"),
     "patched": (patched, example(), "replaced by other code"),
     "hooks": (hooked_inside, example(), "hooks of to_votes"),

@@ -152,6 +152,48 @@ def test_a_mask_behind_a_softmax_over_the_inputs(mask: Tensor, of_votes: bool) -
     reproduced(found, layer, u, torch.rand(5, I) if mask.is_floating_point() else ~mask)
 
 
+def kept_by(keep: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A layer whose argument says by ``keep`` which input capsules count."""
+
+    def forward(self: Plain, u: Tensor, absent: Tensor) -> Tensor:
+        votes = self.votes(u)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            c = b.masked_fill(~keep(absent)[..., None], -torch.inf).softmax(1)
+            v = squash((c[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+    return variant(forward=forward)  # type: ignore[no-any-return]
+
+
+# What says that input capsules are padding, and a layer's way to read it.
+PADDED: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+    "bool": (~MASK, lambda mask: ~mask),
+    "no padding": (torch.zeros(5, I, dtype=torch.bool), lambda mask: ~mask),
+    "float": ((~MASK).float(), lambda mask: mask < 0.5),
+    "int": ((~MASK).long(), lambda mask: mask == 0),
+    "lengths": (torch.arange(2, 7), lambda lengths: torch.arange(I) < lengths[:, None]),
+    "column of lengths": (torch.arange(2, 7)[:, None], lambda lengths: torch.arange(I) < lengths),
+    "full lengths": (torch.full((5,), I + 2), lambda lengths: torch.arange(I) < lengths[:, None]),
+    "added": (torch.zeros(5, I).masked_fill(~MASK, -1e4), lambda mask: mask > -1e4),
+}
+
+
+@pytest.mark.rows(8)
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_that_is_given_in_another_way_is_named_with_the_mask_to_pass(name: str) -> None:
+    (value, keep), u = PADDED[name], example()
+    message = r"reproduced: argument 2 of the forward \(`absent`\) .* and pass ([^;]+?)(\. The nearest.*)?$"
+    with pytest.raises(NotReproduced) as refused:
+        capsfast.identify(kept_by(keep), u, value)
+    remedy = re.search(message, str(refused.value))
+    assert remedy is not None, str(refused.value)
+    mask = eval(remedy[1], {"torch": torch, "I": I, "u": u, "absent": value})
+    assert torch.equal(mask, keep(value))
+    assert capsfast.identify(kept_by(lambda mask: mask), u, mask).arguments == ("mask",)
+
+
 def half_detached(self: Plain, u: Tensor) -> Tensor:
     """The agreement has a gradient through the output, but none through the votes."""
     votes = self.votes(u)

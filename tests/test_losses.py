@@ -1,6 +1,8 @@
 """The losses against loops over samples and classes."""
 
+import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -50,6 +52,27 @@ def test_margin_loss(targets: Tensor, margins: tuple[float, float, float], squar
     # Capsules of these lengths.
     v = nn.functional.normalize(torch.randn(B, J, D, dtype=torch.float64), dim=-1) * lengths[..., None]
     torch.testing.assert_close(loss(v, targets), reduced(wanted, reduction))
+
+
+@pytest.mark.parametrize("capsules", [torch.rand(2, 4, 3, 5), torch.rand(2, 4, 6, 3, 5)], ids=["lengths", "capsules"])
+def test_a_loss_of_an_image_says_how_to_give_its_positions(capsules: Tensor) -> None:
+    classes = torch.randint(4, (2, 3, 5))
+    with pytest.raises(ValueError, match=r"every position is a sample: give lengths") as refused:
+        MarginLoss()(capsules, classes)
+    said = re.findall(r"(?:lengths|targets)(?:\.\w+\([^()]*\))+", str(refused.value))
+    several = torch.nn.functional.one_hot(classes, 4).movedim(-1, 1)
+    lengths, indices, multi_hot = (
+        eval(each, {"lengths": capsules, "targets": targets})
+        for each, targets in zip(said, (None, classes, several), strict=True)
+    )
+    wanted = torch.stack(
+        [
+            MarginLoss(reduction="none")(capsules[..., y, x], classes[..., y, x])
+            for y, x in itertools.product(range(3), range(5))
+        ]
+    )
+    for targets in (indices, multi_hot):
+        torch.testing.assert_close(MarginLoss()(lengths, targets), wanted.mean())
 
 
 def test_margin_loss_of_the_paper_at_known_lengths() -> None:

@@ -371,6 +371,10 @@ MarginLoss()(zeros(5, 4), ones(5, 3))
     ValueError: capsfast.nn.MarginLoss: targets must be [B] or [B, J] = [5, 4], got [5, 3]
 MarginLoss()(zeros(5), arange(5))
     ValueError: capsfast.nn.MarginLoss: lengths must have shape [B, J], got [5]
+MarginLoss()(zeros(5, 4, 16, 1), arange(5))
+    ValueError: capsfast.nn.MarginLoss: lengths must be [B, J] or …, got [5, 4, 16, 1]; give lengths.squeeze(3)
+SpreadLoss()(zeros(5, 1, 4, 16, 1), arange(5), 0)
+    ValueError: capsfast.nn.SpreadLoss: activations must be …, got [5, 1, 4, 16, 1]; give activations.squeeze((4, 1))
 MarginLoss()(ones(5, 4).long(), arange(5))
     TypeError: capsfast.nn.MarginLoss: lengths must be float32, …
 ReconstructionLoss()(zeros(5, 1, 4, 4), zeros(5, 4, 4))

@@ -1,6 +1,6 @@
 """The inputs with which a layer is probed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,17 @@ from .structures import orders
 
 # Numbers of samples to probe with: few, and not the number in u.
 SAMPLES = (3, 4)
+# Why an argument that takes capsules out is no mask of capsfast, and what to do.
+PADDING = (
+    "is 1 (True) for input capsules that do not count, as torch's key_padding_mask; masks of capsfast are 1 for those "
+    "that count: let the layer take such a mask and pass {opposite}"
+)
+COUNTS = (
+    "holds a number for each sample, such as how many input capsules count; capsfast has a mask for that: let the "
+    "layer take one and pass torch.arange(I, device=u.device) < {name}.view(-1, 1)"
+)
+ADDITIVE = "is no mask as capsfast has it; if it is added to logits, let the layer take a mask and pass {name} == 0"
+UNKNOWN = "is no mask as capsfast has it"
 
 
 class Draw:
@@ -66,8 +77,8 @@ class Inputs:
 
         return self.mapped(drawn)
 
-    def neutral(self, but: int = 0) -> "Inputs":
-        """Sets masks to 1 and other floats to 0, except in the first ``but`` arguments."""
+    def neutral(self, but: Collection[int] = ()) -> "Inputs":
+        """Sets masks to 1 and other floats to 0, except in these arguments."""
 
         def still(value: Any) -> Any:
             if isinstance(value, Tensor) and binary(value):
@@ -75,13 +86,27 @@ class Inputs:
             # Integers may be indices, and 0 may mean something.
             return torch.zeros_like(value) if _floats(value) else value
 
-        return replace(self, others=(*self.others[:but], *map(still, self.others[but:])))
+        return replace(self, others=tuple(each if n in but else still(each) for n, each in enumerate(self.others)))
 
     def _is_size(self, value: Any) -> bool:
         return self.sized and isinstance(value, int) and not isinstance(value, bool) and value == self.u.shape[0]
 
     def with_other(self, n: int, value: Tensor) -> "Inputs":
         return replace(self, others=(*self.others[:n], value, *self.others[n + 1 :]))
+
+    def counts(self, n: int) -> bool:
+        """Whether an argument holds a number for each sample, such as its number of capsules."""
+        value = self.others[n]
+        return isinstance(value, Tensor) and value.dtype != torch.bool and value.numel() == self.u.shape[0]
+
+    def absent(self, n: int) -> Iterator[tuple[str, Tensor]]:
+        """What an argument may be instead of a mask of capsfast, and its value for which all input capsules count."""
+        value = self.others[n]
+        if self.counts(n):
+            for size in sorted({*self.u.shape[1:]}, reverse=True):
+                yield COUNTS, torch.full_like(value, size)
+        elif isinstance(value, Tensor) and binary(value):
+            yield PADDING, torch.zeros_like(value)
 
     def scaled(self, factor: float) -> "Inputs":
         return replace(self, u=factor * self.u)

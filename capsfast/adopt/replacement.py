@@ -232,7 +232,7 @@ def _identified(candidate: Candidate) -> tuple[Signature, Identification, Search
         return layer.forward(*args, **kwargs)
 
     try:
-        found, search = searched(candidate.layer, u, tuple(others), run)
+        found, search = searched(candidate.layer, u, tuple(others), run, names=call.names)
     except NotReproduced as error:
         nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
         raise LeftAloneError(f"it is not reproduced: {error.reason}{nearest}") from error

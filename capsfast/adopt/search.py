@@ -1,8 +1,9 @@
 """capsfast.identify: finds the options with which capsfast computes what a layer computes, by trial."""
 
+import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from .. import checks
 from . import squashes, structures
 from .identification import Identification, unwrapped
-from .inputs import Inputs
+from .inputs import ADDITIVE, COUNTS, UNKNOWN, Inputs, binary
 from .orders import follow, steps_to
 from .probe import Run, modes_swapped
 from .squashes import OTHER_DIRECTION, SAME_DIRECTION, no_options, off_direction
@@ -77,14 +78,21 @@ def identify(
     checks.floating(OP, "u", u)
     if u.dim() < 2 or u.numel() == 0:
         raise ValueError(f"{OP}: u must be input capsules [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)}")
-    found, _ = searched(unwrapped(layer), u, others, call, output)
+    layer = unwrapped(layer)
+    names = () if call else tuple(inspect.signature(layer.forward).parameters)
+    found, _ = searched(layer, u, others, call, output, names)
     return found
 
 
 def searched(
-    layer: nn.Module, u: Tensor, others: tuple[Any, ...], call: Run | None = None, output: Run | None = None
+    layer: nn.Module,
+    u: Tensor,
+    others: tuple[Any, ...],
+    call: Run | None = None,
+    output: Run | None = None,
+    names: Sequence[str] = (),
 ) -> "tuple[Identification, Search]":
-    """The identification of a layer, and the search that found it.
+    """The identification of a layer, and the search that found it. names: of the arguments of the forward, u first.
 
     Raises:
         NotReproduced: capsfast has no such call.
@@ -99,6 +107,7 @@ def searched(
         torch.random.fork_rng(devices),
     ):
         search = Search(layer, Inputs(u.detach(), others), call, output)
+        search.names = names
         return search.result(), search
 
 
@@ -108,7 +117,11 @@ class Search(Trial):
         notes: observations in words. doubts: observations of differences between layer and call.
         single: whether layer and call agree for one sample.
         miss: the candidate for the call that came farthest: how far, why it fails, and the candidate.
+        names: names of the arguments of the forward, as far as known. still: arguments that have their neutral values.
     """
+
+    names: Sequence[str] = ()
+    still: tuple[int, ...] = ()
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -137,13 +150,9 @@ class Search(Trial):
         self.draw_again(self.probe.names)
         self.inputs = self.inputs.random(self.draw)
         mattering = [name for name in self.probe.names if name in reads]
-        routed = None
-        for weight in [*sorted(mattering, key=lambda name: -self.probe.true[name].numel()), None]:
-            routed = self._routed(weight, [name for name in mattering if name != weight])
-            if routed is not None:
-                break
+        routed = self._first_routed(mattering)
         if routed is None:
-            raise self.refused(self._why_none(mattering))
+            raise self.refused(self._why_argument(reads, mattering) or self._why_none(mattering))
         found = self._with_arguments(self._with_parameters(routed, mattering), reads)
         self._check_reads(found, reads)
         found, reads = self._with_entries(self._with_gradient(found), reads)
@@ -203,9 +212,37 @@ class Search(Trial):
         several = (self.inputs, self.given.double(), *map(self.inputs.batch, sorted(sizes)))
         return found if found and len({self.probe.trace(each).operations for each in several}) > 1 else ()
 
+    def _first_routed(self, mattering: list[str]) -> Identification | None:
+        for weight in [*sorted(mattering, key=lambda name: -self.probe.true[name].numel()), None]:
+            routed = self._routed(weight, [name for name in mattering if name != weight])
+            if routed is not None:
+                return routed
+        return None
+
+    def _why_argument(self, reads: frozenset[str], mattering: list[str]) -> str | None:
+        """The reason, if the layer routes once an argument takes nothing out in the way of padding or lengths."""
+        inputs, miss, nearest = self.inputs, self.miss, self.nearest
+        try:
+            for n in (n for n in range(len(inputs.others)) if f"argument {n + 2}" in reads):
+                for reason, value in inputs.absent(n):
+                    self.inputs, self.still = inputs.with_other(n, value), (n,)
+                    if self._first_routed(mattering) is not None:
+                        nearest = None
+                        return self._of_argument(n, reason)
+        finally:
+            self.inputs, self.still, self.miss, self.nearest = inputs, (), miss, nearest
+        return None
+
+    def _of_argument(self, n: int, reason: str) -> str:
+        known, value = self.names[n + 1 : n + 2], self.inputs.others[n]
+        name = known[0] if known else "it"
+        opposite = f"~{name}" if isinstance(value, Tensor) and value.dtype == torch.bool else f"{name} == 0"
+        told = f" (`{name}`)" if known else ""
+        return f"argument {n + 2} of the forward{told} {reason.format(name=name, opposite=opposite)}"
+
     def _routed(self, weight: str | None, rest: list[str]) -> Identification | None:
         """The call without logits and bias, if this tensor is the weight; else None."""
-        neutral = self.inputs.neutral()
+        neutral = self.inputs.neutral(self.still)
         # A tensor of zeros that the layer multiplies by, such as a mask, would make the output 0: then try ones.
         for value in (0.0, 1.0):
             self.probe.set({name: torch.full_like(self.probe.true[name], value) for name in rest})
@@ -238,7 +275,7 @@ class Search(Trial):
         results = [capsules(candidate, self.run(each)).detach() for each in levels]
         fitting = squashes.fits(sums, results, sizes.I, sizes.J)
         tries = (replace(candidate, **options) for options in squashes.options(fitting))
-        found = self._first_equal(tries, self.moderate(candidate).neutral())
+        found = self._first_equal(tries, self.moderate(candidate).neutral(self.still))
         if found is None:
             self._missed(no_options(sums, results, bool(fitting)), candidate)
         return found
@@ -282,7 +319,7 @@ class Search(Trial):
     def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
         """Adds the roles of the further arguments of the forward."""
         for n, value in enumerate(self.inputs.others):
-            inputs = self.moderate(found).neutral(but=n + 1)
+            inputs = self.moderate(found).neutral(range(n + 1))
             self._start_anew(found, inputs)
             for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
                 if found.averaged and (role == "mask_after" or (role == "mask" and found.softmax == "in")):
@@ -295,9 +332,9 @@ class Search(Trial):
                     found = tried
                     break
             else:
-                raise self.refused(
-                    f"its output depends on argument {n + 2} of the forward, which is no mask as capsfast has it"
-                )
+                added = isinstance(value, Tensor) and value.is_floating_point() and not binary(value)
+                reason = COUNTS if self.inputs.counts(n) else ADDITIVE if added else UNKNOWN
+                raise self.refused(self._of_argument(n, f"changes its output and {reason}"))
         return found
 
     def _start_anew(self, candidate: Identification, inputs: Inputs) -> None:
