@@ -14,15 +14,23 @@ from .support.plain import assert_alike, assert_same, normalized, on_cpu
 B, I, J, K, D = 3, 13, 4, 5, 6
 P, Q, R = 2, 3, 5
 LINEAR = ("compute_beta_use", "compute_beta_ign")
+# Parameters with a row for each input.
+OF_INPUTS = ("W_A", "B_A", "W_S", "B_S", "W", "B", "beta_use", "beta_ign")
 
 
 def standard(v: Tensor) -> Tensor:
     return v if v.shape[2] == 1 else normalized(v)
 
 
-def vectors(layer: VectorRouting, u: Tensor) -> tuple[Tensor]:
+def rows_of(layer: nn.Module, there: Tensor | None) -> dict[str, Tensor]:
+    """The parameters, those of each input in these rows."""
+    own = () if there is None or layer.in_caps is None else OF_INPUTS
+    return {name: each[there] if name in own else each for name, each in layer.named_parameters()}
+
+
+def vectors(layer: VectorRouting, u: Tensor, there: Tensor | None = None) -> tuple[Tensor]:
     """Computes votes ``[B, I, J, D]``, the used shares and the ignored shares explicitly."""
-    p = dict(layer.named_parameters())
+    p = rows_of(layer, there)
     s = u / u.shape[1] ** 0.5
     votes = torch.einsum("bik,jk,kd->bijd", s, p["W_F1"], p["W_F2"]) + p["B_F2"]
     f = 1 / (1 + torch.exp(-(torch.einsum("bik,ik->bi", s, p["W_A"].expand(u.shape[1:])) + p["B_A"])))
@@ -42,9 +50,11 @@ def vectors(layer: VectorRouting, u: Tensor) -> tuple[Tensor]:
     return (standard(v) if layer.normalize else v,)
 
 
-def matrices(layer: MatrixRouting, u: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def matrices(
+    layer: MatrixRouting, u: Tensor, scores: Tensor, there: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Votes ``[B, I, J, P, R]``, one Gaussian or center for each output matrix."""
-    p = dict(layer.named_parameters())
+    p = rows_of(layer, there)
     votes = torch.einsum("bipq,ijqr->bijpr", u.unflatten(2, (P, Q)), p["W"].expand(u.shape[1], -1, -1, -1)) + p["B"]
     f = 1 / (1 + torch.exp(-scores))[:, :, None]
     share = torch.full_like(votes[..., 0, 0], 1 / votes.shape[2])
@@ -107,6 +117,42 @@ def test_equals_its_definition(kind: type[nn.Module], options: dict[str, Any], i
     assert_alike(
         results(layer(*inputs)), DEFINITIONS[kind](layer, *inputs), [*inputs, *dict(layer.named_parameters()).values()]
     )
+
+
+@pytest.mark.rows(12)
+@on_cpu
+@pytest.mark.parametrize("in_caps", [I, None])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_masked_input_is_not_there(
+    kind: type[nn.Module], options: dict[str, Any], in_caps: int | None, by: Any
+) -> None:
+    """Each sample is its definition without the masked inputs, which hold NaN."""
+    layer, inputs = made(kind, in_caps, backend=by.name, **options), given(kind)
+    mask = torch.rand(B, I) < torch.tensor([0.3, 0.7, 2.0])[:, None]
+    mask[:, 5] = True
+    samples = [
+        DEFINITIONS[kind](layer, *(each[b : b + 1, there] for each in inputs), there) for b, there in enumerate(mask)
+    ]
+    hidden = [torch.where(mask.view(B, I, *[1] * (each.dim() - 2)), each, torch.nan) for each in inputs]
+    leaves = [*inputs, *dict(layer.named_parameters()).values()]
+    assert_alike(results(layer(*hidden, mask)), [torch.cat(each) for each in zip(*samples, strict=True)], leaves)
+
+
+@each_kind
+def test_a_mask_of_any_batch_compiles_and_exports(kind: type[nn.Module]) -> None:
+    layer = made(kind, None)
+    inputs = [each.detach() for each in given(kind)]
+    mask = torch.rand(B, I) < 0.5
+    mask[0] = False
+    wanted = results(layer(*inputs, mask))
+    assert all(each.isfinite().all() for each in wanted) and not wanted[0][0].any()
+    shapes = ({0: torch.export.Dim("B")},) * (len(inputs) + 1)
+    program = torch.export.export(layer, (*inputs, mask), dynamic_shapes=shapes).module()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for other, size in ((program, I), (compiled, I), (compiled, 9)):
+        part = [each[:2, :size] for each in (*inputs, mask)]
+        assert_same(results(other(*part)), results(layer(*part)), 1e-12)
 
 
 @each_kind

@@ -133,6 +133,10 @@ VectorRouting(None, 4, 5, 6)(zeros(3, 13, 6))
     ValueError: capsfast.nn.VectorRouting: u must be [B, I, K=5], got [3, 13, 6]
 VectorRouting(None, 4, 5, 6)(zeros(3, 0, 5))
     ValueError: capsfast.nn.VectorRouting: u must hold at least one input vector, got [3, 0, 5]
+VectorRouting(None, 4, 5, 6)(zeros(3, 13, 5), ones(3, 13))
+    TypeError: capsfast.nn.VectorRouting: mask must be bool (True = use), got float32; …
+MatrixRouting(None, 4, 6, 10, 2)(zeros(3, 13, 6), zeros(3, 13), ones(3, 12).bool())
+    ValueError: capsfast.nn.MatrixRouting: mask must be [B, I] = [3, 13], got [3, 12] …
 VectorRouting(13, 4, 5, 6)(zeros(3, 13, 5).double())
     TypeError: capsfast.nn.VectorRouting: u and W_A must have one dtype, got float64 and float32; …
 

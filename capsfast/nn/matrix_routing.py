@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import checks
+from .. import arguments, checks
 from .._torch import result
 from . import _arguments
 from ._arguments import Made
@@ -57,8 +57,8 @@ class MatrixRouting(Layer):
         backend: see :func:`capsfast.dynamic_routing`.
         device, dtype: of the parameters.
 
-    Shapes: u ``[B, I, K]`` and scores ``[B, I]`` to :class:`ScoredCapsules`. A score of -inf takes an input capsule of
-    finite numbers out.
+    Shapes: u ``[B, I, K]``, scores ``[B, I]`` and mask ``[B, I]``, bool, to :class:`ScoredCapsules`. False in the mask
+    takes an input capsule out, whatever it and its score hold; so does a score of -inf if the capsule is finite.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
@@ -103,20 +103,22 @@ class MatrixRouting(Layer):
             nn.init.zeros_(each)
         nn.init.normal_(self.W, std=1 / self.W.shape[2])
 
-    def forward(self, u: Tensor, scores: Tensor) -> ScoredCapsules:
+    def forward(self, u: Tensor, scores: Tensor, mask: Tensor | None = None) -> ScoredCapsules:
         """See the class."""
         sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
         _arguments.sized(self._op, "u", u, "[B, I, K]", **sizes)
         _arguments.sized(self._op, "scores", scores, "[B, I]", B=u.shape[0], I=u.shape[1])
         checks.parameter_dtype(self._op, "scores", scores, "u", u)
+        arguments.check_parameters(self._op, "u", u, (*u.shape[:2], self.out_caps, self.out_dim), {"mask": mask})
         f = torch.sigmoid(scores)
+        f = f if mask is None else f.masked_fill(~mask, 0.0)
         both = self.beta_use + self.beta_ign
         ignored = (f[..., None] * self.beta_ign).sum(1)
         # Row p of a pose ends in row p of the unit matrix, which the product takes to row p of B.
         rows = u.unflatten(2, (self.pose_rows, -1))
         unit = torch.eye(self.pose_rows, dtype=u.dtype, device=u.device).expand(*rows.shape[:3], -1)
         product = torch.cat([rows, unit], 3), torch.cat([self.W, self.B], 2)
-        votes = votes_of(self._op, product, J=self.out_caps, backend=self.backend)
+        votes = votes_of(self._op, product, J=self.out_caps, mask=mask, backend=self.backend)
         center, precision, prior = votes.origin(f), None, None
         for _ in range(self.num_iterations):
             m = votes.moments(

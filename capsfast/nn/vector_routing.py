@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import checks, passes
+from .. import arguments, checks, passes
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -45,7 +45,9 @@ class VectorRouting(Layer):
         backend: see :func:`capsfast.dynamic_routing`.
         device, dtype: of the parameters.
 
-    Shapes: u ``[B, I, K]`` to ``[B, J, D]``.
+    Shapes: u ``[B, I, K]`` and mask ``[B, I]``, bool, to ``[B, J, D]``. False in the mask takes an input vector out: it
+    has no influence, whatever it holds, and I counts the others, so that a padded sequence has the result of the
+    sequence without its padding. Without any input vector the result is 0.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
@@ -94,7 +96,7 @@ class VectorRouting(Layer):
         for name, each in self.named_parameters(recurse=False):
             nn.init.normal_(each, std=0.0 if name.startswith("B_") else deviations.get(name, 1.0))
 
-    def forward(self, u: Tensor) -> Tensor:
+    def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         """See the class."""
         sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
         _arguments.sized(self._op, "u", u, "[B, I, K]", **sizes)
@@ -102,10 +104,16 @@ class VectorRouting(Layer):
         checks.same_dtype(self._op, "u", u, "W_A", self.W_A)
         if self.in_caps is None and u.shape[1] == 0:
             raise ValueError(f"{self._op}: u must hold at least one input vector, got {checks.shape_of(u)}")
+        arguments.check_parameters(self._op, "u", u, (*u.shape[:2], self.out_caps, self.out_dim), {"mask": mask})
+        number: int | Tensor = u.shape[1]
+        if mask is not None:
+            u = u.masked_fill(~mask[..., None], 0.0)
+            number = mask.sum(1).clamp_min(1).to(u.dtype)[:, None, None]
         use, ignore = self._betas(u)
         both = use + ignore
-        s = u * u.shape[1] ** -0.5
-        f = torch.sigmoid((s * self.W_A).sum(2) + self.B_A)[..., None]
+        s = u * number**-0.5
+        f = torch.sigmoid((s * self.W_A).sum(2) + self.B_A)
+        f = (f if mask is None else f.masked_fill(~mask, 0.0))[..., None]
         v = self._weighted(s, f * (both * self.CONST_ones_over_n_out - ignore))
         for _ in range(self.num_iterations - 1):
             predicted = self._normalized(v) @ self.W_G1 * self.W_G2 + self.B_G2
