@@ -4,7 +4,7 @@ import functools
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def autocast_of(u: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on and torch.is_autocast_enabled(kind) else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Calls:
     """How often a layer ran fused, how often its own forward, and why it ran its own forward the last time.
 
@@ -138,9 +138,9 @@ class FusedLayer(Node):
 
 
 def _count(layer: nn.Module, found: Any) -> None:
-    count: Calls = vars(layer).setdefault(COUNT, Calls())
+    count: Calls = vars(layer).get(COUNT, Calls())
     if not isinstance(found, str):
-        count.fused += 1
+        vars(layer)[COUNT] = replace(count, fused=count.fused + 1)
         return
     if not count.own:
         warnings.warn(
@@ -148,7 +148,7 @@ def _count(layer: nn.Module, found: Any) -> None:
             f"report.calls() counts such calls; each layer warns once",
             stacklevel=5,
         )
-    count.own, count.why = count.own + 1, found
+    vars(layer)[COUNT] = replace(count, own=count.own + 1, why=found)
 
 
 def _restored(own: type[nn.Module], function: Any, *arguments: Any) -> nn.Module:

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .identification import tensor_of
 from .inputs import Inputs, binary
+from .snapshot import Snapshot, random_state_kept
 from .trace import Trace, trace
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -154,35 +155,12 @@ class Probe:
             found = self._run(self.layer, u, *others)
             return [self._part_of(found), *(found[part] for part in parts)]
 
-        with preserved(self.layer), InFloat64():
-            return trace(run, given | kept, numbers, "u", symbolic)
-
-
-@contextmanager
-def preserved(layer: nn.Module) -> Iterator[None]:
-    """Restores what a forward writes: modes, attributes, parameters, buffers and the state of the random generators.
-
-    Parameters that a lazy module makes stay, and so do values that a forward puts into a list or mapping.
-    """
-    modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    kept = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in modules]
-    held = [each for module in modules for each in module._buffers.values() if each is not None]
-    numbers = [(buffer, buffer.clone()) for buffer in held if not nn.parameter.is_lazy(buffer)]
-    devices = {tensor.device.index for tensor in (*layer.parameters(), *layer.buffers()) if tensor.is_cuda}
-    try:
-        with torch.random.fork_rng(sorted(devices)):
-            yield
-    finally:
-        for module, attributes, parameters, buffers in kept:
-            made = module._parameters.keys() - parameters.keys()
-            vars(module).clear()
-            vars(module).update((name, value) for name, value in attributes.items() if name not in made)
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, number in numbers:
-                if not torch.equal(buffer, number):
-                    buffer.copy_(number)
+        before = Snapshot(self.layer)
+        try:
+            with random_state_kept(self.layer), InFloat64():
+                return trace(run, given | kept, numbers, "u", symbolic)
+        finally:
+            before.restore()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from .fused import Fused, FusedLayer, can_be_fused, fuse, is_fused, restore
 from .identification import Identification
 from .report import Acceleration, LayerReport
 from .search import Search, searched
+from .snapshot import Snapshot
 from .state import RECORD, LeftAloneError, State
 from .trace import first_line
 from .trial import NotReproduced
@@ -29,6 +30,10 @@ OP = "capsfast.accelerate"
 # Enough samples for a comparison; a layer that takes only one number of samples gets that number.
 COMPARED = 4
 SLOWER = "capsfast takes longer on this example; only_faster=False replaces the layer anyway"
+NAMELESS = (
+    "the model calls it but has no such module under a name: the forward makes it, or a list or mapping holds it; make "
+    "it once, and keep it as an attribute or in a torch.nn.ModuleList"
+)
 VOTES_IN_MEMORY = (
     "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting in the place of both "
     "never forms them"
@@ -59,6 +64,10 @@ def accelerate(
     after an attribute or inner module was changed; it then warns once, with the reason. Fused layers are skipped by a
     second call of this function.
 
+    The run on the example leaves the model as it was, except if the run builds parts: parameters, buffers or modules
+    where nothing was, or lazy modules. Then the model is as after its first call, with its modes and the random numbers
+    of torch as before. After an error or a dry run all is as before.
+
     Args:
         model: any module, or the layer itself. It must not be scripted.
         example: the input of the model: a tensor, a tuple of positional or a mapping of keyword arguments. At least
@@ -83,14 +92,30 @@ def accelerate(
         >>> report.undo()
     """
     _check(model, dry_run, only_faster, seconds)
+    for module in model.modules():
+        # A layer that a fused layer made from its own class, for example a clone, was never compared.
+        if is_fused(module) and RECORD not in vars(module):
+            restore(module)
+    before = Snapshot(model)
+    try:
+        return _accelerated(model, example, before, dry_run, only_faster, seconds)
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _accelerated(
+    model: nn.Module, example: object, before: Snapshot, dry_run: bool, only_faster: bool, seconds: float
+) -> Acceleration:
     with torch.inference_mode(False), torch.enable_grad():
-        reports, chosen = _looked_at(model, example, seconds)
+        reports, chosen = _looked_at(model, example, before, seconds)
     if only_faster:
         slow = _slow(model, reports)
         stays: dict[str, Any] = {"status": report.LEFT_ALONE, "reason": SLOWER}
         reports = [replace(each, **stays) if each.name in slow else each for each in reports]
     layers = {each.name: model.get_submodule(each.name) for each in reports if each.status == report.FUSED}
     if dry_run:
+        before.restore()
         planned = (replace(each, status=report.TO_BE_FUSED) if each.name in layers else each for each in reports)
         return Acceleration(tuple(planned))
     for layer in layers.values():
@@ -109,20 +134,26 @@ def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
     return slow
 
 
-def _looked_at(model: nn.Module, example: object, seconds: float) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
+def _looked_at(
+    model: nn.Module, example: object, before: Snapshot, seconds: float
+) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
     """A report of every layer that may route, and the fused call of every layer that capsfast reproduces."""
     reports: dict[nn.Module, LayerReport] = {}
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
-    for module in model.modules():
-        # A layer that a fused layer made from its own class, for example a clone, was never compared.
-        if is_fused(module) and RECORD not in vars(module):
-            restore(module)
-    for candidate in candidates(model, example):
-        layer = candidate.layer
-        told = LayerReport(candidate.name, type(layer).__name__, report.ALREADY)
+    nameless: set[str] = set()
+    for candidate in candidates(model, example, before):
+        layer, kind = candidate.layer, type(candidate.layer).__name__
         if layer in done:
             continue
+        if candidate.nameless:
+            # A forward may make several of a kind.
+            if done.isdisjoint(candidate.around) and not ours(type(layer)) and kind not in nameless:
+                reports[layer] = LayerReport(f"<{kind}>", kind, report.LEFT_ALONE, NAMELESS)
+                nameless.add(kind)
+            done.add(layer)
+            continue
+        told = LayerReport(candidate.name, kind, report.ALREADY)
         if isinstance(layer, FusedLayer):
             told = replace(told, identification=layer._capsfast_fused.identification)  # type: ignore[union-attr]
         elif ours(type(layer)):

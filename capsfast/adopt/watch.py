@@ -1,24 +1,37 @@
 """Finds modules of a model that may be routing layers, by shapes of inputs, outputs and parameters."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from .._names import ours
 from . import structures
 from .calls import Signature
 from .fused import FusedLayer, autocast_of
-from .probe import preserved
+from .snapshot import Snapshot, random_state_kept
 from .state import LeftAloneError
 
 # A module that holds one of these does more than route; a module inside it may be the layer.
 NO_ROUTING = (
     *(nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag, nn.RNNBase),
     *(nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.modules.pooling._MaxPoolNd),
+)
+
+REGISTRATIONS = (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+    register_module_buffer_registration_hook,
 )
 
 
@@ -31,26 +44,55 @@ class Candidate:
         autocast: the dtype of autocast around the call, None if it was off.
         signature: the signature of the call. given: copies of its arguments, capsules or votes first.
         why_not: the reason, if the call already shows that the layer can't be fused.
+        name: the name in the model; ``nameless`` if the model has no such module.
+        around: the modules that called it, outermost first.
     """
 
     layer: nn.Module
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     autocast: torch.dtype | None
     name: str = ""
+    nameless: bool = False
     signature: Signature | None = None
     given: tuple[Any, ...] = ()
     why_not: str = ""
+    around: tuple[nn.Module, ...] = ()
 
     @property
     def device(self) -> str:
         return self.given[0].device.type if self.given else "cpu"
 
 
-def candidates(model: nn.Module, example: object) -> list[Candidate]:
+def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Candidate]:
     """Modules whose calls look like routing, outer modules first. Runs the model in evaluation mode."""
     found: dict[nn.Module, Candidate] = {}
+    running: list[nn.Module] = []
+    # A hook on a module inside a fused layer would make the layer run its own forward.
+    inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.modules()}
+    watched = {each for each in inside if not isinstance(each, FusedLayer)}
+    handles: list[RemovableHandle] = []
+    thread = threading.get_ident()
+
+    def watch(module: nn.Module) -> None:
+        for each in module.modules():
+            if each not in watched and _may_route(each):
+                watched.add(each)
+                handles.append(each.register_forward_pre_hook(enter))
+                handles.append(each.register_forward_hook(see, with_kwargs=True))
+
+    def register(module: nn.Module, name: str, value: object) -> None:
+        if threading.get_ident() == thread:
+            watch(value if isinstance(value, nn.Module) else module)
+
+    def enter(layer: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            running.append(layer)
 
     def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != thread:  # a replica of DataParallel
+            return
+        while layer in running and running.pop() is not layer:  # a call that failed, whose error the model caught
+            pass
         u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         results = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
         likely = [each for each in results if u is not None and looks_like_routing(u, each)]
@@ -58,20 +100,19 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             return
         v = max(likely, key=lambda each: each.dim() > 2)  # rather capsules than their lengths
         candidate = found[layer] = Candidate(layer, (tuple(u.shape), tuple(v.shape)), autocast_of(u))
+        candidate.around = tuple(running)
         try:
             candidate.signature, candidate.given = Signature.of(layer, args, kwargs)
         except LeftAloneError as error:
             candidate.why_not = str(error)
 
-    handles = []
     try:
-        # A hook on a module inside a fused layer would make the layer run its own forward.
-        inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.modules()}
-        inside = {each for each in inside if not isinstance(each, FusedLayer)}
-        watched = [each for each in model.modules() if _may_route(each) and each not in inside]
-        handles += [module.register_forward_hook(see, with_kwargs=True) for module in watched]
+        for module in before.modules:
+            watch(module)
+        # The run may build modules, or call modules that it makes each time.
+        handles += [each(register) for each in REGISTRATIONS]
         # Compiled parts run eagerly: a hook inside one would compile it again.
-        with preserved(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with random_state_kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
             if isinstance(example, Mapping):
                 model(**example)
@@ -80,13 +121,16 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
     finally:
         for handle in handles:
             handle.remove()
+    before.keep_built()
     ordered = []
-    for name, module in model.named_modules():
+    named = {module: name for name, module in model.named_modules()}
+    nameless = sorted((each for each in found if each not in named), key=lambda each: len(found[each].around))
+    for module in (*named, *nameless):
         inner = [found[each] for each in module.modules() if each is not module and each in found]
         # Around a layer of capsfast there is nothing to fuse.
         around = not ours(type(module)) and any(ours(type(each.layer)) and _routes(each) for each in inner)
         if module in found and not around and _routes(found[module]):
-            found[module].name = name
+            found[module].name, found[module].nameless = named.get(module, ""), module not in named
             ordered.append(found[module])
     return ordered
 
