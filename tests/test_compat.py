@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import capsfast
 from capsfast import compat, kinds
 
-from .support import plain, published_layers
+from .support import published_layers
 from .support.layers import assert_resets, without_samples
 from .support.published import PUBLISHED, SIZES, Published, float64, votes
 

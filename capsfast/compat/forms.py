@@ -329,7 +329,8 @@ class CapsuleLinear(FormLayer):
     def _initialise(self) -> None:
         if self._matrices:
             J, D, K = self.weight.shape[0], *self.weight.shape[-2:]
-            drawn = self.weight.new_empty(self.weight.numel() // (J * D * K), K, J * D)
+            # uniform_() because the published layer, too, draws numbers that it then replaces.
+            drawn = self.weight.new_empty(self.weight.numel() // (J * D * K), K, J * D).uniform_()
             drawn = nn.init.xavier_uniform_(drawn).unflatten(2, (J, D)).permute(2, 0, 3, 1)
             with torch.no_grad():
                 self.weight.copy_(drawn[:, 0] if self.share_weight else drawn)
