@@ -90,7 +90,7 @@ py::dict build_info() {
 double peak_flops() {
   const Kernels<float>& table = kernels<float>(isa());
   constexpr int64_t kRounds = 4'000'000;
-  const int64_t threads = num_threads();
+  const int64_t threads = region_threads();
   std::vector<float> results(static_cast<size_t>(threads));  // kept, or the loops would be optimised away
   const auto run = [&] {
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {

@@ -76,15 +76,14 @@ class Help {
 };
 
 // A forked process has the memory of its parent, but only one of the parent's threads. If the parent had opened an
-// OpenMP region, a region in the child would wait for the missing threads for ever. So such a child opens none.
+// OpenMP region, by a call or by an operation of torch, a region in the child would wait for the missing threads for
+// ever. OpenMP does not tell whether it has threads, so no forked process opens a region. The flag is set from the time
+// the library is loaded: a process that is forked earlier has threads.
 std::atomic<bool> forked{false};
 
-void note_forks() {
 #if defined(__unix__) || defined(__APPLE__)
-  static const int noted = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  (void)noted;
+[[maybe_unused]] const int noted = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
-}
 
 }  // namespace
 
@@ -159,15 +158,16 @@ void Team::help(int64_t member) {
   }
 }
 
+int64_t region_threads() { return forked ? 1 : num_threads(); }
+
 void run_call(bool shared, void (*call)(const void*), const void* context) {
   if (standing().inside) return call(context);
   thread_local Help help;
-  const int64_t threads = shared ? num_threads() : 1;
-  if (threads <= 1 || forked || !help.wanted()) {
+  const int64_t threads = shared ? region_threads() : 1;
+  if (threads <= 1 || !help.wanted()) {
     const Enter enter(nullptr);
     return call(context);
   }
-  note_forks();
   Team team(threads);
   std::exception_ptr error;
   const Clock::time_point start = Clock::now();

@@ -71,6 +71,10 @@ Standing& standing();
 // How many threads the call may use.
 int64_t num_threads();
 
+// How many threads a parallel region may have: 1 in a forked process. Parts of a call do not depend on it, so a forked
+// process has the results of its parent.
+int64_t region_threads();
+
 // How many threads may do parts of a loop.
 inline int64_t members() { return standing().team == nullptr ? 1 : standing().team->members(); }
 

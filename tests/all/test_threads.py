@@ -1,6 +1,5 @@
 """Calls that share their work among threads: other processes, other threads and forks must not change results."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -73,25 +72,43 @@ def test_calls_of_several_threads_at_once() -> None:
         assert all(pool.map(calls, range(3)))
 
 
-def _routed(
-    results: "multiprocessing.SimpleQueue[bool]", u: torch.Tensor, weight: torch.Tensor, v: list[float]
-) -> None:
-    results.put(dynamic_routing(u, weight, backend="cpp").flatten().tolist() == v)
+# What a parent may run before it forks. The operation of torch alone starts threads too.
+BEFORE = {"nothing": "", "torch": "torch.ones(1_000_000).add(1)", "a call": "routed()", "a pool of 3": "pool(3)"}
+FORKS = """
+import multiprocessing
+import torch
+import capsfast
+
+torch.set_num_threads(2)
+draw = torch.Generator().manual_seed(0)
+inputs = [torch.randn(32, 64, 8, generator=draw), torch.randn(64, 10, 16, 8, generator=draw)]
+inputs = [each.requires_grad_() for each in inputs]
+dv = torch.randn(32, 10, 16, generator=draw)
+
+def routed():
+    v = capsfast.dynamic_routing(*inputs, backend="cpp")
+    found = (v, *torch.autograd.grad(v, inputs, dv))
+    return hash(tuple(number for each in found for number in each.flatten().tolist()))
+
+def pool(threads):
+    torch.set_num_threads(threads)
+    torch.ones(1_000_000).add(1)
+    torch.set_num_threads(2)
+
+{before}
+context = multiprocessing.get_context("fork")
+results = context.SimpleQueue()
+child = context.Process(target=lambda: results.put(routed()))
+child.start()
+child.join(30)
+child.kill()
+print("the child", "hangs" if child.exitcode is None else results.get() == routed())
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_after_a_call_routes_too() -> None:
-    torch.set_num_threads(2)
-    u, weight = torch.randn(32, 64, 8), torch.randn(64, 10, 16, 8)
-    for _ in range(3):
-        v = dynamic_routing(u, weight, backend="cpp")
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    child = context.Process(target=_routed, args=(results, u, weight, v.flatten().tolist()))
-    child.start()
-    child.join(30)
-    hangs = child.is_alive()
-    child.kill()
-    assert not hangs
-    assert results.get()
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_forked_process_routes_as_its_parent(before: str) -> None:
+    program = FORKS.format(before=BEFORE[before])
+    ran = [sys.executable, "-W", "ignore", "-c", program]
+    assert subprocess.run(ran, capture_output=True, text=True, timeout=60).stdout == "the child True\n"
