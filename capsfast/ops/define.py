@@ -22,7 +22,7 @@ from ..axes import axes_of
 from ..backend import choose
 from ..positions import from_samples
 from ..precision import cast, in_wide_dtype, tf32_allowed
-from . import sharding
+from . import flops, sharding
 from .contract import Contract
 
 PREFIX = {"cpp": "", "triton": "triton_"}
@@ -48,6 +48,8 @@ class Op:
             that the public function returns.
         narrow: takes the options and returns the indices of the results with the dtype of u; the others, sums, are
             float32 for 16-bit inputs.
+        flops: the formulas of FlopCounterMode for the op and its backward (see flops.py). Without them it counts 0,
+            which is right for an op without contractions.
         sharded: whether the op has sharding rules for DTensors.
         backends: the sets of kernels that the op has.
     """
@@ -61,12 +63,13 @@ class Op:
         cast: int = 2,
         definition: Callable[[Call], Outputs] | None = None,
         narrow: Callable[[Any], Sequence[int]] = lambda options: (),
+        flops: tuple[flops.Formula, flops.Formula] | None = None,
         sharded: bool = True,
         backends: Sequence[str] = tuple(PREFIX),
     ) -> None:
         self.contract = Contract(name)
         self.public, self.fake, self.cast, self.sharded = public, fake, cast, sharded
-        self.definition, self.narrow = definition, narrow
+        self.definition, self.narrow, self.flops = definition, narrow, flops
         self.kernels: dict[str, Function] = {backend: self.define(PREFIX[backend]) for backend in backends}
         self.kernels["cuda"] = self.kernels["cpp"]
         if "triton" in backends:
@@ -120,6 +123,11 @@ class Op:
             torch.library.register_vmap(each, _vmap(each))
         for device in ("CPU", "CUDA"):
             _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
+        if self.flops is not None:
+            for each, arguments, formula in zip(
+                (op, op_backward), (contract.arguments, contract.backward), self.flops, strict=True
+            ):
+                flops.announce(each, arguments, formula)
         if self.sharded:
             sharding.announce(contract, op, op_backward)
         return _called(op, self.public, save, backward, self.cast, 0, contract.tensors, first)

@@ -33,7 +33,7 @@ from ..precision import in_wide_dtype, wide_dtype
 from ..reference.dynamic_routing import agree
 from ..reference.dynamic_routing import dynamic_routing as definition
 from ..reference.routing_pass import Moments
-from . import factored_routing, routing_pass
+from . import factored_routing, flops, routing_pass
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
 
@@ -85,10 +85,24 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _flops(a: Any) -> Any:
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    return votes + (2 * a.num_iterations - 1) * once
+
+
+def _flops_backward(a: Any) -> Any:
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    u, weight, logits, _ = a.needed
+    sums, couplings, agreements = flops.of_steps(a, logits)
+    of_votes = u or weight
+    return votes * (u + weight) + once * (sums * of_votes + couplings + agreements * (1 + of_votes))
+
+
 OP = Op(
     "dynamic_routing",
     ("capsfast.dynamic_routing", "capsfast.route_votes"),
     _fake,
     definition=definition,
+    flops=(_flops, _flops_backward),
     narrow=lambda options: (0,) if options.softmax == "in" else BOTH,
 )

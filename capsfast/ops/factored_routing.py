@@ -21,6 +21,7 @@ from .._torch import tracing_state
 from ..arguments import Call
 from ..backend import choose
 from ..precision import wide_dtype
+from . import flops
 from .define import Op, check_fake
 
 LARGE_MATRIX, FEW_ROWS = 2**16, 16
@@ -76,4 +77,32 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     return new(B, J, D), coupling, new(a.num_iterations, B, J, K, dtype=wide), new(0, dtype=wide)
 
 
-OP = Op("factored_routing", ("capsfast.dynamic_routing",), _fake, sharded=False, backends=("cpp",))
+def _sizes(a: Any) -> tuple[int, int]:
+    """The FLOPs of a sum over the input capsules, and of a product of J vectors with matrices, for the batch."""
+    (B, I, K), (_, columns, D, _) = a.u.shape, a.weight.shape
+    J = columns if a.J is None else a.J
+    return 2 * B * I * J * K, 2 * B * J * D * K
+
+
+def _flops(a: Any) -> Any:
+    """Of the definition without votes: s and the agreement as above."""
+    return (2 * a.num_iterations - 1) * sum(_sizes(a))
+
+
+def _flops_backward(a: Any) -> Any:
+    over_inputs, matrices = _sizes(a)
+    u, weight, logits, _ = a.needed
+    sums, couplings, agreements = flops.of_steps(a, logits)
+    return over_inputs * (sums * u + couplings + agreements * (1 + u)) + matrices * (
+        sums * weight + (sums if u else couplings) + agreements * (1 + weight)
+    )
+
+
+OP = Op(
+    "factored_routing",
+    ("capsfast.dynamic_routing",),
+    _fake,
+    flops=(_flops, _flops_backward),
+    sharded=False,
+    backends=("cpp",),
+)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..arguments import Call, PassParameters
 from ..precision import as_under_autocast, wide_dtype
 from ..reference.routing_pass import routing_pass as definition
+from . import flops
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
 
@@ -61,10 +62,27 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _flops(a: Any) -> Any:
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    return votes + once * ((a.query is not None) + (a.precision is not None) + 1 + a.with_second)
+
+
+def _flops_backward(a: Any) -> Any:
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    u, weight, query, precision, center, prior, logits, activation, lse = a.needed
+    of_votes = u or weight or center
+    scores = (a.query is not None) * (query + of_votes) + (a.precision is not None) * (precision + of_votes)
+    of_coupling = scores > 0 or prior or logits or activation or lse
+    sums = (a.dfirst is not None) + (a.dsecond is not None)
+    given = any(value is not None for value in (a.dmass, a.dfirst, a.dsecond, a.dweights, a.dlse_out))
+    return votes * (u + weight) + once * (sums * (of_votes + of_coupling) + given * scores)
+
+
 OP = Op(
     "routing_pass",
     ("capsfast.routing_pass", "capsfast.votes_pass"),
     _fake,
     definition=definition,
+    flops=(_flops, _flops_backward),
     narrow=lambda options: () if options.normalize == "in" else WEIGHTS,
 )

@@ -1,0 +1,79 @@
+"""Formulas for torch.utils.flop_counter, which otherwise counts 0 for the ops.
+
+A formula counts what the definition of the op computes with stored votes, as torch counts it: two FLOPs for each
+multiply-add of a contraction, none for a softmax, a squash or other functions of single numbers. Votes that a kernel
+computes again do not count again, so the count does not depend on the kernels. Masks do not change it.
+
+torch.utils.flop_counter imports triton, so it is not imported here: the formulas follow when the user imports it.
+"""
+
+import importlib.abc
+import importlib.machinery
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from .._torch import OpOverload
+
+# Takes the arguments of an op, or of its backward, by name; returns an int, or a SymInt while a program is compiled.
+Formula = Callable[[Any], Any]
+COUNTER = "torch.utils.flop_counter"
+_formulas: list[tuple[OpOverload, Callable[..., Any]]] = []
+
+
+def announce(op: OpOverload, arguments: Sequence[str], formula: Formula) -> None:
+    """Adds a formula to those that torch.utils.flop_counter gets when it is imported, or at once if it already is."""
+
+    def counted(*given: Any, out_val: Any = None, _node_meta: Any = None, **named: Any) -> Any:
+        return formula(SimpleNamespace(**dict(zip(arguments, given, strict=False)), **named))
+
+    _formulas.append((op, counted))
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(counter: ModuleType) -> None:
+    while _formulas:
+        op, formula = _formulas.pop()
+        counter.register_flop_formula(op._overloadpacket, get_raw=True)(formula)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds torch.utils.flop_counter as the other finders do, and registers the formulas when it has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def then_register(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+            sys.meta_path.remove(self)
+
+        spec.loader.exec_module = then_register  # type: ignore[method-assign]
+        return spec
+
+
+def of_votes(a: Any, sizes: tuple[int, int, int, int], S: Sequence[int]) -> tuple[int, int]:
+    """The FLOPs to make the votes from u and the weight, and of a sum over the products of all votes with numbers."""
+    once = 2 * math.prod(sizes) * math.prod(S)
+    return (0 if a.weight is None else once * a.weight.shape[3]), once
+
+
+def of_steps(a: Any, needs_logits: bool) -> tuple[int, int, int]:
+    """What a backward of routing by agreement differentiates, as numbers of iterations.
+
+    (weighted sums, coupling coefficients, agreements). The first coupling depends on given logits alone.
+    """
+    steps = 1 if a.gradient == "last" else a.num_iterations
+    sums = steps if a.dv is not None else steps - 1
+    return sums, max(sums - 1, 0) + (needs_logits and sums > 0), steps - 1
