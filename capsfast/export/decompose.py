@@ -1,8 +1,10 @@
-"""Decomposes the fused ops into ops that every runtime knows."""
+"""Decomposes the fused ops, and digamma of variational routing, into ops that every runtime knows."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch import OpOverload
@@ -21,9 +23,10 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
     Returns:
         For each op of ``torch.ops.capsfast`` in exported programs, a function with the same arguments. Like the ops, it
-        forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing`` and ``em_update``.
+        forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing`` and ``em_update``. Also for
+        ``torch.digamma``, which variational routing needs and ONNX lacks.
     """
-    found: dict[OpOverload, Callable[..., Any]] = {}
+    found: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.digamma.default: digamma}
     for op, parameters, options in (
         (dynamic_routing.OP, RoutingParameters, Options),
         (routing_pass.OP, PassParameters, PassOptions),
@@ -58,3 +61,27 @@ def _no_backward(name: str) -> Callable[..., Any]:
         )
 
     return raise_error
+
+
+# B_2n / 2n, with the Bernoulli numbers B.
+_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
+
+
+def digamma(x: Tensor) -> Tensor:
+    """``torch.digamma`` by its recurrence, asymptotic series and reflection (Abramowitz and Stegun, 6.3.5 to 6.3.18).
+
+    The error is a few units in the last place of the largest of 1, ``log |x|`` and ``1 / |x|``.
+    """
+    wide = x.to(wide_dtype(x.dtype))
+    positive = torch.where(wide > 0, wide, 1 - wide)
+    steps = torch.arange(8, dtype=wide.dtype, device=wide.device)
+    far = positive + 8
+    inverse = (1 / far).square()
+    series = torch.zeros_like(wide)
+    for term in reversed(_SERIES):
+        series = (series + term) * inverse
+    value = far.log() - 0.5 / far - series - (1 / (positive[..., None] + steps)).sum(-1)
+    # The tangent of x itself would have few digits near a pole.
+    part = wide - wide.round()
+    value = torch.where(wide > 0, value, value - math.pi / torch.tan(math.pi * part))
+    return value.masked_fill((wide < 0) & (part == 0), torch.nan).to(x.dtype)

@@ -1,0 +1,49 @@
+"""Every routing and every network as an ONNX file, run by onnxruntime for batches of several sizes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from capsfast.export import to_onnx
+from capsfast.export.decompose import digamma
+
+from ..support.layers import MODULES, NETWORKS, made
+from ..support.routings import ROUTINGS
+
+ONNX = [*(f"routed {name}" for name in ROUTINGS), *NETWORKS, "interests", "children", "scored matrices", "vectors"]
+
+
+@pytest.mark.parametrize("name", ONNX)
+def test_onnx_computes_what_the_module_does(name: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    assert set(ONNX) <= MODULES.keys()
+    module, example = made(name)
+    file = to_onnx(module.eval(), example, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(str(file))
+    inputs = [each.name for each in session.get_inputs()]
+    for batch in (1, 3, 5):
+        _, given = made(name, batch)
+        with torch.no_grad():
+            wanted = tree_leaves(module(*given))
+        got = session.run(None, {name: value.numpy() for name, value in zip(inputs, given, strict=True)})
+        for value, want in zip(got, [each for each in wanted if each is not None], strict=True):
+            torch.testing.assert_close(torch.from_numpy(value), want, rtol=1e-4, atol=1e-5)
+
+
+def test_digamma() -> None:
+    positive = torch.logspace(-6, 6, 100_001, dtype=torch.float64)
+    negative = -50 * torch.rand(100_000, dtype=torch.float64)
+    # Near a pole torch's own result has 11 digits, so it can't be the truth of a float64 argument.
+    for x in (positive, positive.float(), negative.float()):
+        got, wanted = digamma(x), torch.digamma(x.double())
+        assert got.dtype == x.dtype
+        error = (got.double() - wanted).abs() / wanted.abs().clamp_min(1)
+        assert error.max() <= 12 * torch.finfo(x.dtype).eps
+    poles = torch.tensor([0, -1, -2, math.inf, math.nan])
+    torch.testing.assert_close(digamma(poles), torch.digamma(poles), equal_nan=True)
+    low = torch.tensor([0.1, 3.0], dtype=torch.bfloat16)
+    assert torch.equal(digamma(low), torch.digamma(low))
