@@ -140,6 +140,23 @@ def parameter_dtype(op: str, name: str, value: Tensor, anchor: str, anchor_value
     )
 
 
+def plain(value: Any) -> Any:
+    """The value with Python's numbers in the place of NumPy's, also within tuples, lists and dicts.
+
+    Sizes are often ``np.prod(shape)``. A layer holds, shows and saves Python's numbers. Tensors stay: an option is a
+    constant of a traced program, and a tensor need not be.
+    """
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(map(plain, value))
+    if kind is dict:
+        return {name: plain(each) for name, each in value.items()}
+    if hasattr(kind, "__array_interface__"):
+        number = value.item() if value.shape == () else value
+        return float(number) if isinstance(number, numbers.Real) and not isinstance(number, int) else number
+    return value
+
+
 def choice(op: str, name: str, value: object, allowed: Collection[str]) -> None:
     # A comparison with an array would be an array.
     if not isinstance(value, str) or value not in allowed:

@@ -117,8 +117,8 @@ def dynamic_routing(
     op = "capsfast.distributed.dynamic_routing"
     _keywords.check(dynamic_routing, options, CoupledKeywords, op)
     given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
-    o = Options(num_iterations, **{name: options[name] for name in Options._fields[1:] if name in options})  # type: ignore[literal-required]
-    o.check(op)
+    named = {name: options[name] for name in Options._fields[1:] if name in options}  # type: ignore[literal-required]
+    o = Options(num_iterations, **named).checked(op)
     return_coupling = options.get("return_coupling", False)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))

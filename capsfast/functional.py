@@ -67,8 +67,10 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     if s.layout != torch.strided:
         raise TypeError(f"{op}: s must be a dense tensor, got layout {s.layout}; call s.to_dense() first")
     checks.floating(op, "s", s)
-    if isinstance(dim, Tensor):
-        raise TypeError(f"{op}: dim must be an int, got {checks.shown(dim)}")
+    if type(dim) is not int or type(eps) is not float:
+        dim, eps = checks.plain((dim, eps))
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"{op}: dim must be an int, got {checks.shown(dim)}")
     if not -s.dim() <= dim < s.dim():
         raise IndexError(f"{op}: dim must be in [{-s.dim()}, {s.dim() - 1}] for s {checks.shape_of(s)}, got {dim}")
     checks.choice(op, "kind", kind, SQUASH)
@@ -176,8 +178,7 @@ def dynamic_routing(
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    options.check(op)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last).checked(op)
     if type(return_coupling) is not bool:
         checks.boolean(op, "return_coupling", return_coupling)
     call, restore = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)

@@ -31,8 +31,9 @@ class Options(NamedTuple):
     eps: float = 1e-8
     squash_last: bool = True
 
-    def check(self, op: str) -> None:
-        """
+    def checked(self, op: str) -> "Options":
+        """The options with Python's numbers in the place of NumPy's.
+
         Raises:
             TypeError, ValueError: an option that is not admissible.
         """
@@ -41,7 +42,8 @@ class Options(NamedTuple):
         if type(number) is int and type(softmax) is type(gradient) is type(squash) is str and type(eps) is float:
             known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
             if known and number > 0 and checks.SMALLEST_EPS <= eps < 1.0 and type(leaky) is type(squash_last) is bool:
-                return
+                return self
+        number, *_, eps, _ = options = Options(*map(checks.plain, self))
         checks.integer(op, "num_iterations", number)
         checks.choice(op, "softmax", softmax, SOFTMAX)
         checks.choice(op, "gradient", gradient, GRADIENT)
@@ -49,6 +51,7 @@ class Options(NamedTuple):
         checks.choice(op, "squash", squash, SQUASH)
         checks.positive_eps(op, eps)
         checks.boolean(op, "squash_last", squash_last)
+        return options
 
 
 class OptionKeywords(TypedDict, total=False):

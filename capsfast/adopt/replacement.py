@@ -183,9 +183,7 @@ def _check(model: object, dry_run: object, only_faster: object, seconds: object)
         raise TypeError(f"{OP}: model must be Python, got a {type(model).__name__}; accelerate it before scripting")
     checks.boolean(OP, "dry_run", dry_run)
     checks.boolean(OP, "only_faster", only_faster)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"{OP}: seconds must be a number, got {checks.shown(seconds)}")
-    if not seconds >= 0:
+    if not checks.number(OP, "seconds", checks.plain(seconds)) >= 0:
         raise ValueError(f"{OP}: seconds must not be negative, got {checks.shown(seconds)}")
 
 

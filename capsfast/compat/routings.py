@@ -130,8 +130,7 @@ def _checked(
     plain = {**given}
     logits, bias, pair = plain.pop("logits", None), plain.pop("bias", None), plain.pop("return_coupling", False)
     checks.boolean(op, "return_coupling", pair)
-    options = Options(num_iterations, **plain)
-    options.check(op)
+    options = Options(num_iterations, **plain).checked(op)
     parameters = RoutingParameters(logits, bias, mask, None)
     call, restore = arguments.check(op, u, arguments.GIVEN if weight is None else weight, parameters, options)
     if restore is not None or (weight is not None and u.dim() == 4):

@@ -41,6 +41,7 @@ class BatchOrder(Sampler[Draw]):
     def __init__(
         self, size: int, batch_size: int, *, shuffle: bool, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
+        size, batch_size, seed, rank, world_size = checks.plain((size, batch_size, seed, rank, world_size))
         if batch_size < 1:
             raise ValueError(f"capsfast.data.BatchOrder: batch_size must be at least 1, got {checks.shown(batch_size)}")
         if size < world_size:

@@ -260,6 +260,7 @@ def open_sets(
             only test images have; an option out of its range; augmentation with ``multi`` or ``affine``.
     """
     op = "capsfast.data.open_sets"
+    image_size, options = checks.plain((image_size, options))
     kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
     train, test = load(name, data_dir, image_size=image_size, download=download)
     channels, size, width = train.shape

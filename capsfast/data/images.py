@@ -30,6 +30,7 @@ class Images(Dataset[Tensor]):
     """
 
     def __init__(self, images: Any, labels: Any = None, *, name: str = "data", image_size: int | None = None) -> None:
+        image_size = checks.plain(image_size)
         if image_size is not None and image_size < 1:
             raise ValueError(f"{OP}: image_size must be at least 1, got {checks.shown(image_size)}")
         if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):

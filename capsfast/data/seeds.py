@@ -11,9 +11,9 @@ PURPOSES: tuple[Purpose, ...] = ("order", "transform", "attack", "step")
 
 def seed_for(seed: int, purpose: Purpose, *when: int) -> int:
     """A seed made from a run's seed, the purpose of the draw, and its time (epoch, step, rank)."""
-    mixed = seed
+    mixed = int(seed)  # a number of NumPy would overflow
     for each in (PURPOSES.index(purpose), *when):
-        mixed = (mixed * 6364136223846793005 + each + 1442695040888963407) % 2**63
+        mixed = (mixed * 6364136223846793005 + int(each) + 1442695040888963407) % 2**63
     return mixed
 
 

@@ -57,6 +57,7 @@ def _recorded(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = checks.plain(args), checks.plain(kwargs)  # JSON takes no numbers of NumPy
         vars(self).setdefault("_made_with", (args, kwargs))  # the outermost constructor counts
         init(self, *args, **kwargs)
 

@@ -1,13 +1,14 @@
 """The stacked capsule autoencoder of Kosiorek, Sabour, Teh, Hinton (2019)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .. import checks
 from .._torch import result
 from ..nn._arguments import Made
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
@@ -46,6 +47,12 @@ class Sparsity:
     posterior_within: float = 0.7
     posterior_between: float = 0.2
     deformation: float = 10.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = checks.plain(getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+            checks.positive("capsfast.models.Sparsity", each.name, value, zero=True)
 
 
 class StackedCapsuleAutoencoder(ImageNetwork):

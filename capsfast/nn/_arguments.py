@@ -63,6 +63,7 @@ def option(op: str, name: str, annotation: Any, value: object) -> None:
 
 def batch_size(op: str, value: object, votes: Tensor) -> None:
     """Checks a batch size, which some code passes with the votes. torch.jit.trace turns sizes into 0-d tensors."""
+    value = checks.plain(value)
     if value is None:
         return
     whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

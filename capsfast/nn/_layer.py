@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from .. import _keywords, kinds
+from .. import _keywords, checks, kinds
 from .._names import PACKAGE, ours
 from ..options import Options
 from . import _arguments
@@ -66,6 +66,7 @@ def _checked(owner: type["Layer"]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
+            args, kwargs = checks.plain(args), checks.plain(kwargs)
             _check(owner, self, args, kwargs)
         init(self, *args, **kwargs)
 

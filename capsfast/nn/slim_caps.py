@@ -144,8 +144,9 @@ class SlimConvCaps2d(WindowLayer):
         least = self.grid(poses.shape[3:])
         if size is None:
             return least
-        self._check_size(tuple(size), least)
-        return tuple(size)
+        grid: tuple[int, ...] = checks.plain(tuple(size))
+        self._check_size(grid, least)
+        return grid
 
     def _channels(self, poses: Tensor) -> Tensor:
         return poses.flatten(0, 1) if self.shared else poses.flatten(1, 2)

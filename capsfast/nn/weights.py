@@ -52,7 +52,9 @@ class Weight:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            _arguments.option(f"capsfast.nn.{type(self).__name__}", each.name, each.type, getattr(self, each.name))
+            value = checks.plain(getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+            _arguments.option(f"capsfast.nn.{type(self).__name__}", each.name, each.type, value)
 
     def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
         """Shapes of the parameters for matrices of shape ``(D, K)``, or ``(Q, R)`` for pose matrices.

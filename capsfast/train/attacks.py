@@ -24,6 +24,7 @@ def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a negative eps.
     """
+    eps = checks.plain(eps)
     checks.positive("capsfast.train.fgsm", "eps", eps, zero=True)
     return _steps(loss, images, images, eps, 1, eps)
 
@@ -51,6 +52,7 @@ def pgd(
     Raises:
         ValueError: a negative eps, or no steps.
     """
+    eps, steps, step_size = checks.plain((eps, steps, step_size))
     checks.positive("capsfast.train.pgd", "eps", eps, zero=True)
     checks.integer("capsfast.train.pgd", "steps", steps)
     start = images

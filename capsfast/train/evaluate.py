@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from .. import checks
 from ..data import Batch, files
 from ..data.images import resized
 from ..data.sets import DrawnSet
@@ -38,7 +39,7 @@ class Evaluation(NamedTuple):
 def batches(dataset: DrawnSet, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
     """Batches of the first ``limit`` images, in order."""
     count = len(dataset) if limit is None else min(limit, len(dataset))
-    for rows in torch.arange(count).split(batch_size):
+    for rows in torch.arange(count).split(checks.plain(batch_size)):
         yield dataset.batch(rows)
 
 
@@ -172,6 +173,7 @@ def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[flo
         ValueError: the network has no decoder.
     """
     learner.check("perturbations", decoder=True)
+    label, deltas = checks.plain((label, deltas))
     capsules = learner.classify(image[None].to(learner.device)).poses  # [1, J, D]
     D, n = capsules.shape[2], len(deltas)
     changed = capsules.repeat(D * n, 1, 1)

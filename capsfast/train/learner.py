@@ -133,6 +133,12 @@ class Learner(_OfItsModel):
     ) -> None:
         super().__init__()
         op = "capsfast.train.Learner"
+        in_channels, image_size, num_classes, warmup_steps, decay_steps, spread_steps, seed, options = checks.plain(
+            (in_channels, image_size, num_classes, warmup_steps, decay_steps, spread_steps, seed, options)
+        )
+        lr, weight_decay, decay_rate, clip, reconstruction_weight = checks.plain(
+            (lr, weight_decay, decay_rate, clip, reconstruction_weight)
+        )
         options = plain_options(options or {})
         loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
         self.save_hyperparameters(logger=False)

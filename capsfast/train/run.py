@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
+from .. import checks
 from .checkpoint import Best, WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
@@ -86,6 +87,7 @@ def make_trainer(
         progress: show a progress bar; without a terminal, print a line from time to time.
         options: options of :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
     """
+    epochs, checkpoint_every, options = checks.plain((epochs, checkpoint_every, options))
     # Without a monitor ModelCheckpoint keeps only the newest file.
     common: dict[str, Any] = {"dirpath": out, "enable_version_counter": False}
     callbacks: list[Callback] = [
