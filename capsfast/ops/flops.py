@@ -45,11 +45,17 @@ def _register(counter: ModuleType) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds torch.utils.flop_counter as the other finders do, and registers the formulas when it has been imported."""
 
+    searching = False  # another finder of this kind, of another build of this package, would ask this one
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != COUNTER:
+        if name != COUNTER or self.searching:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
+        self.searching = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self.searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
