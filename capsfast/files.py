@@ -1,4 +1,4 @@
-"""Files that exist complete or not at all, even if the process that writes them is killed."""
+"""Files that exist complete or not at all, even if the process that writes is killed. Errors of unreadable files."""
 
 import errno
 import os
@@ -6,6 +6,34 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def reading(op: str, path: object, what: str, remedy: str, *, quoted: bool = True) -> Iterator[None]:
+    """Whatever a reader raises in the block becomes one sentence. The error of most readers depends on the bytes.
+
+    Args:
+        op: begins the message, such as ``"capsfast.data.load"``.
+        path: the file.
+        what: what the file should be, such as ``"a picture"``.
+        remedy: ends the message.
+        quoted: whether the message has the first line of the reader's error.
+
+    Raises:
+        OSError: the system's own, if the file is missing, forbidden or a folder.
+        ValueError: any other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = f" ({lines[0]})" if quoted else ""
+    else:
+        return
+    # Libraries report such a file with an error of their own.
+    with open(str(path), "rb"):
+        pass
+    raise ValueError(f"{op}: {path} can't be read as {what}{said}; {remedy}")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import gzip
 import io
 import re
+import shutil
 import sys
 import tracemalloc
 import zipfile
@@ -200,10 +201,114 @@ def test_folders_of_pictures_with_a_split(tmp_path: Path) -> None:
         data.load(str(tmp_path))
     # With one picture in colour all pictures have three channels. The folder test is used before val.
     write_pictures(tmp_path / "test", count=3)
-    sets = data.open_sets(str(tmp_path), image_size=8)
+    with pytest.warns(UserWarning, match=f"{tmp_path}/test is used for tests; {tmp_path}/val is not read"):
+        sets = data.open_sets(str(tmp_path), image_size=8)
+    shutil.rmtree(tmp_path / "val")
     assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 6)
     write_pictures(tmp_path / "test" / "nested")
     with pytest.raises(ValueError, match="must have the same classes, got nested in one only"):
+        data.load(str(tmp_path))
+
+
+def drawn(folder: Path, *parts: str, end: str = ".png") -> None:
+    """Four pictures of each of the classes cat and dog in each part, all different files."""
+    for part in parts:
+        write_pictures(folder / part, count=4)
+        for path in (folder / part).glob("*/*.png"):
+            path.rename(path.with_suffix(end))
+
+
+def linked(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        *(("train", name) for name in ("test", "valid", "val", "dev", "eval")),
+        *(("Train", "Test"), ("TRAINING", "Validation"), ("training", "testing"), ("training_set", "test_set")),
+        *(("train2017", "val2017"), ("Train Data", "evaluation")),
+    ],
+)
+def test_parts_of_a_split_by_any_usual_name(tmp_path: Path, train: str, test: str) -> None:
+    drawn(tmp_path, train, test)
+    split = data.load(str(tmp_path))
+    assert [each.name for each in split] == [str(tmp_path / train), str(tmp_path / test)]
+    assert [len(each) for each in split] == [8, 8] and split.train.classes == split.test.classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("parts", [("",), ("train", "valid")])
+def test_what_does_not_count_as_a_picture_or_a_class(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    drawn(tmp_path, *parts)
+    before = data.load(str(tmp_path))
+    for place in ("", *parts):
+        hidden = (".ipynb_checkpoints", "cat/.ipynb_checkpoints", "dog/.hidden/deep", ".git", "__MACOSX", "@eaDir")
+        drawn(tmp_path / place, *hidden)
+    for place in parts:
+        inside = tmp_path / place / "cat"
+        for name in ("._00.png", ".00.png"):
+            (inside / name).write_bytes(b"no picture")
+        for name in ("Thumbs.db", ".DS_Store", "notes.txt"):
+            (inside.parent / name).write_bytes(b"no picture")
+        # A link to the folder itself, to the folder of all classes, and to a picture of the same class.
+        linked(inside / "self", ".")
+        linked(inside / "all", "..")
+        linked(inside / "up" / "top", str(tmp_path))
+        linked(inside / "again.png", "00.png")
+    after = data.load(str(tmp_path))
+    for one, other in zip(before, after, strict=True):
+        assert one.classes == other.classes and torch.equal(one.labels, other.labels)
+        assert torch.equal(stacked(one), stacked(other))
+
+
+def test_classes_with_sub_folders_and_endings_in_any_case(tmp_path: Path) -> None:
+    for folder, end in (("cat", ".PNG"), ("dog", ".Png")):
+        drawn(tmp_path / folder, folder, end=end)
+    assert data.load(str(tmp_path)).train.classes == ["cat", "dog"]
+    assert sum(map(len, data.load(str(tmp_path)))) == 16
+
+
+CAT = "cat/00.png"
+
+
+@pytest.mark.parametrize(
+    ("parts", "links", "rule"),
+    [
+        (("train",), {}, r"got train with nothing but folders of equal names \(cat, dog\); give {}/train, or move"),
+        (("PetImages",), {}, "give {}/PetImages, or move the pictures of each class into one folder"),
+        (
+            ("one", "two"),
+            {},
+            "got one, two with nothing but .* name the parts of a split train or training, and test, ",
+        ),
+        (("train", "holdout"), {}, "got holdout, train with nothing but folders of equal names"),
+        (("valid", "test"), {}, "got test, valid with nothing but folders of equal names"),
+        (("train", "valid", "holdout"), {}, "has holdout beside train, with folders of the same names; name it one of"),
+        (("train", "val", "valid"), {}, "must have one folder of each part, got val, valid; join or rename them"),
+        (("train", "Train", "test"), {}, "must have one folder of each part, got Train, train; join or rename them"),
+        (
+            ("train", "test"),
+            {"test/cat/a.png": f"../../train/{CAT}"},
+            "{}/test/cat/a.png .*, got the file {}/train/cat/00",
+        ),
+        (
+            ("",),
+            {"dog/a.png": f"../{CAT}"},
+            "{}/dog/a.png must be in one class and one part, got the file {}/cat/00.png",
+        ),
+        (
+            ("",),
+            {"dog/cats": "../cat"},
+            "{}/dog/cats/00.png must be in one class and one part, got the file {}/cat/00.png",
+        ),
+    ],
+)
+def test_folders_that_are_no_classes(tmp_path: Path, parts: tuple[str, ...], links: dict[str, str], rule: str) -> None:
+    drawn(tmp_path, *parts)
+    for path, target in links.items():
+        linked(tmp_path / path, target)
+    with pytest.raises(ValueError, match=rule.replace("{}", str(tmp_path))):
         data.load(str(tmp_path))
 
 
@@ -243,7 +348,7 @@ def test_damaged_pictures_and_empty_classes_are_named(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match=r"04\.png must be 40 x 40 as others are, got 9 x 9; give image_size"):
         [stacked(part) for part in data.load(str(tmp_path))]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no pictures in empty; add some, or remove the folder"):
+    with pytest.raises(ValueError, match=r"has no pictures in empty; add some \(\.jpg, .*\), or remove the folder"):
         data.load(str(tmp_path))
     with pytest.raises(ValueError, match="must have a sub-folder of pictures for each class, got none"):
         data.load(str(tmp_path / "empty"))
@@ -266,6 +371,58 @@ def test_npz(tmp_path: Path) -> None:
     assert sorted(found.flatten().tolist()) == sorted(COLOUR.flatten().tolist())
     np.savez(path, images=COLOUR.transpose(0, 3, 1, 2)[..., [0, 1, 2, 3, 0]], labels=LABELS)
     with pytest.raises(ValueError, match=re.escape("images must be square and of one size, got [3, 4, 5]")):
+        data.open_sets(str(path))
+
+
+HOLE = np.where(np.arange(30)[:, None, None] == 7, np.nan, GREY / np.float32(255))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "rule"),
+    [
+        ({"labels": LABELS + 1}, "every class from 0 to 3, its largest label, got none of 0; numpy.unique("),
+        ({"labels": LABELS * 2}, "every class from 0 to 4, its largest label, got none of 1, 3; numpy.unique("),
+        ({"labels": LABELS - 1}, "from 0 to less than 1000, got -1 to 1"),
+        (
+            {"labels": LABELS.astype(float)},
+            "got a float64 tensor [30]; numpy's astype(int) converts floats, argmax(1) one",
+        ),
+        (
+            {"labels": np.eye(3)[LABELS]},
+            "got a float64 tensor [30, 3]; numpy's astype(int) converts floats, argmax(1) one",
+        ),
+        ({"images": GREY.astype(np.float32)}, "a float32 tensor [30, 1, 4, 4] from 0 to 255; divide them by 255"),
+        ({"images": GREY.astype(np.int64)}, "got an int64 tensor [30, 1, 4, 4] from 0 to 255; convert them to uint8"),
+        ({"images": HOLE}, "from nan to nan; replace NaN, or leave such images out"),
+        ({"images": GREY / 127.5 - 1}, "from -1 to 1; the option normalize normalizes"),
+        (
+            {"images": GREY // 128},
+            "nothing above 1, which is nearly black; give floats from 0 to 1, or multiply them by 255",
+        ),
+    ],
+)
+def test_arrays_that_mean_something_else(tmp_path: Path, arrays: dict[str, Any], rule: str) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, **{"images": GREY, "labels": LABELS, **arrays})
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        data.open_sets(str(path))
+
+
+def test_idx_files_whose_labels_begin_at_one(tmp_path: Path) -> None:
+    labels = write_set(tmp_path)["train-labels"]
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx_bytes(labels + 1))
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} must have images to train on of every class from 0 to 4, .* of 0;"
+    ):
+        data.open_sets(str(tmp_path))
+
+
+def test_grey_images_to_train_on_and_colours_to_test_on(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, x_train=GREY, y_train=LABELS, x_test=COLOUR, y_test=LABELS)
+    with pytest.raises(
+        ValueError, match=r"must all be grey or all in colour, got \[1, 4, 4\] to train on, \[3, 4, 4\]"
+    ):
         data.open_sets(str(path))
 
 
@@ -396,6 +553,15 @@ def pair(images: Any = None, labels: Any = None) -> tuple[Any, Any]:
         (lambda: pair(labels=[10**9, 1, 2, 3, 4, 5]), "got 1 to 1000000000"),
         (lambda: pair(labels=[0.5, 1, 2, 3, 4, 5]), "must have an integer label"),
         (lambda: pair(labels=list("abcdef")), "must have an integer label"),
+        (lambda: pair(labels=np.eye(6)), "astype(int) converts floats, argmax(1) one-hot labels"),
+        (
+            lambda: pair(labels=[1, 2, 3, 3, 2, 1]),
+            "every class from 0 to 3, its largest label, got none of 0; numpy.unique(",
+        ),
+        (
+            lambda: pair(labels=[0, 0, 1, 1, 4, 4]),
+            "every class from 0 to 4, its largest label, got none of 2, 3; numpy",
+        ),
         (lambda: pair(labels=[3] * 6), "at least two classes, got only images of class 3"),
         (
             lambda: (pair()[0], pair(labels=[0, 1, 2, 3, 4, 9])[0]),

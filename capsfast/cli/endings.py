@@ -4,11 +4,15 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from .._install import in_the_checkout
+
+if TYPE_CHECKING:
+    from ..data import Sets
 
 INTERRUPTED = 130  # the exit status that a shell reports after Ctrl-C
 NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
@@ -16,6 +20,13 @@ NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
 
 def say(text: str, error: bool = False) -> None:
     Console(stderr=error, soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def say_parts(sets: "Sets") -> None:
+    """Says which folders are the parts, if their names decide it."""
+    train, test = (each.source.name for each in (sets.train, sets.test))
+    if train != test:
+        say(f"images to train on: {train}; images for tests: {test}")
 
 
 def stop(message: str, code: int = 1) -> typer.Exit:

@@ -264,10 +264,17 @@ def open_sets(
     kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
     train, test = load(name, data_dir, image_size=image_size, download=download)
     channels, size, width = train.shape
+    got = f"{checks.shape_of(train[0])} to train on, {checks.shape_of(test[0])} to test on"
+    if test.shape[0] != channels:
+        raise ValueError(f"{op}: images must all be grey or all in colour, got {got}; convert one of them")
     if size != width or test.shape != train.shape:
-        got = f"{checks.shape_of(train[0])} to train on, {checks.shape_of(test[0])} to test on"
         raise ValueError(f"{op}: images must be square and of one size, got {got}; give image_size")
     num_classes = int(train.labels.max()) + 1
+    if absent := (torch.bincount(train.labels) == 0).nonzero()[:, 0].tolist():
+        got = f"none of {', '.join(map(str, absent[:5]))}{', ...' * (len(absent) > 5)}"
+        rule = f"must have images to train on of every class from 0 to {num_classes - 1}, its largest label"
+        remedy = "numpy.unique(labels, return_inverse=True)[1] numbers the classes from 0 on"
+        raise ValueError(f"{op}: {train.name} {rule}, got {got}; {remedy}")
     if int(test.labels.max()) >= num_classes:
         got = f"{int(test.labels.max())} to test on"
         raise ValueError(f"{op}: labels must be 0 to {num_classes - 1}, as for the images to train on, got {got}")

@@ -41,6 +41,8 @@ class Images(Dataset[Tensor]):
         self.labels = _checked(name, labels_of(images) if labels is None else labels, len(images))
         if self.classes is not None and len(self.classes) != int(self.labels.max()) + 1:
             self.classes = None
+        if isinstance(images, Tensor):
+            self._check_pixels(images)
         self.shape = self._read(0).shape
 
     def __len__(self) -> int:
@@ -59,17 +61,27 @@ class Images(Dataset[Tensor]):
         if not isinstance(image, Tensor):
             image = torchvision("transforms.v2.functional").to_image(image).as_subclass(Tensor)
         image = image[None] if image.dim() == 2 else image
-        fits = image.dim() == 3 and (
-            image.dtype == torch.uint8 or (image.is_floating_point() and 0 <= image.min() <= image.max() <= 1)
-        )
-        if not fits:
-            low, high = image.float().aminmax()
-            got = f"{checks.shown(image)} from {low:.3g} to {high:.3g} at {row}"
-            raise ValueError(
-                f"{OP}: images of {self.name} must be [C, H, W] of uint8 or of floats in [0, 1], got {got}; "
-                "the option normalize normalizes"
-            )
+        self._check_pixels(image, f" at {row}")
         return resized(image, self.image_size)
+
+    def _check_pixels(self, pixels: Tensor, where: str = "") -> None:
+        """Raises ValueError for numbers that are no colours. where: which image; without it they are all images."""
+        name, dtype = f"{OP}: images of {self.name}", pixels.dtype
+        # One image may be so dark.
+        if dtype == torch.uint8 and not where and pixels.max() == 1:
+            remedy = "give floats from 0 to 1, or multiply them by 255"
+            raise ValueError(f"{name} must be bytes up to 255, got nothing above 1, which is nearly black; {remedy}")
+        low, high = (float(each) for each in pixels.to(torch.float64 if dtype != torch.uint8 else dtype).aminmax())
+        fits = dtype == torch.uint8 or (dtype.is_floating_point and 0 <= low <= high <= 1)
+        if fits and pixels.dim() == (3 if where else 4):
+            return
+        remedy = "the option normalize normalizes"
+        if not low <= high:
+            remedy = "replace NaN, or leave such images out"
+        elif low >= 0 and high <= 255:
+            remedy = "divide them by 255" if dtype.is_floating_point else "convert them to uint8"
+        rule = "must be [C, H, W] of uint8 or of floats in [0, 1]"
+        raise ValueError(f"{name} {rule}, got {checks.shown(pixels)} from {low:.3g} to {high:.3g}{where}; {remedy}")
 
     def part(self, rows: Tensor) -> "Images":
         """The images in ``rows [n]``."""
@@ -118,7 +130,8 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
     if not fits or not 0 <= int(found.min()) <= int(found.max()) < most:
         got = f"{int(found.min())} to {int(found.max())}" if fits else checks.shown(labels)
         rule = f"must have an integer label for each of its {count} images, from 0 to less than {most}"
-        raise ValueError(f"{OP}: {name} {rule}, got {got}")
+        remedy = "" if fits else "; numpy's astype(int) converts floats, argmax(1) one-hot labels"
+        raise ValueError(f"{OP}: {name} {rule}, got {got}{remedy}")
     if found.min() == found.max():
         raise ValueError(f"{OP}: {name} must have at least two classes, got only images of class {int(found.min())}")
     return found.reshape(count)
