@@ -208,6 +208,11 @@ def test_a_hub_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "CapsNet.from_pretrained: me/net is not a folder, and the Hugging Face Hub does not have it: no network$"
     with pytest.raises(FileNotFoundError, match=message):
         CapsNet.from_pretrained("me/net")
+    monkeypatch.undo()
+    with pytest.raises(
+        FileNotFoundError, match=r"the Hugging Face Hub does not have it: Repo id must use alphanumeric"
+    ):
+        CapsNet.from_pretrained("my folder/net")
 
 
 def test_other_names(tmp_path: Path) -> None:

@@ -128,8 +128,10 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """
     try:
         content = json.loads(path.read_text())
-        if content["format"] == FORMAT:
+        if content["format"] == FORMAT and content["environment"]["machine"]:
             return content["environment"], [Row.from_dict(fields) for fields in content["rows"]]
-    except (ValueError, TypeError, KeyError):  # not text, not JSON, or of another shape, such as a script's own rows
+    except OSError:
+        raise
+    except Exception:  # not text, not JSON, or of another shape, such as a script's own rows
         pass
     raise ValueError(f"{path.name} is not a capsfast measurement of format {FORMAT}")

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from ..files import check_replaceable, check_writable, write_text
-from .endings import plain_errors, say, stop
+from .endings import plain_errors, say, say_parts, stop
 
 if TYPE_CHECKING:
     from ..data import Sets
@@ -47,6 +47,7 @@ def of_a_checkpoint(run: Callable[..., None]) -> Callable[..., None]:
 
             learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
             _to_accelerator(learner, accelerator)
+            say_parts(images.sets)
             run(learner, images.sets, **options)
 
     first, *common, _ = inspect.signature(command).parameters.values()
@@ -234,10 +235,10 @@ def predict(
     with plain_errors("predict"), torch.no_grad():
         check_writable(out)
         from .. import plot, train
-        from ..train.checkpoint import open_learner, read_checkpoint
+        from ..train.checkpoint import open_learner
 
         if checkpoint is not None:
-            learner = open_learner(read_checkpoint(checkpoint))
+            learner = open_learner(checkpoint)
         else:
             learner = train.open_pretrained(str(model), str(pretrained))
         learner.check("predict")

@@ -20,15 +20,15 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
-from .. import plot
+from .. import checks, plot
 from .._imported import search_here
 from ..bench import record
-from ..files import check_writable, write_text
+from ..files import check_writable, reading, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
-from ..train.checkpoint import check_fits, read_checkpoint
+from ..train.checkpoint import check_fits, open_learner, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
-from .endings import say, stop
+from .endings import say, say_parts, stop
 from .words import HELP, LINKED, by_short_names, in_a_line, spelled_out
 
 # Options that are a number of batches (int) or a share of all batches (float).
@@ -36,6 +36,17 @@ COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limi
 # A folder with one of these files holds a run.
 OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
 NAMES = ("fit", "validate", "test")
+GROUPS = ("model", "data", "trainer")
+
+
+def _options_in(path: Path) -> dict[str, Any]:
+    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # jsonargparse passes over a group that is a number or a list.
+    groups = {"it": told} | ({name: told.get(name) or {} for name in GROUPS} if isinstance(told, dict) else {})
+    for name, group in groups.items():
+        if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
+            raise ValueError(f"{name} must hold names and values, got {checks.shown(group)}")
+    return dict(told)
 
 
 class Begin(Callback):
@@ -107,6 +118,7 @@ class Command(LightningCLI):
                 f"capsfast {command}: the checkpoint holds model{', data and seed' * (command == 'fit')}; leave out "
                 f"{', '.join(fixed)}{', or mistyped options of the trainer' * (command != 'fit')}"
             )
+        open_learner(self.checkpoint, content)  # what it holds may be anything
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
         self.held = model
@@ -119,12 +131,10 @@ class Command(LightningCLI):
         path = None if self.checkpoint is None else self.checkpoint.with_name("config.yaml")
         if self.words[0] != "fit" or path is None or not path.is_file():
             return []
-        try:
-            told = dict(yaml.safe_load(path.read_text()))
+        with reading("capsfast fit", path, "the options of a run", "mend it, or remove it"):
+            told = _options_in(path)
             names = ("trainer", "checkpoint_every", "patience")
             return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
-        except (yaml.YAMLError, TypeError, ValueError):
-            raise ValueError(f"capsfast fit: {path} can't be read; mend it, or remove it") from None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -158,7 +168,8 @@ class Command(LightningCLI):
     def instantiate_trainer(self, **more: Any) -> Trainer:
         """
         Raises:
-            ValueError: options that don't fit the checkpoint, or this machine.
+            ValueError: options that don't fit the checkpoint.
+            MisconfigurationException: options that don't fit each other, or this machine.
         """
         given = {**self._get(self.config_init, "trainer"), **more}
         if self.held is not None:
@@ -174,7 +185,7 @@ class Command(LightningCLI):
         if patience is not None:
             if best is None:
                 raise ValueError("capsfast fit: patience counts tests, and limit_val_batches=0 leaves these out")
-            callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience))
+            callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience, strict=False))
         progress = given.pop("enable_progress_bar") is not False and training
         try:
             return make_trainer(
@@ -186,10 +197,10 @@ class Command(LightningCLI):
                 callbacks=callbacks,
                 **given if training else given | {"logger": False},
             )
-        except (ValueError, MisconfigurationException) as error:
+        except (ValueError, TypeError, MisconfigurationException) as error:
             remedy = "; --trainer.accelerator=auto takes what is there" if "accelerator" in str(given) else ""
             text = " ".join(str(error).split()).rstrip(".!")
-            raise ValueError(f"capsfast {self.subcommand}: {text}{remedy}") from None
+            raise MisconfigurationException(f"{text}{remedy}") from None
 
     def _folder(self) -> Path:
         """The folder of the run: a new one if the folder holds a run, unless it is resumed or overwritten."""
@@ -218,6 +229,8 @@ class Command(LightningCLI):
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         """Trains; LightningCLI calls it when trainer, model and data are made."""
         start = time.perf_counter()
+        if self.trainer.is_global_zero:
+            say_parts(datamodule.sets)
         try:
             fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
         except Interrupted as end:
@@ -233,6 +246,8 @@ class Command(LightningCLI):
             _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on)
 
     def validate(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
+        if self.trainer.is_global_zero:
+            say_parts(datamodule.sets)
         with quiet():
             self.trainer.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
         if self.trainer.is_global_zero:
@@ -290,17 +305,32 @@ def run(command: str, words: Sequence[str]) -> None:
         say(HELP)
         return
     words = words if asks else spelled_out(command, words)
+    configs = [Path(word.partition("=")[2]) for word in words if word.startswith("--config=")]
+    # A pipe can be read only once.
+    for path in (path for path in configs if not path.is_fifo()):
+        with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):
+            _options_in(path)
+    resumed = [Path(word.partition("=")[2]) for word in words if word.startswith("--ckpt_path=")]
+    sources = [*configs, *resumed, *(path.with_name("config.yaml") for path in resumed)]
     search_here()
     try:
         with quiet():
             Command(["fit" if command == "train" else command, *words])
-    except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
+    except (ArgumentError, ValueError, TypeError, MisconfigurationException, ModuleNotFoundError) as error:
+        cause: BaseException = error
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
-            raise error.__cause__ from None
-        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error).strip()
+            cause = error.__cause__
+            if not isinstance(cause, ValueError | TypeError):
+                raise cause from None
+        text = in_a_line(cause) if isinstance(cause, ArgumentError) else str(cause).strip()
+        of_the_words = text.startswith(("capsfast fit", f"capsfast {command}"))
         if not text.startswith("capsfast"):
-            if isinstance(error, ValueError) and not text.startswith("`val_check_interval`"):
+            if isinstance(cause, ValueError | TypeError) and not text.startswith("`val_check_interval`"):
                 raise
             text = f"capsfast {command}: {' '.join(text.split())}"
             text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
+        # Lightning's command line does not say where a value is from.
+        files = [str(path) for path in sources if path.is_file()]
+        if files and not of_the_words and not any(path in text for path in files):
+            text += f"; options are from {', '.join(files)} and the command line"
         raise ValueError(by_short_names(text).replace("capsfast fit: ", f"capsfast {command}: ")) from None

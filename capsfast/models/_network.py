@@ -6,22 +6,27 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
 from typing_extensions import Self
 
 from .. import checks
 from .._install import in_the_checkout
-from ..files import replacing, write_text
+from ..files import reading, replacing, write_text
 from ..nn._layer import Layer
 
 PRETRAINED = Path(__file__).parent / "pretrained"
 # huggingface_hub.PyTorchModelHubMixin uses the same file names, so that either reads the other's files.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MOVED = ("device", "dtype")  # options that are not saved
+AGAIN = "save the network again with save_pretrained"
+SAID = 400  # torch names every weight
 CARD = """---
 library_name: capsfast
 tags:
@@ -41,6 +46,40 @@ def _library(op: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         raise ModuleNotFoundError(f"{op} needs {name.partition('.')[0]}; {in_the_checkout('hub')}") from None
+
+
+@contextmanager
+def made_from(op: str, source: str, remedy: str = "use the class and the options that were saved") -> Iterator[None]:
+    """For the construction of an object with the options in a file, which may fail anywhere.
+
+    Raises:
+        OSError, ModuleNotFoundError, MemoryError, torch.OutOfMemoryError: of the block.
+        ValueError: any other error of the block, with the source of the options.
+    """
+    try:
+        yield
+    except (OSError, ModuleNotFoundError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{op}: the options in {source} can't be used: {said}; {remedy}") from error
+
+
+def load_weights(op: str, path: object, network: nn.Module, tensors: Any, *, strict: bool = True) -> None:
+    """``network.load_state_dict(tensors)``, for tensors from a file.
+
+    Raises:
+        RuntimeError: the file is from another network.
+    """
+    try:
+        network.load_state_dict(tensors, strict=strict)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        # Without "Error(s) in loading state_dict for Learner:"
+        said = " ".join((str(error).partition(":\n")[2] or str(error)).split())
+        raise RuntimeError(
+            f"{op}: {path} is from another network: {said[:SAID]}{'...' * (len(said) > SAID)}; use the class and the "
+            "options that were saved"
+        ) from None
 
 
 def _is_plain(value: Any) -> bool:
@@ -98,25 +137,34 @@ class Network(Layer):
             options: options of the network that replace the saved ones, such as backend, device and dtype.
 
         Raises:
-            ValueError: no network with this name; a folder or a repository without the two files.
+            ValueError: no network with this name; a folder or a repository without the two files, with damaged files,
+                or with options that the network refuses.
             ModuleNotFoundError: safetensors is not installed, or huggingface_hub for a repository.
             FileNotFoundError: the Hub can't be reached, or has no such repository.
             RuntimeError: the weights are from another network.
         """
         op, text = f"{cls._op}.from_pretrained", os.fspath(name)
-        load_file = _library(op, "safetensors.torch").load_file
+        load_file, safe_open = _library(op, "safetensors.torch").load_file, _library(op, "safetensors").safe_open
         folder = cls._shipped().get(text, Path(text).expanduser())
         if not folder.is_dir():
             folder = cls._downloaded(op, text, revision, token)
         missing = [each for each in (CONFIG, WEIGHTS) if not (folder / each).is_file()]
         if missing:
             raise ValueError(f"{op}: {text} has no {' and no '.join(missing)}; save_pretrained writes both")
-        network = cls(**json.loads((folder / CONFIG).read_text(encoding="utf-8")) | options)
-        network.load_state_dict(load_file(folder / WEIGHTS))
-        with _library(op, "safetensors").safe_open(folder / WEIGHTS, "pt") as file:
-            names = (file.metadata() or {}).get("class_names")
-        if names is not None:
-            network.class_names = json.loads(names)
+        with reading(op, folder / CONFIG, "options of a network", AGAIN):
+            saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            if not isinstance(saved, dict):
+                raise ValueError(f"they must be an object, got {checks.shown(saved)}")
+        with reading(op, folder / WEIGHTS, "weights", AGAIN):
+            tensors = load_file(folder / WEIGHTS)
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                names = json.loads((file.metadata() or {}).get("class_names", "null"))
+            if not (names is None or (isinstance(names, list) and all(isinstance(each, str) for each in names))):
+                raise ValueError(f"class_names must be a list of texts, got {checks.shown(names)}")
+        with made_from(op, f"{folder / CONFIG}{' and of this call' * bool(options)}"):
+            network = cls(**saved | options)
+        load_weights(op, folder / WEIGHTS, network, tensors)
+        network.class_names = names
         return network.eval()
 
     @classmethod
@@ -130,7 +178,7 @@ class Network(Layer):
         hub = _library(op, "huggingface_hub")
         try:
             found = hub.snapshot_download(name, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name of a repository
             said = str(error).strip().partition("\n")[0]
             raise FileNotFoundError(
                 f"{op}: {name} is not a folder, and the Hugging Face Hub does not have it: {said}"

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,24 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from ..files import replacing
-from ..models._network import Network
+from ..files import reading, replacing
+from ..models._network import Network, load_weights, made_from
 from .images import ImageData
 from .learner import Learner
 from .networks import network_class
+
+# What every checkpoint holds, and what training needs to go on. Lightning looks for these without a check.
+HELD: dict[str, Any] = {
+    "state_dict": dict,
+    Learner.CHECKPOINT_HYPER_PARAMS_KEY: dict,
+    ImageData.CHECKPOINT_HYPER_PARAMS_KEY: dict,
+    "pytorch-lightning_version": str,
+    "global_step": int,
+    "loops": {"fit_loop": dict, "validate_loop": dict},
+}
+HELD_TO_GO_ON: dict[str, Any] = {"callbacks": dict, "optimizer_states": [dict], "lr_schedulers": [dict]}
+ANOTHER = "take another one, such as best.ckpt beside it"
+DAMAGED = f"it is damaged or something else; {ANOTHER}"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -73,18 +85,11 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
         raise FileNotFoundError(f"{op} is a folder; name a file in it, such as last.ckpt")
     if not path.is_file():
         raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder after every epoch")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError:
-        raise
-    # If the file is not a checkpoint, the type of torch's error depends on the bytes.
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError):
-        # Without torch's text, which recommends running the code in the file.
-        remedy = "it is damaged or something else; take another one, such as best.ckpt beside it"
-        raise ValueError(f"{op} can't be read as a checkpoint: {remedy}") from None
-    needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
-    if not isinstance(content, dict) or not needed <= content.keys():
-        raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
+    # torch's text recommends running the code in the file.
+    with reading("capsfast.train.read_checkpoint", path, "a checkpoint", DAMAGED, quoted=False):
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if not _holds(content, HELD) or not isinstance(content.get("callbacks", {}), dict):
+        raise ValueError(f"{op} is not a checkpoint that capsfast train wrote; {ANOTHER}")
     for kind in (Learner, ImageData):
         taken, given = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]
         # An option of an earlier version that is off changes nothing.
@@ -92,17 +97,49 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
             name: value for name, value in given.items() if value or name in taken
         }
         if unknown := content[kind.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
-            names = ", ".join(sorted(unknown))
+            names = ", ".join(sorted(map(str, unknown)))
             raise ValueError(
                 f"{op} has options that this version of capsfast does not have: {names}; use the version that wrote it"
             )
     return content
 
 
-def open_learner(content: dict[str, Any]) -> Learner:
-    """The trained network in the content from :func:`read_checkpoint`, in evaluation mode."""
-    learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
-    learner.load_state_dict(content["state_dict"])
+def _holds(value: Any, kind: Any) -> bool:
+    """Whether a value has the type, or holds the types by their keys, or is a list of the type."""
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_holds(value.get(key), each) for key, each in kind.items())
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_holds(each, *kind) for each in value)
+    return isinstance(value, kind)
+
+
+def read_to_go_on(path: Path | str, learner: Learner) -> dict[str, Any]:
+    """The content of a checkpoint that the training of ``learner`` can continue from; the learner takes its weights.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_checkpoint`; also if it holds no state of a training.
+        RuntimeError: the weights are from another network.
+    """
+    op, content = "capsfast.train.fit", read_checkpoint(path)
+    if missing := [key for key, kind in HELD_TO_GO_ON.items() if not _holds(content.get(key), kind)]:
+        raise ValueError(f"{op}: {path} can't continue a training: it has no {', no '.join(missing)}; {ANOTHER}")
+    load_weights(op, path, learner, content["state_dict"], strict=learner.strict_loading)
+    return content
+
+
+def open_learner(path: Path | str, content: dict[str, Any] | None = None) -> Learner:
+    """The trained network in a checkpoint, in evaluation mode.
+
+    content: from :func:`read_checkpoint`, if it is read already.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_checkpoint`; also if the options in it can't be used.
+        RuntimeError: the weights are from another network.
+    """
+    op, content = "capsfast.train.open_checkpoint", content or read_checkpoint(path)
+    with made_from(op, str(path)):
+        learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
+    load_weights(op, path, learner, content["state_dict"])
     return learner.eval()
 
 
@@ -116,19 +153,21 @@ def open_checkpoint(
         data, data_dir: data to use instead of the training's; sizes and classes must fit.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; also if the data
-            does not fit the network.
+        FileNotFoundError, ValueError, RuntimeError: as :func:`open_learner` and :func:`capsfast.data.open_sets`; also
+            if the data does not fit the network.
     """
-    op, content = f"capsfast.train.open_checkpoint: {path}", read_checkpoint(path)
-    learner, options = open_learner(content), dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
+    op, content = "capsfast.train.open_checkpoint", read_checkpoint(path)
+    learner, options = open_learner(path, content), dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
         # No augmentation, and sizes as in training.
         kept = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
         options = {name: options[name] for name in kept if name in options} | {"data": data}
     if data_dir is not None:
         options["data_dir"] = data_dir
-    images = ImageData(**options)
-    check_fits(op, learner.hparams, images)
+    with made_from(op, str(path), "data= (--data) takes other images"):
+        images = ImageData(**options)
+        assert images.sets
+    check_fits(f"{op}: {path}", learner.hparams, images)
     return learner, images
 
 
@@ -173,6 +212,7 @@ def open_pretrained(model: str, name: str) -> Learner:
     options = {
         each: value for each, value in options.items() if each not in ("in_channels", "image_size", "num_classes")
     }
-    learner = Learner(model, channels, height, classes, class_names=names, options=options)
+    with made_from(op, name):
+        learner = Learner(model, channels, height, classes, class_names=names, options=options)
     learner.model = network
     return learner.eval()

@@ -85,6 +85,7 @@ def read_picture(path: Path | str, learner: Learner) -> Tensor:
     """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: resized to a square, in grey or colour.
 
     Raises:
+        OSError: no such file, or forbidden.
         ValueError: the file is not a picture, or the network does not take images of 1 or 3 channels.
     """
     channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]

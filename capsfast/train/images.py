@@ -1,8 +1,12 @@
 """The data sets as a Lightning data module."""
 
+import inspect
+import os
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +18,31 @@ from ..data.sets import DrawnSet
 
 # Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
+
+
+def check_types(op: str, init: Callable[..., None], options: Mapping[str, Any]) -> None:
+    """Compares options with the annotations of a constructor. A configuration file or a checkpoint may hold anything.
+
+    Raises:
+        TypeError: a value of another type.
+    """
+    for name, parameter in inspect.signature(init).parameters.items():
+        if name in options and not _is_of(parameter.annotation, options[name]):
+            wanted = inspect.formatannotation(parameter.annotation).replace("typing.", "")
+            raise TypeError(f"{op}: {name} must be {wanted}, got {checks.shown(options[name])}")
+
+
+def _is_of(annotation: Any, value: Any) -> bool:
+    kind, parts = get_origin(annotation) or annotation, get_args(annotation)
+    if kind is UnionType:
+        return any(_is_of(part, value) for part in parts)
+    if kind is Any or isinstance(value, bool) or value is None:
+        return kind is Any or kind is (bool if isinstance(value, bool) else NoneType)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_is_of(parts[0], each) for each in value)
+    if kind in (int, float):  # also NumPy's
+        return hasattr(type(value), "__index__" if kind is int else "__float__")
+    return isinstance(value, os.PathLike if kind is str and not isinstance(value, str) else kind)
 
 
 class ImageData(pl.LightningDataModule):
@@ -47,6 +76,7 @@ class ImageData(pl.LightningDataModule):
         test: From Python, with train: a data set for tests.
 
     Raises:
+        TypeError: an option of another type.
         ValueError: no data, data together with train and test, or a negative number of workers. ``sets`` raises the
             errors of :func:`capsfast.data.open_sets`.
     """
@@ -83,9 +113,11 @@ class ImageData(pl.LightningDataModule):
                 f"{op}: data must be {CHOICES}; from Python train and test go too. A checkpoint of such data sets is "
                 "opened with data= (--data)"
             )
-        checks.integer(op, "workers", workers, least=0)
         self.save_hyperparameters(logger=False, ignore=["train", "test"])
-        self.options: dict[str, Any] = dict(self.hparams)
+        check_types(op, ImageData.__init__, self.hparams)
+        checks.integer(op, "workers", workers, least=0)
+        data = None if data is None else os.fspath(data)
+        self.options: dict[str, Any] = {**self.hparams, "data": data}
         self._given = train, test
         # A checkpoint must find the data from any working directory, and download nothing.
         self.hparams["data"] = None if data is None else absolute(data)

@@ -18,7 +18,7 @@ from ..models import CapsNetOutput
 from ..models._network import Network
 from ..nn import ReconstructionLoss
 from ..nn.routing.base import Capsules
-from .images import ImageData
+from .images import ImageData, check_types
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
 from .objective import ClassLoss
@@ -139,6 +139,7 @@ class Learner(_OfItsModel):
         lr, weight_decay, decay_rate, clip, reconstruction_weight = checks.plain(
             (lr, weight_decay, decay_rate, clip, reconstruction_weight)
         )
+        check_types(op, Learner.__init__, {name: value for name, value in locals().items() if name != "self"})
         options = plain_options(options or {})
         loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
         self.save_hyperparameters(logger=False)
@@ -150,6 +151,8 @@ class Learner(_OfItsModel):
             checks.positive(op, name, value, zero=True)
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
+        if class_names and len(class_names) != num_classes:
+            raise ValueError(f"{op}: class_names must hold {num_classes} names, got {len(class_names)}")
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
         self.seed = seed
         with torch.random.fork_rng():

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from .. import checks
-from .checkpoint import Best, WholeCheckpoints, read_checkpoint
+from .checkpoint import Best, WholeCheckpoints, read_to_go_on
 from .images import ImageData
 from .learner import Learner
 from .progress import LOG_EVERY, Guessing, Lines, Throughput
@@ -132,12 +132,13 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
     Ctrl-C and SIGTERM end it after the current step, with ``last.ckpt``: see :class:`capsfast.train.stopping.Stop`.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`capsfast.train.open_checkpoint`.
+        FileNotFoundError, ValueError, RuntimeError: as :func:`capsfast.train.open_checkpoint`; also if training can't
+            continue from the checkpoint.
         Interrupted: a signal ended training; it names the checkpoint to resume from.
         OSError: a checkpoint or a log can't be written; the previous checkpoint is still there.
     """
     # Lightning would run the code that a pickle holds.
-    resumed = None if resume is None else (resume, int(read_checkpoint(resume)["global_step"]))
+    resumed = None if resume is None else (resume, read_to_go_on(resume, learner)["global_step"])
     try:
         with quiet(), handlers_kept():
             trainer.fit(learner, datamodule=images, ckpt_path=resume)

@@ -1,6 +1,7 @@
 """The commands that inspect a checkpoint of ``python -m capsfast train``."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,11 @@ def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) ->
     dark, light, wrote = result.output.splitlines()
     assert dark.startswith(f"{files[0]}: dark 0.") and light.startswith(f"{files[1]}: light 0.")
     assert is_png(tmp_path / "p" / "predictions.png") and wrote.endswith("predictions.png")
+    split = tmp_path / "split"
+    for part in ("Train", "valid"):
+        shutil.copytree(tmp_path / "pictures", split / part)
+    said = run("evaluate", checkpoint, "--data", split, "--out", tmp_path / "e").output
+    assert f"images to train on: {split}/Train; images for tests: {split}/valid\n" in said and " of 40 right" in said
     (tmp_path / "pictures" / "dark").rename(tmp_path / "pictures" / "black")
     other = ["--data", str(tmp_path / "pictures"), "--out", tmp_path / "e"]
     assert "knows the classes dark, light" in failed("evaluate", checkpoint, *other)

@@ -170,7 +170,8 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
     assert "val_check_interval: 4" in (out / "config.yaml").read_text()
     for damage in ("trainer: [", "", "words"):
         (out / "config.yaml").write_text(damage)
-        assert f"{out / 'config.yaml'} can't be read; mend it" in line_of(run(*words), 1)
+        line = line_of(run(*words), 1)
+        assert f"{out / 'config.yaml'} can't be read as the options of a run (" in line and "; mend it, or" in line
 
 
 # The machine takes the process away while it writes step.ckpt for the third time.
