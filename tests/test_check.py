@@ -211,6 +211,6 @@ def test_the_command(tmp_path: Path) -> None:
     answer = typer.CliRunner().invoke(app, ["check", "--device", "cpu", "--seconds", "60", "--json", str(path)])
     assert answer.exit_code == 0, answer.output
     lines = [line for line in answer.output.splitlines() if line.startswith("cpp")]
-    assert len(lines) == 5 and all(" right: " in line and "float32" in line for line in lines)
+    assert len(lines) == 6 and all(" right: " in line and "float32" in line for line in lines)
     content = json.loads(path.read_text())
     assert {each["status"] for each in content["families"]} == {"right"} and content["environment"]["versions"]

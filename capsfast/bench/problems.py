@@ -272,6 +272,12 @@ def make(
     return Problem(op, case, inputs, masks, gradients).to(dtype, device)
 
 
+def stretched(problem: Problem, exponent: int) -> Problem:
+    """With input capsules (or given votes) that are 10**exponent times as long."""
+    name, value = next(iter(problem.inputs.items()))
+    return replace(problem, inputs={**problem.inputs, name: value * 10.0**exponent})
+
+
 @dataclass(frozen=True)
 class Op:
     """A function, for tests of all functions. tensors: the inputs that make the votes; poses: the one with a batch."""

@@ -21,6 +21,7 @@ from capsfast.bench.problems import (
     call,
     make,
     run,
+    stretched,
 )
 from capsfast.bench.problems import RoutingCase as Case
 from capsfast.ops.contract import Contract
@@ -42,6 +43,7 @@ __all__ = [
     "call",
     "make",
     "run",
+    "stretched",
 ]
 
 # Shapes that an emulated backend has time for: more outputs than one program holds, with several input capsules and
@@ -121,12 +123,6 @@ def nudged(problem: Problem) -> Problem:
         return value * (1 + torch.finfo(value.dtype).eps * sign)
 
     return replace(problem, inputs={name: nudge(value) for name, value in problem.inputs.items()})
-
-
-def stretched(problem: Problem, exponent: int) -> Problem:
-    """With input capsules (or given votes) that are 10**exponent times as long."""
-    name, value = next(iter(problem.inputs.items()))
-    return replace(problem, inputs={**problem.inputs, name: value * 10.0**exponent})
 
 
 def batched(name: str, value: Tensor) -> bool:
