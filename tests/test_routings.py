@@ -63,6 +63,27 @@ def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> N
         plain.assert_alike(layer(u, activation), definition(layer, name, u, activation), leaves)
 
 
+OF_MOMENTS = [each for each in CASES if each[0] in ("em", "variational")]
+
+
+@plain.on_cpu
+@pytest.mark.parametrize(("name", "options"), OF_MOMENTS, ids=[IDS[CASES.index(each)] for each in OF_MOMENTS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gradients_of_inactive_capsules(name: str, options: dict[str, Any], dtype: torch.dtype, by: Backend) -> None:
+    """With one active capsule every variance is 0 and rounding decides the sign. Its gradients are not 0."""
+    layer = layer_of(name, **options)
+    u, activation = inputs()[0], torch.zeros(B, I, dtype=torch.float64)
+    activation[:, 3] = 0.7
+    activation.requires_grad_()
+    exact = gradients(definition(layer, name, u, activation), [activation, u])
+    with capsfast.use_backend(by.name):
+        found = layer.to(dtype)(u.to(dtype), activation.to(dtype))
+        gradient = gradients([each.double() for each in found], [activation, u])
+    tolerance = 1e-10 if dtype == torch.float64 else 5e-3
+    for got, want in zip(gradient, exact, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * float(want.abs().max()))
+
+
 @each_case
 @pytest.mark.skipif(native.extension is None, reason="the definitions form the votes")
 def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:

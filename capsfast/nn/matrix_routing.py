@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .. import arguments, checks
 from .._torch import result
+from ..reference.em_update import not_negative
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -131,7 +132,7 @@ class MatrixRouting(Layer):
             mean = (m.first + mass * center) * share
             shift = mean - center
             about_mean = (m.second - shift * (2 * m.first - mass * shift)) * share
-            variance = about_mean.clamp_min(0.0) + self.eps
+            variance = not_negative(about_mean) + self.eps
             center, prior = mean, F.logsigmoid(score)
             if self.model == "gaussian":
                 precision, prior = 1 / variance, prior - 0.5 * variance.log().sum(2)

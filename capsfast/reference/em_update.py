@@ -18,6 +18,15 @@ def inverse(mass: Tensor) -> Tensor:
     return torch.where(there, torch.where(there, mass, 1.0).reciprocal(), 0.0)
 
 
+def not_negative(variance: Tensor) -> Tensor:
+    """The variance, 0 where rounding made it negative, always with its gradient.
+
+    The variance of a single vote with coupling is 0, but its gradient for the coupling of the other votes is not, and
+    rounding decides the sign. torch.clamp_min would drop the gradient of half of these variances.
+    """
+    return variance - variance.detach().clamp_max(0)
+
+
 def em_update(
     mass: Tensor,
     first: Tensor,
@@ -42,7 +51,7 @@ def em_update(
     if last is not None:
         held = o.momentum * (last - poses)
         poses, variance = poses + held, variance + held.square()
-    variance = variance.clamp_min(0) + o.floor
+    variance = not_negative(variance) + o.floor
     if o.isotropic:
         variance = variance.mean(2, keepdim=True).expand_as(variance)
     log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...reference.em_update import inverse
+from ...reference.em_update import inverse, not_negative
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
@@ -91,34 +91,38 @@ class VariationalRouting(IterativeRouting):
             )
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
             start = votes.moments(activation=activation)
-            mean = start.first * inverse(start.mass)[..., None]
-        below = torch.arange(self.out_dim, dtype=mean.dtype, device=votes.device)
+            center = start.first * inverse(start.mass)[..., None]
+        below = torch.arange(self.out_dim, dtype=center.dtype, device=votes.device)
         score: dict[str, Any] = {}
         for t in range(self.num_iterations):
-            m = votes.moments(center=mean, activation=activation, second=True, **score)
+            m = votes.moments(center=center, activation=activation, second=True, **score)
             assert m.second is not None
             shift = m.first * inverse(m.mass)[..., None]
-            mean = mean + shift
             mass = m.mass[..., None]
             kappa, nu = self.kappa + mass, self.nu + mass
-            towards_0 = self.kappa / kappa * mean  # from the posterior mean to the mean vote
-            scatter = (m.second - mass * shift**2).clamp_min(0) + mass * towards_0 * mean
-            inverse_psi = self.psi + scatter
+            # The sum of the votes. A capsule of little mass has a gradient without 1 / mass: the mean of its votes
+            # appears only times the mass, as in mass mean^2 = center (total + first) + first shift.
+            total = mass * center + m.first
+            poses = total / kappa
+            towards_0 = self.kappa / kappa * (center * (total + m.first) + m.first * shift)
+            inverse_psi = self.psi + not_negative(m.second - m.first * shift) + towards_0
             log_precision = torch.digamma(0.5 * (nu - below)) + math.log(2) - inverse_psi.log()
             log_precision = log_precision.sum(-1)
             log_share = self._log_share(m.mass, votes.out_mask)
             if t + 1 < self.num_iterations:
                 precision = nu / inverse_psi
                 # A pass has one center, the mean vote; the quadratic form about the posterior mean, expanded there.
-                distance = 0.5 * (self.out_dim / kappa.squeeze(-1) + (precision * towards_0**2).sum(-1))
+                center = (center + shift).detach()
+                offset = center - poses
+                distance = 0.5 * (self.out_dim / kappa.squeeze(-1) + (precision * offset**2).sum(-1))
                 score = {
                     "precision": precision,
-                    "query": -precision * towards_0,
+                    "query": -precision * offset,
                     "prior": log_share + 0.5 * log_precision - distance,
                 }
         entropy = 0.5 * (self.out_dim * math.log(2 * math.pi * math.e) - log_precision)
         logit = self.beta_a - self.beta_u - log_share.exp() * entropy
-        poses = self._normalized(self.pose_norm, mean - towards_0, votes.out_mask)
+        poses = self._normalized(self.pose_norm, poses, votes.out_mask)
         return Capsules(poses, torch.sigmoid(self._normalized(self.norm, logit, votes.out_mask)))
 
     def _normalized(self, norm: nn.BatchNorm1d | None, value: Tensor, out_mask: Tensor | None) -> Tensor:

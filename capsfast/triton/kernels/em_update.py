@@ -80,7 +80,7 @@ def em_update_kernel(
     if last_ptr is not None:
         held = momentum * (load(last_ptr, at, within) - (center + shift))
     raw = second * n[:, None] - shift * shift + held * held
-    # tl.maximum would hide NaN.
+    # Rounding alone makes it negative, so the backward ignores the cut. tl.maximum would hide NaN.
     variance = tl.where(raw < 0.0, 0.0, raw) + floor
     if ISOTROPIC:
         variance = mean(variance, within, D)
@@ -125,7 +125,6 @@ def em_update_kernel(
         dvariance = precision * (0.5 * dlog_sigma[:, None] - load(precision_ptr, at, within) * precision)
         if ISOTROPIC:
             dvariance = mean(dvariance, within, D)
-        dvariance = tl.where(raw >= 0.0, dvariance, 0.0)
         dpose = load(poses_ptr, at, within)
         dcenter = dpose
         if last_ptr is not None:

@@ -106,9 +106,9 @@ struct Sample {
   const bool* const out_mask = data<bool>(call.out_mask);
 
   // One allocation: a part of a batch may be a few samples.
-  std::vector<T> memory = std::vector<T>(size_t(J * (4 * D + 7)));
-  // [J, D]: m - center without momentum, how far momentum moves m, and the variance before it is cut at 0 and after.
-  T *const shift = memory.data(), *const held = shift + J * D, *const raw = held + J * D, *const variance = raw + J * D;
+  std::vector<T> memory = std::vector<T>(size_t(J * (3 * D + 7)));
+  // [J, D]: m - center without momentum, how far momentum moves m, and the variance.
+  T *const shift = memory.data(), *const held = shift + J * D, *const variance = held + J * D;
   // [J]: 1 / mass; e = exp(-|logit|) and 1 - a, of a sigmoid.
   T *const n = variance + J * D, *const log_sigma = n + J, *const cost = log_sigma + J, *const logit = cost + J;
   T *const activation = logit + J, *const e = activation + J, *const complement = e + J;
@@ -137,12 +137,12 @@ struct Sample {
   void find_variance(int64_t start, int64_t j) {
     const T *const first = firsts + start, *const second = seconds + start, *const center = centers + start;
     const T floor = T(call.floor), momentum = T(call.momentum), of_mass = n[j];
-    T* __restrict moved = shift, * __restrict by = held, * __restrict whole = raw, * __restrict v = variance;
+    T* __restrict moved = shift, * __restrict by = held, * __restrict v = variance;
     for (int64_t d = j * D; d < (j + 1) * D; ++d) {
       const T m = first[d] * of_mass, h = lasts == nullptr ? T(0) : momentum * (lasts[start + d] - (center[d] + m));
       const T x = second[d] * of_mass - m * m + h * h;
-      // Not std::max, which would hide a NaN.
-      moved[d] = m, by[d] = h, whole[d] = x, v[d] = (x < T(0) ? T(0) : x) + floor;
+      // Rounding alone makes x negative, so the backward ignores the cut. std::max would hide a NaN.
+      moved[d] = m, by[d] = h, v[d] = (x < T(0) ? T(0) : x) + floor;
     }
     if (!call.isotropic) return;
     T sum = 0;
@@ -206,7 +206,7 @@ struct Gradients {
     T sum = 0, dn = 0;
     for (int64_t d = j * s.D; d < (j + 1) * s.D && s.call.isotropic; ++d) sum += of_variance(d);
     for (int64_t d = j * s.D, at = start + d; d < (j + 1) * s.D; ++d, ++at) {
-      const T each = s.call.isotropic ? sum / T(s.D) : of_variance(d), dvariance = s.raw[d] >= T(0) ? each : T(0);
+      const T dvariance = s.call.isotropic ? sum / T(s.D) : of_variance(d);
       const T dpose = dposes == nullptr ? T(0) : dposes[at];
       const T of_last = dlast == nullptr ? T(0) : T(s.call.momentum) * (T(2) * s.held[d] * dvariance + dpose);
       const T dshift = dpose - of_last - T(2) * s.shift[d] * dvariance;
