@@ -3,9 +3,10 @@
 import math
 import numbers
 import os
+import re
 import reprlib
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,17 @@ warnings.filterwarnings(
     "Converting a tensor to a Python boolean",
     category=TracerWarning,
     module=rf"{PACKAGE}\.",
+)
+
+# No count, size or number of iterations is larger.
+MOST = 2**31 - 1
+
+# The errors that say that a tensor does not fit in memory: of the extension (csrc/out_of_memory.h) and of torch, whose
+# sizes may also exceed 64 bits.
+_NO_MEMORY = re.compile(
+    r"std::bad_alloc( of (?P<bytes>\d+) bytes)?|.*DefaultCPUAllocator: .* (?P<of_torch>\d+) bytes"
+    r"|Storage size calculation overflowed|.*Overflow when unpacking long",
+    re.DOTALL,
 )
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -171,13 +183,49 @@ def boolean(op: str, name: str, value: object) -> None:
 def integer(op: str, name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {shown(value)}")
-    if value < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if not least <= value <= MOST:
+        # Python refuses to write an int of thousands of digits.
+        got = value if value.bit_length() < 128 else f"an int of {value.bit_length()} bits"
+        rule = f"at least {least}" if value < least else f"at most {MOST}"
+        raise ValueError(f"{op}: {name} must be {rule}, got {got}")
+
+
+def without_memory(op: str, error: Exception, remedy: str, on_gpu: bool = False) -> Exception | None:
+    """The error to raise in place of ``error`` if a tensor did not fit in memory, None if another thing went wrong.
+
+    It is a MemoryError, on a GPU a torch.OutOfMemoryError.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        # torch's text has the size. A layer in a layer keeps the message of the inner one.
+        return None if text.startswith(f"{PACKAGE}.") else torch.OutOfMemoryError(f"{op}: {text}; {remedy}")
+    found = _NO_MEMORY.match(text)
+    if found is None:
+        return None
+    size = found["bytes"] or found["of_torch"]
+    wanted = "of more bytes than 64 bits count" if size is None else f"of {size} bytes ({int(size) / 2**30:.3g} GiB)"
+    kind, system = (torch.OutOfMemoryError, "GPU") if on_gpu else (MemoryError, "system")
+    return kind(f"{op}: the {system} has no memory for a tensor {wanted}; {remedy}")
+
+
+def in_memory(op: str, remedy: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls the function, and raises :func:`without_memory` if a tensor does not fit in memory."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        told = without_memory(op, error, remedy)
+        if told is None:
+            raise
+        raise told from None
 
 
 def number(op: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {shown(value)}")
+    if isinstance(value, int) and value.bit_length() > 1023:
+        raise ValueError(f"{op}: {name} must fit in a float, got an int of {value.bit_length()} bits")
     return value
 
 

@@ -75,7 +75,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
         raise IndexError(f"{op}: dim must be in [{-s.dim()}, {s.dim() - 1}] for s {checks.shape_of(s)}, got {dim}")
     checks.choice(op, "kind", kind, SQUASH)
     checks.positive_eps(op, eps)
-    return _squash(s, dim, eps, kind)
+    return checks.in_memory(op, "take a smaller batch", _squash, s, dim, eps, kind)  # type: ignore[no-any-return]
 
 
 @overload

@@ -41,7 +41,12 @@ class Options(NamedTuple):
         # The quick check, which nearly every call passes.
         if type(number) is int and type(softmax) is type(gradient) is type(squash) is str and type(eps) is float:
             known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
-            if known and number > 0 and checks.SMALLEST_EPS <= eps < 1.0 and type(leaky) is type(squash_last) is bool:
+            if (
+                known
+                and 0 < number <= checks.MOST
+                and checks.SMALLEST_EPS <= eps < 1.0
+                and type(leaky) is type(squash_last) is bool
+            ):
                 return self
         number, *_, eps, _ = options = Options(*map(checks.plain, self))
         checks.integer(op, "num_iterations", number)

@@ -61,8 +61,8 @@ for call in (lambda: capsfast.route_votes(votes, 1, backend="cpp"), before.backw
 def test_no_memory_for_scratch_is_a_memory_error() -> None:
     ran = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
-    told = re.findall(r"^capsfast.route_votes: .* of ([\d.]+) MiB\); take a smaller batch .*$", ran.stdout, re.M)
-    assert len(told) == 2 and min(map(float, told)) >= 4, ran.stdout
+    told = re.findall(r"^capsfast.route_votes: .* of (\d+) bytes \(.* GiB\); take a smaller batch.*$", ran.stdout, re.M)
+    assert len(told) == 2 and min(map(int, told)) >= 4 * 2**20, ran.stdout
 
 
 @pytest.mark.rows(1)

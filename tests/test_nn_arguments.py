@@ -57,6 +57,10 @@ def test_numbers_have_their_range(name: str) -> None:
     for argument, parameter in arguments_of(kind).items():
         union = isinstance(parameter.annotation, UnionType)
         types = {*get_args(parameter.annotation)} - {NoneType} if union else {parameter.annotation}
+        if int in types and float not in types:
+            assert refused(kind, argument, 2**31) is refused(kind, argument, 10**5000) is ValueError
+        if types == {float} and argument != "power":
+            assert refused(kind, argument, 10**400) is ValueError
         if types == {int}:
             assert refused(kind, argument, 0) is ValueError
             assert refused(kind, argument, 1.5) is refused(kind, argument, True) is TypeError

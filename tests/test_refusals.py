@@ -53,6 +53,22 @@ route_votes(zeros(2, 3, 4, 5, 6, 7), mask=ones(2, 3, 42).bool())
     ValueError: capsfast.route_votes: mask must have shape [B, I, 6, 7]…got [2, 3, 42]
 votes_pass(zeros(2, 3, 4, 5, 6, 7), query=zeros(2, 4, 5, 7, 6))
     ValueError: capsfast.votes_pass: query must be…positions [6, 7], got [2, 4, 5, 7, 6]…
+dynamic_routing(zeros(2, 3, 4), zeros(3, 5, 6, 4), 2**31)
+    ValueError: capsfast.dynamic_routing: num_iterations must be at most 2147483647, got 2147483648
+route_votes(zeros(2, 3, 4, 5), 10**5000)
+    ValueError: capsfast.route_votes: num_iterations must be at most 2147483647, got an int of 16610 bits
+dynamic_routing(zeros(2, 3, 4), zeros(3, 5, 6, 4), eps=10**400)
+    ValueError: capsfast.dynamic_routing: eps must fit in a float, got an int of 1329 bits
+dynamic_routing(zeros(1).expand(2**24, 4, 1), zeros(1).expand(4, 2**12, 2**10, 1))
+    MemoryError: capsfast.dynamic_routing: …a tensor of 281474976710656 bytes (2.62e+05 GiB); take a smaller batch…
+routing_pass(zeros(1).expand(2**24, 4, 1), zeros(1).expand(4, 2**12, 2**10, 1))
+    MemoryError: capsfast.routing_pass: …a tensor of … bytes…; take a smaller batch…
+votes_pass(zeros(1).expand(2**24, 4, 2**12, 2**10))
+    MemoryError: capsfast.votes_pass: …a tensor of … bytes…; take a smaller batch…
+routing_pass(zeros(1).expand(2**24, 4, 1), zeros(1).expand(4, 2**12, 2**10, 1), backend="reference")
+    MemoryError: capsfast.routing_pass: …a tensor of 1125899906842624 bytes…; take a smaller batch, or a backend that…
+squash(zeros(1).expand(2**44, 8))
+    MemoryError: capsfast.squash: …a tensor of 562949953421312 bytes (5.24e+05 GiB); take a smaller batch
 
 # Weights
 Weight().shapes("a layer", 3, 2, (4, 5))
@@ -167,6 +183,12 @@ DynamicRouting(7, 4, 6, 5)(zeros(2, 7, 4, 5))
     TypeError: capsfast.DynamicRouting: takes u …, got [2, 7, 4, 5]; for votes … capsfast.nn.RoutingByAgreement…
 
 # Routings
+RoutedCaps(2**20, 2**12, 64, 64)
+    MemoryError: capsfast.nn.RoutedCaps: …a tensor of 70368744177664 bytes (6.55e+04 GiB); take smaller sizes
+RoutedCaps(2**31 - 1, 2**31 - 1, 2**31 - 1, 4)
+    MemoryError: capsfast.nn.RoutedCaps: …a tensor of more bytes than 64 bits count; take smaller sizes
+MarginLoss()(zeros(1).expand(2**24, 2**24), zeros(1).long().expand(2**24))
+    MemoryError: capsfast.nn.MarginLoss: …a tensor of … bytes…; take a smaller batch
 RoutedCaps(3, 2, 4, 4, routing="magic")
     ValueError: capsfast.nn.RoutedCaps: routing must be one of 'dynamic', 'attention', …, got 'magic'
 RoutedCaps(3, 2, 4, 4, routing=lambda *_, **__: Length())
@@ -479,7 +501,10 @@ NAMES: dict[str, Any] = {
     **{name: getattr(module, name) for module in (nn, models) for name in module.__all__},
     **{name: getattr(torch, name) for name in ("arange", "ones", "tensor", "uint8", "zeros")},
     **{each.__name__: each for each in (Mean, math, capsfast.DynamicRouting, capsfast.diagnose)},
-    **{name: getattr(capsfast, name) for name in ("dynamic_routing", "route_votes", "routing_pass", "votes_pass")},
+    **{
+        name: getattr(capsfast, name)
+        for name in ("dynamic_routing", "route_votes", "routing_pass", "squash", "votes_pass")
+    },
     "__name__": __name__,
     "export": capsfast.export,
     "stacked": stacked,

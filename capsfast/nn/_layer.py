@@ -68,7 +68,7 @@ def _checked(owner: type["Layer"]) -> Callable[..., None]:
         if not torch.compiler.is_compiling():
             args, kwargs = checks.plain(args), checks.plain(kwargs)
             _check(owner, self, args, kwargs)
-        init(self, *args, **kwargs)
+        checks.in_memory(self._op, "take smaller sizes", init, self, *args, **kwargs)
 
     checked.__signature__ = _signature(init)  # type: ignore[attr-defined]
     return checked
@@ -126,6 +126,9 @@ class Node(nn.Module):
     far as it can.
     """
 
+    # The name of the class in messages.
+    _op: ClassVar[str] = PACKAGE
+
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         call = Node.__call__
@@ -141,7 +144,7 @@ class Node(nn.Module):
             proxy = _proxy_in((*args, *kwargs.values()))
             if proxy is not None:
                 return _as_node(self, proxy.tracer, args, kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
+        return checks.in_memory(self._op, "take a smaller batch", nn.Module.__call__, self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script before it compiles."""
@@ -156,8 +159,7 @@ class Layer(Node):
     default, and those that differ from it, if the layer holds them under their names.
     """
 
-    # The name of the class in messages.
-    _op: ClassVar[str] = "capsfast.Layer"
+    _op = "capsfast.Layer"
     # Layers of other code that an error of the constructor may suggest.
     _others: tuple[kinds.Form, ...] = ()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import checks, native
 from .._names import NAMESPACE, PACKAGE
 from .._torch import OpOverload, any_autocast, below_autograd, forward_level, tracing_state, transformed
 from ..arguments import Call
@@ -25,6 +25,8 @@ from ..precision import cast, in_wide_dtype, tf32_allowed
 from . import flops, sharding
 from .contract import Contract
 
+# The remedy for a call that does not fit in memory.
+SMALLER = "take a smaller batch, or fewer threads (torch.set_num_threads)"
 PREFIX = {"cpp": "", "triton": "triton_"}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops = getattr(torch.ops, NAMESPACE)
@@ -79,7 +81,8 @@ class Op:
         """The results of the op from the chosen backend. A result that was not requested is empty."""
         chosen = choose(call, backend, requests[0])
         if chosen == "reference":
-            return self.run_definition(call, requests)
+            remedy = "take a smaller batch, or a backend that stores no votes"
+            return checks.in_memory(call.op, remedy, self.run_definition, call, requests)  # type: ignore[no-any-return]
         J = call.J if call.weight is None else None
         tf32 = chosen != "cpp" and tf32_allowed()
         kernel = self.kernels[chosen]
@@ -305,12 +308,11 @@ def _called(
                 return op(*inputs)
         except (RuntimeError, MemoryError) as error:
             # torch turns a std::bad_alloc into a RuntimeError or a MemoryError, depending on its release.
-            if not str(error).startswith("std::bad_alloc"):
+            on_gpu = inputs[first].device.type == "cuda"
+            told = checks.without_memory(public[inputs[first + 1] is None], error, SMALLER, on_gpu)
+            if told is None:
                 raise
-            raise MemoryError(
-                f"{public[inputs[first + 1] is None]}: the system has no memory for the scratch of this call "
-                f"({error}); take a smaller batch or fewer threads (torch.set_num_threads)"
-            ) from None
+            raise told from None
 
     return call
 

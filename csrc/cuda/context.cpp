@@ -10,6 +10,7 @@
 #include <atomic>
 #include <vector>
 
+#include "../out_of_memory.h"
 #include "check.h"
 
 // Weak, because only a CUDA build of torch has this function and the extension loads without one. From torch 2.13 on
@@ -59,8 +60,10 @@ Context::Context(const torch::stable::Tensor& like)
 Context::~Context() = default;
 
 unsigned char* Context::scratch(int64_t bytes) const {
-  held_->scratch.push_back(
-      torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte));
+  try {
+    held_->scratch.push_back(
+        torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte));
+  } catch (const std::exception&) { throw_no_tensor(double(bytes)); }
   return static_cast<unsigned char*>(held_->scratch.back().data_ptr());
 }
 

@@ -140,8 +140,12 @@ inline Tensor empty(const Tensor& like, const int64_t* sizes, size_t axes, Scala
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(like.get(), &layout));
   int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle made;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
-      like.get(), sizes, static_cast<int64_t>(axes), &dtype, &layout, &device, index, nullptr, &made));
+  if (aoti_torch_aten_new_empty(like.get(), sizes, static_cast<int64_t>(axes), &dtype, &layout, &device, index, nullptr,
+                                &made) != TORCH_SUCCESS) {
+    double bytes = type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
+    for (size_t axis = 0; axis < axes; ++axis) bytes *= double(sizes[axis]);
+    throw_no_tensor(bytes);
+  }
   return Tensor(made);
 }
 

@@ -7,12 +7,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <new>
+
+#include "../../out_of_memory.h"
 
 namespace capsfast {
 
@@ -51,19 +51,6 @@ inline void advise_huge_pages(void* memory, size_t bytes) {
 #endif
 }
 
-// Says how much memory was asked for. capsfast/ops/define.py turns every text that begins with "std::bad_alloc" into a
-// MemoryError.
-class OutOfMemory : public std::bad_alloc {
- public:
-  explicit OutOfMemory(size_t bytes) {
-    std::snprintf(text_, sizeof(text_), "std::bad_alloc of %.1f MiB", double(bytes) / (1024 * 1024));
-  }
-  const char* what() const noexcept override { return text_; }
-
- private:
-  char text_[64];
-};
-
 // Uninitialised memory that starts at a cache line.
 template <class T>
 class Buffer {
@@ -71,7 +58,7 @@ class Buffer {
   explicit Buffer(int64_t count) {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
     memory_.reset(static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
-    if (memory_ == nullptr) throw OutOfMemory(bytes);
+    if (memory_ == nullptr) throw OutOfMemory(double(bytes));
     advise_huge_pages(memory_.get(), bytes);
     if (poisoned() && std::numeric_limits<T>::has_quiet_NaN)
       std::fill_n(memory_.get(), count, std::numeric_limits<T>::quiet_NaN());
