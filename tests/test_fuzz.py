@@ -8,11 +8,18 @@ import pytest
 import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+import capsfast
+from capsfast.nn import InterestCapsules, RoutedCaps
+
+from .support import plain
 from .support.accuracy import check
 from .support.backends import Backend, Shape
 from .support.passes import CASES as PASSES
+from .support.plain import gradients
 from .support.problems import CASES, LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, Problem, make, relayout, run, stretched
+from .support.routings import ALONE, ROUTINGS, randomize
 
 pytestmark = [pytest.mark.kernels, pytest.mark.drawn]
 
@@ -111,3 +118,52 @@ def test_empty(backend: Backend) -> None:
         assert got.keys() == wanted.keys()
         for name, value in got.items():
             torch.testing.assert_close(value.cpu().double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@st.composite
+def activations(draw: Any) -> Tensor:
+    """[B, I] with B = 0 too, and the same inactive input capsules in all samples; at least one is active."""
+    I = draw(st.integers(1, 6))
+    active = draw(st.lists(st.booleans(), min_size=I, max_size=I).filter(any))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    drawn = 0.1 + 0.8 * torch.rand(draw(st.sampled_from((0, 1, 3))), I, generator=generator, dtype=torch.float64)
+    return drawn * torch.tensor(active)
+
+
+@plain.on_cpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_layers_with_few_active_capsules(name: str, by: Backend) -> None:
+    @for_all(by, activations(), st.integers(1, 4), st.sampled_from(ROUTINGS[name].options), seeds)
+    def _(activation: Tensor, J: int, options: dict[str, Any], seed: int) -> None:
+        # A batch norm needs a spread.
+        assume(activation.shape[0] != 1 or not ALONE.get(name))
+        torch.manual_seed(seed)
+        B, I = activation.shape
+        layer = RoutedCaps(I, J, 4, 4, routing=name, init_std=0.5, dtype=torch.float64, **options)
+        randomize(layer)
+        leaves = [torch.randn(B, I, 4, dtype=torch.float64), activation, *layer.parameters()]
+        u, a = (each.requires_grad_() for each in leaves[:2])
+        with capsfast.use_backend(by.name):
+            found = gradients(tuple(layer(u, a)), leaves)
+        wanted = gradients(ROUTINGS[name].definition(plain.votes(u, layer.W), a, layer.routing, u), leaves)
+        for got, exact in zip(found, wanted, strict=True):
+            size = float(exact.abs().max()) if exact.numel() else 0.0
+            torch.testing.assert_close(got, exact, rtol=0, atol=1e-7 * size + 1e-12)
+
+
+def test_histories_of_any_lengths() -> None:
+    layer = InterestCapsules(3, 4, 4, max_length=5, dtype=torch.float64)
+
+    @settings(settings.default)
+    @given(st.lists(st.integers(0, 5), max_size=4), seeds)
+    def _(lengths: list[int], seed: int) -> None:
+        torch.manual_seed(seed)
+        padded = torch.randn(len(lengths), 5, 4, dtype=torch.float64).requires_grad_()
+        values = torch.cat([padded[:0, 0], *(padded[user, :length] for user, length in enumerate(lengths))])
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        found = [
+            gradients((layer(padded, torch.tensor(lengths, dtype=torch.int64)).vectors,), [padded, layer.W]),
+            gradients((layer(values, offsets=offsets).vectors,), [padded, layer.W]),
+        ]
+        for dense, jagged in zip(*found, strict=True):
+            torch.testing.assert_close(jagged, dense)
