@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +16,7 @@ from capsfast.nn import InterestCapsules, RoutedCaps
 
 from .support import plain
 from .support.accuracy import check
-from .support.backends import Backend, Shape
+from .support.backends import Backend, Shape, named
 from .support.passes import CASES as PASSES
 from .support.plain import gradients
 from .support.problems import CASES, LAYOUTS, OPS, PASS_OPS, AnyCase, Case, Op, Problem, make, relayout, run, stretched
@@ -154,16 +155,20 @@ def test_layers_with_few_active_capsules(name: str, by: Backend) -> None:
 def test_histories_of_any_lengths() -> None:
     layer = InterestCapsules(3, 4, 4, max_length=5, dtype=torch.float64)
 
-    @settings(settings.default)
-    @given(st.lists(st.integers(0, 5), max_size=4), seeds)
+    @for_all(named("reference"), st.lists(st.integers(0, 5), max_size=4), seeds)
     def _(lengths: list[int], seed: int) -> None:
         torch.manual_seed(seed)
-        padded = torch.randn(len(lengths), 5, 4, dtype=torch.float64).requires_grad_()
-        values = torch.cat([padded[:0, 0], *(padded[user, :length] for user, length in enumerate(lengths))])
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        found = [
-            gradients((layer(padded, torch.tensor(lengths, dtype=torch.int64)).vectors,), [padded, layer.W]),
-            gradients((layer(values, offsets=offsets).vectors,), [padded, layer.W]),
-        ]
-        for dense, jagged in zip(*found, strict=True):
-            torch.testing.assert_close(jagged, dense)
+        histories = [torch.randn(length, 4, dtype=torch.float64) for length in lengths]
+        values = torch.cat([layer.W.new_empty(0, 4), *histories]).detach().requires_grad_()
+        padded = torch.stack([layer.W.new_zeros(5, 4), *(F.pad(each, (0, 0, 0, 5 - len(each))) for each in histories)])
+        padded = padded[1:].detach().requires_grad_()
+        dense = layer(padded, torch.tensor(lengths, dtype=torch.int64)).vectors
+        jagged = layer(values, offsets=torch.tensor([0, *lengths]).cumsum(0)).vectors
+        torch.testing.assert_close(jagged, dense)
+        received = torch.randn_like(dense)
+        # An error if the result does not depend on one of them.
+        of_padded, wanted = torch.autograd.grad(dense, [padded, layer.W], received)
+        of_values, found = torch.autograd.grad(jagged, [values, layer.W], received)
+        torch.testing.assert_close(found, wanted)
+        parts = [of_padded[user, :length] for user, length in enumerate(lengths)]
+        torch.testing.assert_close(of_values, torch.cat([of_values[:0], *parts]))
