@@ -113,11 +113,10 @@ class TemplateMixture(Layer):
         channels, H, W = self.image_shape
         sheets = torch.cat([self.templates.sigmoid(), self.alpha.sigmoid()], 1)  # [M, C + 1, h, w]
         # A pixel of the image looks up its place in the template, so the grid takes the inverse of the pose.
-        looked_up = inverse(parts.poses).flatten(0, 1)[:, None]  # [B M, 1, 2, 3]
-        unit = torch.eye(2, 3, dtype=looked_up.dtype, device=looked_up.device)
-        # affine_grid takes no empty batch, so it makes the places of one image only, and a product maps them.
-        places = F.affine_grid(unit[None], [1, 1, H, W], align_corners=False)  # [1, H, W, 2]
-        grid = places @ looked_up[..., :2].mT + looked_up[..., None, :, 2]
+        across, down, shift = inverse(parts.poses).flatten(0, 1)[:, None, None].unbind(-1)  # each [B M, 1, 1, 2]
+        # The middles of the pixels, from -1 to 1. F.affine_grid takes no empty batch, and autocast rounds its result.
+        x, y = (torch.linspace(1 / n - 1, 1 - 1 / n, n, dtype=shift.dtype, device=shift.device) for n in (W, H))
+        grid = x[:, None] * across + (y[:, None, None] * down + shift)  # [B M, H, W, 2]
         laid = F.grid_sample(sheets.repeat(B, 1, 1, 1), grid, align_corners=False).unflatten(0, (B, M))
         values = laid[:, :, :-1] * self.colour(parts.features)[..., None, None]
         weights = laid[:, :, -1:] * parts.presences[..., None, None, None]
