@@ -141,6 +141,13 @@ class Scaled(Routing):
         self.scale = nn.Parameter(torch.ones(2, **self._made))
 
 
+class Optional(Routing):
+    def __init__(self, *sizes: int, **made: Any) -> None:
+        super().__init__(*sizes, **made)
+        self.register_parameter("scale", None)
+        self.register_buffer("shift", None)
+
+
 class Rescaled(Scaled):
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -156,7 +163,8 @@ def test_a_part_without_a_reset_is_refused_before_any_change() -> None:
         with pytest.raises(TypeError, match=f"reset_parameters needs that of every part, got {said}"):
             each.reset_parameters()
         torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
-    assert_resets(lambda: RoutedCaps(3, 2, 4, 5, routing=Rescaled))
+    for routing in (Rescaled, Optional):
+        assert_resets(partial(RoutedCaps, 3, 2, 4, 5, routing=routing))
 
 
 @each_layer

@@ -184,7 +184,7 @@ class Layer(Node):
             TypeError: a part holds parameters and has no ``reset_parameters``; nothing is changed.
         """
         for name, each in self.named_modules():
-            own = [*each._parameters, *each._buffers]
+            own = [key for key, value in {**each._parameters, **each._buffers}.items() if value is not None]
             if own and _reset_of(each) is None:
                 raise TypeError(
                     f"{self._op}: reset_parameters needs that of every part, got {name or 'the layer itself'}, a "
