@@ -145,10 +145,15 @@ def check(
     call.parameters = parameters._replace(**spread)
     if positions.alone(spatial):
         call.u = u.squeeze(-1)
+    shared = call.u.dim() == 5 and call.shared_outputs
     # An op adds up the gradient of votes that output capsules share, before it rounds, if it sees their one vote. That
-    # it does without positions.
-    as_samples = call.u.dim() == 5 and call.shared_outputs
-    return call.as_samples() if as_samples else call, positions.restoring(u.shape[0], spatial, as_samples)
+    # it does without positions. DTensors keep their positions: they cannot merge an axis that is split with another.
+    as_samples = shared and not hasattr(u, "placements")
+    if as_samples:
+        call = call.as_samples()
+    elif shared:
+        call.u = call.u.expand(-1, -1, call.J, -1, -1)
+    return call, positions.restoring(u.shape[0], spatial, as_samples)
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import capsfast
 from capsfast import native
 
 from ..support.problems import LOADED, LOADED_OUT, AnyCase, Case, PassCase, Problem, call, make, run
@@ -97,6 +98,21 @@ def every_rule(rank: int) -> None:
     of(replace(PASS, normalize="sigmoid"), "J", None, "votes_pass")
     for axis in "BS":
         of(Case(softmax="in", logits="IJ", mask=True, spatial=(6,)), axis)
+    for axis in (0, 4, 5):
+        split_votes_of_all_outputs(axis)
+
+
+def split_votes_of_all_outputs(axis: int) -> None:
+    """Votes that output capsules share, at the positions of an image, split along ``axis``."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, draw = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    votes, logits = torch.randn(4, 6, 1, 5, 2, 6, generator=draw), torch.randn(6, 3, generator=draw)
+    leaves = [votes.requires_grad_(), distribute_tensor(votes.detach(), mesh, [Shard(axis)]).requires_grad_()]
+    for leaf, prior in zip(leaves, (logits, distribute_tensor(logits, mesh, [Replicate()])), strict=True):
+        capsfast.route_votes(leaf, 2, logits=prior, backend="cpp").square().sum().backward()
+    wanted, got = (leaf.grad for leaf in leaves)
+    torch.testing.assert_close(got.full_tensor(), wanted)  # type: ignore[union-attr]
 
 
 def test_dtensors_on_two_ranks(tmp_path: Path) -> None:
