@@ -148,6 +148,17 @@ class Optional(Routing):
         self.register_buffer("shift", None)
 
 
+class Listed(Routing):
+    def __init__(self, *sizes: int, **made: Any) -> None:
+        super().__init__(*sizes, **made)
+        self.steps = nn.ParameterList(torch.empty(2, **self._made) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for step in self.steps:
+            nn.init.normal_(step)
+
+
 class Rescaled(Scaled):
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -163,7 +174,7 @@ def test_a_part_without_a_reset_is_refused_before_any_change() -> None:
         with pytest.raises(TypeError, match=f"reset_parameters needs that of every part, got {said}"):
             each.reset_parameters()
         torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
-    for routing in (Rescaled, Optional):
+    for routing in (Rescaled, Optional, Listed):
         assert_resets(partial(RoutedCaps, 3, 2, 4, 5, routing=routing))
 
 

@@ -109,6 +109,15 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
+def _tensors_of(module: nn.Module) -> list[str]:
+    """The names of the tensors, and lists of parameters, that a module itself sets. A list leaves that to its owner."""
+    lists = (nn.ParameterList, nn.ParameterDict)
+    if isinstance(module, lists):
+        return []
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, _ in own] + [name for name, each in module.named_children() if isinstance(each, lists)]
+
+
 def _reset_parts(module: nn.Module) -> None:
     """Resets the modules in a module, in the order in which its constructor made them."""
     for part in module.children():
@@ -184,7 +193,7 @@ class Layer(Node):
             TypeError: a part holds parameters and has no ``reset_parameters``; nothing is changed.
         """
         for name, each in self.named_modules():
-            own = [key for key, value in {**each._parameters, **each._buffers}.items() if value is not None]
+            own = _tensors_of(each)
             if own and _reset_of(each) is None:
                 raise TypeError(
                     f"{self._op}: reset_parameters needs that of every part, got {name or 'the layer itself'}, a "
