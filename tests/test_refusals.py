@@ -399,6 +399,8 @@ MarginLoss()(zeros(5), arange(5))
     ValueError: capsfast.nn.MarginLoss: lengths must have shape [B, J], got [5]
 MarginLoss()(zeros(5, 4, 16, 1), arange(5))
     ValueError: capsfast.nn.MarginLoss: lengths must be [B, J] or …, got [5, 4, 16, 1]; give lengths.squeeze(3)
+MarginLoss()(zeros(5, 4, 1, 16), arange(5))
+    ValueError: capsfast.nn.MarginLoss: lengths must be [B, J] or …, got [5, 4, 1, 16]; give lengths.squeeze(2)
 SpreadLoss()(zeros(5, 1, 4, 16, 1), arange(5), 0)
     ValueError: capsfast.nn.SpreadLoss: activations must be …, got [5, 1, 4, 16, 1]; give activations.squeeze((4, 1))
 MarginLoss()(ones(5, 4).long(), arange(5))

@@ -39,7 +39,7 @@ def _lengths(op: str, name: str, given: Tensor) -> Tensor:
 
 def _refuse_axes(op: str, name: str, given: Tensor) -> NoReturn:
     """Raises the error for lengths or capsules with axes of length 1, or at the positions of an image."""
-    ones = [axis for axis in (*range(given.dim() - 1, 2, -1), 1) if given.shape[axis] == 1][: given.dim() - 3]
+    ones = [axis for axis in (*range(given.dim() - 1, 2, -1), 1, 2) if given.shape[axis] == 1][: given.dim() - 3]
     if given.dim() - len(ones) == 3:
         remedy = f"give {name}.squeeze({tuple(ones) if len(ones) > 1 else ones[0]})"
     else:
