@@ -164,7 +164,8 @@ class Network(Layer):
         with made_from(op, f"{folder / CONFIG}{' and of this call' * bool(options)}"):
             network = cls(**saved | options)
         load_weights(op, folder / WEIGHTS, network, tensors)
-        network.class_names = names
+        if names is not None:
+            network.class_names = names
         return network.eval()
 
     @classmethod
