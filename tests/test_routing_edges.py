@@ -232,11 +232,12 @@ def test_gradients_of_couplings_near_1(backend: Backend, op: Op, exponent: int) 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_sum_over_output_capsules_or_positions_is_rounded_once(backend: Backend, dtype: torch.dtype) -> None:
-    """The parts cancel where output capsules share the votes, as in the first iterations of any routing."""
+    """The parts cancel: of output capsules as in the first iterations of any routing, of positions in pairs."""
     if dtype not in backend.dtypes or backend.linear:
         pytest.skip("has no such votes")
     draw = torch.Generator().manual_seed(0)
-    x, dv = torch.randn(2, 20, 1, 8, 6, generator=draw), torch.randn(2, 7, 8, 6, generator=draw)
+    x, dv = torch.randn(2, 20, 1, 8, 3, generator=draw), torch.randn(2, 7, 8, 3, generator=draw).to(dtype).float()
+    x, dv = torch.cat([x, x], -1), torch.cat([dv, -dv * (1 - 1 / 16)], -1)
     logits = torch.zeros(2, 20, 7)
 
     def gradients(kind: torch.dtype, backend: str) -> tuple[Tensor, ...]:
