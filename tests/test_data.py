@@ -199,11 +199,14 @@ def test_folders_of_pictures_with_a_split(tmp_path: Path) -> None:
     write_pictures(tmp_path / "val", count=2)
     with pytest.raises(ValueError, match=r"00.png must be 9 x 7 as others are, got 9 x 9; give image_size"):
         data.load(str(tmp_path))
-    # With one picture in colour all pictures have three channels. The folder test is used before val.
+    # With one picture in colour all pictures have three channels. The folder test is used before eval and val.
     write_pictures(tmp_path / "test", count=3)
-    with pytest.warns(UserWarning, match=f"{tmp_path}/test is used for tests; {tmp_path}/val is not read"):
+    write_pictures(tmp_path / "eval", count=2)
+    unread = f"{tmp_path}/eval is not read; {tmp_path}/val is not read"
+    with pytest.warns(UserWarning, match=f"{tmp_path}/test is used for tests; {unread}"):
         sets = data.open_sets(str(tmp_path), image_size=8)
     shutil.rmtree(tmp_path / "val")
+    shutil.rmtree(tmp_path / "eval")
     assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 6)
     write_pictures(tmp_path / "test" / "nested")
     with pytest.raises(ValueError, match="must have the same classes, got nested in one only"):
@@ -262,9 +265,10 @@ def test_what_does_not_count_as_a_picture_or_a_class(tmp_path: Path, parts: tupl
         assert torch.equal(stacked(one), stacked(other))
 
 
-def test_classes_with_sub_folders_and_endings_in_any_case(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", ["{}", "images"])
+def test_classes_with_sub_folders_and_endings_in_any_case(tmp_path: Path, inner: str) -> None:
     for folder, end in (("cat", ".PNG"), ("dog", ".Png")):
-        drawn(tmp_path / folder, folder, end=end)
+        drawn(tmp_path / folder / inner.format(folder), "", end=end)
     assert data.load(str(tmp_path)).train.classes == ["cat", "dog"]
     assert sum(map(len, data.load(str(tmp_path)))) == 16
 
@@ -374,6 +378,13 @@ def test_npz(tmp_path: Path) -> None:
         data.open_sets(str(path))
 
 
+def test_a_tensor_of_images_without_an_axis_of_channels() -> None:
+    images = torch.rand(6, 4, 5)
+    assert torch.equal(data.Images(images, torch.arange(6) % 2)[3], images[3:4])
+    with pytest.raises(ValueError, match=r"got a float32 tensor \[6, 20\] from .*; reshape them"):
+        data.Images(images.flatten(1), torch.arange(6) % 2)
+
+
 HOLE = np.where(np.arange(30)[:, None, None] == 7, np.nan, GREY / np.float32(255))
 
 
@@ -393,6 +404,7 @@ HOLE = np.where(np.arange(30)[:, None, None] == 7, np.nan, GREY / np.float32(255
         ),
         ({"images": GREY.astype(np.float32)}, "a float32 tensor [30, 1, 4, 4] from 0 to 255; divide them by 255"),
         ({"images": GREY.astype(np.int64)}, "got an int64 tensor [30, 1, 4, 4] from 0 to 255; convert them to uint8"),
+        ({"images": GREY.astype(np.int64) // 128}, "int64 tensor [30, 1, 4, 4] from 0 to 1; convert them to floats"),
         ({"images": HOLE}, "from nan to nan; replace NaN, or leave such images out"),
         ({"images": GREY / 127.5 - 1}, "from -1 to 1; the option normalize normalizes"),
         (

@@ -145,7 +145,10 @@ def _below(folder: Path, root: Path) -> list[str]:
 
 
 def _check_classes(folder: Path, inner: dict[str, Path]) -> None:
-    """Raises ValueError if the sub-folders hold only folders of equal names, as the parts of a split do."""
+    """Raises ValueError if the sub-folders hold only folders of equal names, as the parts of a split do.
+
+    A split has two classes or more. One name, such as cat/images and dog/images, is no split.
+    """
     held: list[set[str]] = []
     for path in inner.values():
         there = _visible(path)
@@ -153,7 +156,7 @@ def _check_classes(folder: Path, inner: dict[str, Path]) -> None:
             return
         held.append({each.name for each in there if each.is_dir()})
     fewest = min(held, key=len)
-    if not fewest or not all(fewest <= names for names in held):
+    if len(fewest) < 2 or not all(fewest <= names for names in held):
         return
     to_classes = "move the pictures of each class into one folder"
     if len(inner) == 1:
@@ -181,7 +184,7 @@ def _parts(folder: Path) -> list[Path]:
     train, test, validation = found.values()
     if not (train and (test or validation)):
         return [folder]
-    for names in (train, test, validation):
+    for names in (train, test or validation):
         if len(names) > 1:
             raise ValueError(
                 f"{OP}: {folder} must have one folder of each part, got {', '.join(each.name for each in names)}; "
@@ -197,7 +200,8 @@ def _parts(folder: Path) -> list[Path]:
             f"one of {known}, or move it elsewhere"
         )
     if test and validation:
-        warnings.warn(f"{OP}: {test[0]} is used for tests; {validation[0]} is not read", stacklevel=2)
+        unread = "; ".join(f"{each} is not read" for each in validation)
+        warnings.warn(f"{OP}: {test[0]} is used for tests; {unread}", stacklevel=2)
     return [*train, *(test or validation)]
 
 

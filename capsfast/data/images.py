@@ -16,8 +16,8 @@ class Images(Dataset[Tensor]):
     """The images of a data set as float32 ``[C, H, W]`` in [0, 1], all of one shape, and their labels.
 
     Args:
-        images: ``[N, C, H, W]``, uint8 or floats in [0, 1], or a data set of (image, label), whose images are PIL
-            pictures, arrays ``[H, W, C]``, or tensors ``[C, H, W]`` or ``[H, W]``.
+        images: ``[N, C, H, W]`` or ``[N, H, W]``, uint8 or floats in [0, 1], or a data set of (image, label), whose
+            images are PIL pictures, arrays ``[H, W, C]``, or tensors ``[C, H, W]`` or ``[H, W]``.
         labels: ``[N]``, integers from 0 on; default: ``targets`` or ``labels`` of the data set, or the labels that it
             returns with its images.
         name: the name of the data in messages.
@@ -61,25 +61,32 @@ class Images(Dataset[Tensor]):
         if not isinstance(image, Tensor):
             image = torchvision("transforms.v2.functional").to_image(image).as_subclass(Tensor)
         image = image[None] if image.dim() == 2 else image
-        self._check_pixels(image, f" at {row}")
+        if not isinstance(self.images, Tensor):  # a tensor was checked as a whole
+            self._check_pixels(image, f" at {row}")
         return resized(image, self.image_size)
 
     def _check_pixels(self, pixels: Tensor, where: str = "") -> None:
         """Raises ValueError for numbers that are no colours. where: which image; without it they are all images."""
         name, dtype = f"{OP}: images of {self.name}", pixels.dtype
+        shaped = pixels.dim() == 3 if where else pixels.dim() in (3, 4)
         # One image may be so dark.
         if dtype == torch.uint8 and not where and pixels.max() == 1:
             remedy = "give floats from 0 to 1, or multiply them by 255"
             raise ValueError(f"{name} must be bytes up to 255, got nothing above 1, which is nearly black; {remedy}")
-        low, high = (float(each) for each in pixels.to(torch.float64 if dtype != torch.uint8 else dtype).aminmax())
-        fits = dtype == torch.uint8 or (dtype.is_floating_point and 0 <= low <= high <= 1)
-        if fits and pixels.dim() == (3 if where else 4):
+        if dtype == torch.uint8 and shaped:
+            return
+        # torch has no minimum of some integers, such as uint16.
+        low, high = (float(each) for each in (pixels if dtype.is_floating_point else pixels.double()).aminmax())
+        if dtype.is_floating_point and shaped and 0 <= low <= high <= 1:
             return
         remedy = "the option normalize normalizes"
         if not low <= high:
             remedy = "replace NaN, or leave such images out"
+        elif not shaped:
+            remedy = "reshape them"
         elif low >= 0 and high <= 255:
-            remedy = "divide them by 255" if dtype.is_floating_point else "convert them to uint8"
+            integers = "convert them to uint8" if high > 1 else "convert them to floats"
+            remedy = "divide them by 255" if dtype.is_floating_point else integers
         rule = "must be [C, H, W] of uint8 or of floats in [0, 1]"
         raise ValueError(f"{name} {rule}, got {checks.shown(pixels)} from {low:.3g} to {high:.3g}{where}; {remedy}")
 
