@@ -3,6 +3,7 @@
 import inspect
 import io
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def open_checkpoint(
         options = {name: options[name] for name in kept if name in options} | {"data": data}
     if data_dir is not None:
         options["data_dir"] = data_dir
-    with made_from(op, str(path), "data= (--data) takes other images"):
+    # Errors of data that the caller names are not of the checkpoint.
+    of_the_caller = data is not None or data_dir is not None
+    with nullcontext() if of_the_caller else made_from(op, str(path), "data= (--data) takes other images"):
         images = ImageData(**options)
         assert images.sets
     check_fits(f"{op}: {path}", learner.hparams, images)

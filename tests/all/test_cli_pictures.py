@@ -128,6 +128,8 @@ def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) ->
         shutil.copytree(tmp_path / "pictures", split / part)
     said = run("evaluate", checkpoint, "--data", split, "--out", tmp_path / "e").output
     assert f"images to train on: {split}/Train; images for tests: {split}/valid\n" in said and " of 40 right" in said
+    said = failed("evaluate", checkpoint, "--data", split / "Train" / "dark")  # not a fault of the checkpoint
+    assert said == f"capsfast.data.load: {split}/Train/dark must have a sub-folder of pictures for each class, got none"
     (tmp_path / "pictures" / "dark").rename(tmp_path / "pictures" / "black")
     other = ["--data", str(tmp_path / "pictures"), "--out", tmp_path / "e"]
     assert "knows the classes dark, light" in failed("evaluate", checkpoint, *other)
