@@ -103,9 +103,10 @@ class ImageData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         op = "capsfast.train.ImageData"
-        batch_size, image_size, shift, crop, crop_padding, brightness, contrast, seed, workers = checks.plain(
-            (batch_size, image_size, shift, crop, crop_padding, brightness, contrast, seed, workers)
+        batch_size, image_size, shift, crop, crop_padding, flip = checks.plain(
+            (batch_size, image_size, shift, crop, crop_padding, flip)
         )
+        brightness, contrast, seed, workers = checks.plain((brightness, contrast, seed, workers))
         if data is not None and (train is not None or test is not None):
             raise ValueError(f"{op}: give data, or train and test, not both")
         if data is None and (train is None or test is None):
