@@ -41,9 +41,11 @@ GROUPS = ("model", "data", "trainer")
 
 def _options_in(path: Path) -> dict[str, Any]:
     told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    # jsonargparse passes over a group that is a number or a list.
     groups = {"it": told} | ({name: told.get(name) or {} for name in GROUPS} if isinstance(told, dict) else {})
     for name, group in groups.items():
+        # jsonargparse passes over a group that is a number or a list. A text is the name of a file with the group.
+        if name != "it" and isinstance(group, str):
+            continue
         if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
             raise ValueError(f"{name} must hold names and values, got {checks.shown(group)}")
     return dict(told)
@@ -305,7 +307,9 @@ def run(command: str, words: Sequence[str]) -> None:
         say(HELP)
         return
     words = words if asks else spelled_out(command, words)
-    configs = [Path(word.partition("=")[2]) for word in words if word.startswith("--config=")]
+    given = [word.partition("=")[2] for word in words if word.startswith("--config=")]
+    # jsonargparse also takes the options themselves.
+    configs = [Path(each).expanduser() for each in given if ": " not in each]
     # A pipe can be read only once.
     for path in (path for path in configs if not path.is_fifo()):
         with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):

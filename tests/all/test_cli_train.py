@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,12 +156,18 @@ def test_missing_extra_is_one_line(words: list[str], monkeypatch: pytest.MonkeyP
     assert failed(*words) == f"capsfast: this command needs lightning; {in_the_checkout('train')}"
 
 
-def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path) -> None:
+def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "one", *CAPSNET, "--limit-train-batches", "4", "--flip", "--normalize", "set")
     result = run("fit", "--config", tmp_path / "one" / "config.yaml", f"--out={tmp_path / 'two'}", "--overwrite")
     assert result.exit_code == 0, result.output
     one, two = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    # A group of options may be in a file of its own, and options may stand in the place of a file.
+    (tmp_path / "model.yaml").write_text("{lr: 0.5, options: {conv_channels: 4}}")
+    (tmp_path / "whole.yaml").write_text("model: model.yaml")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for config in ("--config=~/whole.yaml", "--config={model: {lr: 0.5, options: {conv_channels: 4}}}"):
+        assert re.search(r"conv_channels: 4\n +lr: 0\.5", run("fit", config, "--print_config").output)
     help_of_train, help_of_fit = (run(name, "--help").output for name in ("train", "fit"))
     assert all(f"--{name} " in help_of_train for name in ("data", "model", "epochs", "batch-size", "lr", "out"))
     assert "--model.lr" in help_of_fit and "learning rate after the warm-up" in help_of_fit
