@@ -272,6 +272,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a special sample": (lambda: variant(forward=special_sample), "applies eq|with a sample that is 0"),
     "linear": (lambda: nn.Linear(K, J), "does not point along the sum of the votes"),
     "axes": (lambda: nn.Conv1d(I, 3, 2), "do not have the axes of one routing"),
+    "TorchScript": (lambda: torch.jit.trace(Plain(), example()), "TorchScript, which torch can't trace; identify the "),
+    "TorchScript inside": (lambda: nn.Sequential(torch.jit.trace(Plain(), example())), "its forward is TorchScript"),
     "no fit": (lambda: Plain(2, 3, 4, 5), "a float64 copy of it fails on u, with RuntimeError"),
 }
 

@@ -79,8 +79,8 @@ def identify(
     if u.dim() < 2 or u.numel() == 0:
         raise ValueError(f"{OP}: u must be input capsules [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)}")
     layer = unwrapped(layer)
-    names = () if call else tuple(inspect.signature(layer.forward).parameters)
-    found, _ = searched(layer, u, others, call, output, names)
+    names = () if call or isinstance(layer, torch.jit.ScriptModule) else inspect.signature(layer.forward).parameters
+    found, _ = searched(layer, u, others, call, output, tuple(names))
     return found
 
 
@@ -133,6 +133,10 @@ class Search(Trial):
         self.thresholds: dict[str, None] = {}
 
     def result(self) -> Identification:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.probe.layer.modules()):
+            raise self.refused(
+                "its forward is TorchScript, which torch can't trace; identify the layer before it is scripted"
+            )
         first = self.run(replace(self.inputs, u=self.inputs.u.clone().requires_grad_()))
         if first.dim() < 2 or not first.is_floating_point():
             raise self.refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
