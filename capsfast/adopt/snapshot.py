@@ -15,6 +15,8 @@ from .state import NAMESPACES
 # The attributes of a module that hold what a forward may build.
 PARTS = ("_parameters", "_buffers", "_modules")
 MAPPINGS = (dict, OrderedDict, defaultdict)
+# A container may hold millions of these, and they hold nothing.
+ATOMS = frozenset((int, float, str, bool, bytes, type(None)))
 
 
 class Snapshot:
@@ -49,7 +51,7 @@ class Snapshot:
         if isinstance(value, Tensor):
             if nn.parameter.is_lazy(value):
                 self._classes.append((value, type(value)))
-            elif value.layout == torch.strided and not value.is_meta:
+            elif value.layout == torch.strided and not (value.is_meta or value.is_nested):
                 self._numbers.append((value, value.detach().clone()))
             return []
         if isinstance(value, nn.Module):
@@ -62,10 +64,10 @@ class Snapshot:
             value = vars(value)
         if type(value) in MAPPINGS:
             self._contents.append((value, dict(value)))
-            return list(value.values())
+            return [each for each in value.values() if type(each) not in ATOMS]
         if type(value) in (list, set, deque):
             self._contents.append((value, list(value)))
-        return list(value) if type(value) in (list, tuple, deque) else []
+        return [each for each in value if type(each) not in ATOMS] if type(value) in (list, tuple, deque) else []
 
     def built(self) -> bool:
         """Whether parameters, buffers or modules are where nothing was, or tensors got their shape."""
