@@ -285,6 +285,24 @@ def test_refused(name: str) -> None:
         capsfast.identify(make(), example())
 
 
+# Layers that change the result by a further argument, which is not about input capsules, and the argument.
+NO_PADDING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "flags of output capsules": (lambda v, gone: v * (1.0 - gone.double())[..., None], torch.rand(5, J) > 0.5),
+    "flags of samples": (lambda v, gone: v * (1.0 - gone.double())[:, None, None], torch.arange(5) > 2),
+    "classes": (lambda v, classes: v * F.one_hot(classes, J)[..., None], torch.arange(5) % J),
+    "indices": (lambda v, users: torch.tanh(v * torch.eye(J)[users, :, None]), torch.arange(5) % J),
+}
+
+
+@pytest.mark.parametrize("name", NO_PADDING)
+def test_what_is_not_about_input_capsules_is_not_called_padding(name: str) -> None:
+    change, argument = NO_PADDING[name]
+    layer = variant(forward=lambda self, u, other: change(Plain.forward(self, u), other))
+    with pytest.raises(NotReproduced, match=r"its output does not point along|a squash that capsfast has") as refused:
+        capsfast.identify(layer, example(), argument)
+    assert "argument 2" not in str(refused.value)
+
+
 def test_no_grad_inside_is_the_gradient_of_the_last_iteration() -> None:
     def forward(self: Plain, u: Tensor) -> Tensor:
         votes = self.votes(u)

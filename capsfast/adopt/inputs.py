@@ -103,6 +103,9 @@ class Inputs:
         """What an argument may be instead of a mask of capsfast, and its value for which all input capsules count."""
         value = self.others[n]
         if self.counts(n):
+            # An index out of range would end the process's use of a GPU.
+            if not value.is_floating_point() and value.device.type != "cpu":
+                return
             for size in sorted({*self.u.shape[1:]}, reverse=True):
                 yield COUNTS, torch.full_like(value, size)
         elif isinstance(value, Tensor) and binary(value):

@@ -19,7 +19,7 @@ from .orders import follow, steps_to
 from .probe import Run, modes_swapped
 from .squashes import OTHER_DIRECTION, SAME_DIRECTION, no_options, off_direction
 from .trace import BATCHES, BranchError, UntraceableError
-from .trial import OP, SAME, SAME_ON_REAL, Trial, backend_for, capsules, relative
+from .trial import OP, SAME, SAME_ON_REAL, NotReproduced, Trial, backend_for, capsules, relative
 
 # A factor of u that makes all coupling equal. Two lengths of weighted sums: the first shows eps, the second coupling.
 NEAR_0 = 1e-5
@@ -230,7 +230,12 @@ class Search(Trial):
             for n in (n for n in range(len(inputs.others)) if f"argument {n + 2}" in reads):
                 for reason, value in inputs.absent(n):
                     self.inputs, self.still = inputs.with_other(n, value), (n,)
-                    if self._first_routed(mattering) is not None:
+                    try:
+                        routed = self._first_routed(mattering)
+                    except NotReproduced:  # the layer fails on such a number, which may be an index
+                        routed = None
+                    # A flag of samples or of output capsules is no padding.
+                    if routed and (reason == COUNTS or value.numel() in (routed.sizes.I, self.B * routed.sizes.I)):
                         nearest = None
                         return self._of_argument(n, reason)
         finally:
