@@ -25,8 +25,6 @@ def reading(op: str, path: object, what: str, remedy: str, *, quoted: bool = Tru
     """
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         said = f" ({lines[0]})" if quoted else ""

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
@@ -127,7 +128,9 @@ def labels_of(dataset: Any) -> Any:
 def _checked(name: str, labels: Any, count: int) -> Tensor:
     """The labels as int64 ``[count]``."""
     try:
-        found = torch.as_tensor(labels)
+        # torch warns at a list of arrays.
+        arrays = isinstance(labels, list) and len(labels) > 0 and isinstance(labels[0], np.ndarray)
+        found = torch.as_tensor(np.stack(labels) if arrays else labels)
     except (TypeError, ValueError, RuntimeError):
         found = torch.zeros(0)
     # A larger label would give the network as many classes.
