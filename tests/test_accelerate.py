@@ -298,7 +298,7 @@ def with_coupling(make: Callable[[Tensor, Tensor], Any], iterations: int = 3) ->
     return variant(forward=forward)
 
 
-@pytest.mark.parametrize(("entries", "iterations"), zip(ENTRIES, (1, 3, 1, 3), strict=True))
+@pytest.mark.parametrize(("entries", "iterations"), [*zip(ENTRIES, (1, 3, 1, 3), strict=True)])
 def test_a_tuple_of_output_coupling_and_lengths(entries: str, iterations: int) -> None:
     layer, u = with_coupling(ENTRIES[entries], iterations), example()
     plain, report = copy.deepcopy(layer), accelerate(layer, u)

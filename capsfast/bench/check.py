@@ -66,7 +66,7 @@ WIDE = (*NARROW, torch.float16, torch.float64)
 class Family(NamedTuple):
     """Kernels of a backend that share their code. shapes: (B, I, J, D, K). op: a function, or "em" for the routing.
 
-    exponents: input capsules are 10 to these powers as long as usual.
+    exponent: input capsules are 10**exponent times as long as usual.
     """
 
     backend: str
@@ -74,14 +74,14 @@ class Family(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ((5, 33, 10, 16, 8),)
     cases: tuple[Any, ...] = (None,)
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    exponents: tuple[int, ...] = (0,)
+    exponent: int = 0
 
 
 LAYER, ODD, MANY = (33, 63, 10, 16, 8), (17, 21, 5, 23, 3), (33, 9, 300, 4, 4)
 FAMILIES = {
     "cpp routing": Family("cpp", "dynamic_routing", (LAYER, ODD, MANY), ROUTINGS, WIDE),
     "cpp shared weight": Family("cpp", "dynamic_routing", (LAYER, ODD), (RoutingCase(shared=True),), WIDE),
-    "cpp long votes": Family("cpp", "dynamic_routing", (LAYER,), LONG, exponents=(5,)),
+    "cpp long votes": Family("cpp", "dynamic_routing", (LAYER,), LONG, exponent=5),
     "cpp votes": Family("cpp", "route_votes", (LAYER, ODD), (*ROUTINGS, RoutingCase(spatial=(3, 2))), WIDE),
     "cpp passes": Family("cpp", "routing_pass", (LAYER, MANY), (*PASSES, QUADRATIC), WIDE),
     "cpp EM": Family("cpp", EM),
@@ -94,14 +94,14 @@ FAMILIES = {
         WIDE[:3],
     ),
     "cuda general": Family("cuda", "dynamic_routing", (LAYER, ODD, MANY), (LOADED, LOADED_OUT, RoutingCase()), WIDE),
-    "cuda long votes": Family("cuda", "dynamic_routing", (LAYER,), LONG, exponents=(5,)),
+    "cuda long votes": Family("cuda", "dynamic_routing", (LAYER,), LONG, exponent=5),
     "cuda votes": Family("cuda", "route_votes", (ODD, (4, 2520, 10, 16, 1)), ROUTINGS, WIDE),
     "cuda passes": Family("cuda", "routing_pass", (LAYER, MANY), PASSES, WIDE),
     "cuda votes passes": Family("cuda", "votes_pass", (ODD,), PASSES, WIDE),
     # Each call is compiled, which takes seconds.
     "triton routing": Family("triton", "dynamic_routing", (LAYER,), (QUIET, LOADED_OUT), NARROW),
     "triton softmax in": Family("triton", "dynamic_routing", (LAYER,), (LOADED,), NARROW),
-    "triton long votes": Family("triton", "dynamic_routing", (LAYER,), LONG, exponents=(5,)),
+    "triton long votes": Family("triton", "dynamic_routing", (LAYER,), LONG, exponent=5),
     "triton many outputs": Family("triton", "dynamic_routing", (MANY,), (QUIET, LOADED_OUT)),
     "triton wide capsules": Family("triton", "dynamic_routing", ((17, 33, 10, 32, 32),), (QUIET, LOADED_OUT)),
     "triton pose matrices": Family("triton", "dynamic_routing", ((9, 13, 5, 16, 4),), (RoutingCase(poses=4),), NARROW),
@@ -120,11 +120,10 @@ class FamilyCall(NamedTuple):
     shape: tuple[int, ...]
     case: RoutingCase | PassCase | None
     dtype: torch.dtype
-    exponent: int = 0
 
     def __str__(self) -> str:
         words = [self.family.backend, self.family.op, "x".join(map(str, self.shape)), self.case, self.dtype]
-        words += [f"times 1e{self.exponent}"] if self.exponent else []
+        words += [f"times 1e{self.family.exponent}"] if self.family.exponent else []
         return " ".join(str(word).removeprefix("torch.") for word in words if word is not None)
 
 
@@ -137,11 +136,7 @@ def calls(name: str) -> list[FamilyCall]:
         for c in range(len(family.cases))
         for d in range(len(family.dtypes))
     )
-    return [
-        FamilyCall(family, family.shapes[s], family.cases[c], family.dtypes[d], exponent)
-        for exponent in family.exponents
-        for _, s, c, d in ordered
-    ]
+    return [FamilyCall(family, family.shapes[s], family.cases[c], family.dtypes[d]) for _, s, c, d in ordered]
 
 
 def captured(function: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
@@ -176,7 +171,7 @@ def compare(call: FamilyCall, device: torch.device) -> dict[str, Any]:
         return _compare_em(call, device)
     backend, op, bound = call.family.backend, OP_OF[call.family.op], BOUNDS[call.dtype]
     problem, other = (
-        stretched(op.make(call.shape, call.case, seed=seed), call.exponent).to(call.dtype, str(device))
+        stretched(op.make(call.shape, call.case, seed=seed), call.family.exponent).to(call.dtype, str(device))
         for seed in (0, 1)
     )
     truth = run(problem.to(torch.float64, str(device)), "reference")

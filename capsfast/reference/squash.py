@@ -23,7 +23,7 @@ RADIAL: dict[str, Callable[[Tensor, float], Tensor]] = {
     "half": lambda n, eps: n / (0.5 + n) / torch.sqrt(n + eps),
     "eps_outside": lambda n, eps: n / (1 + n) / (_norm(n) + eps),
     "exp": _exp,
-    "unit": lambda n, eps: torch.rsqrt(n + eps),
+    "unit": lambda n, eps: 1 / torch.sqrt(n + eps),
     "identity": lambda n, eps: torch.ones_like(n),
 }
 

@@ -32,29 +32,27 @@ CAPSFAST_HOST_DEVICE inline T radial(Squash kind, T n, T eps) {
   return 1;
 }
 
-// df/dn; finite at n = 0 for every kind.
+// 2 s_dv df/dn, with s_dv = s . dv: ds = f dv + slope s. Zero at n = 0 for every kind. The order of the products keeps
+// every number in range: for |s| = 1e13 the cube of |s| would be infinite in float.
 template <class T>
-CAPSFAST_HOST_DEVICE inline T radial_derivative(Squash kind, T n, T eps) {
+CAPSFAST_HOST_DEVICE inline T radial_slope(Squash kind, T n, T eps, T s_dv) {
   switch (kind) {
-    case Squash::paper: {
-      const T root = std::sqrt(n + eps), q = 1 / (1 + n);
-      return q * q / root - n * q / (2 * root * root * root);
-    }
+    case Squash::paper:
     case Squash::half: {
-      const T root = std::sqrt(n + eps), q = 1 / (T(0.5) + n);
-      return T(0.5) * q * q / root - n * q / (2 * root * root * root);
+      const T least = kind == Squash::paper ? T(1) : T(0.5), q = 1 / (least + n);
+      return s_dv * q / std::sqrt(n + eps) * (2 * least * q - n / (n + eps));
     }
     case Squash::eps_outside: {
       const T root = std::sqrt(n), q = 1 / (1 + n), p = 1 / (root + eps);
-      return q * q * p - q * root * p * p / 2;
+      return s_dv * q * p * (2 * q - root * p);
     }
     case Squash::exp: {
       const T norm = std::sqrt(n + eps);
-      return (std::exp(-norm) * norm + std::expm1(-norm)) / (2 * norm * norm * norm);
+      return s_dv / norm / norm * ((std::exp(-norm) * norm + std::expm1(-norm)) / norm);
     }
     case Squash::unit: {
       const T root = std::sqrt(n + eps);
-      return -1 / (2 * root * root * root);
+      return -(s_dv / root / root / root);
     }
     case Squash::identity:
       return 0;
@@ -71,10 +69,10 @@ struct Squashing {
   CAPSFAST_HOST_DEVICE T factor(bool is_last, T n) const {
     return radial<T>(is_last ? last : kind, n, T(eps));
   }
-  // The derivative of the factor with respect to n.
+  // ds = factor dv + slope x, with x_dv = x . dv.
   template <class T>
-  CAPSFAST_HOST_DEVICE T derivative(bool is_last, T n) const {
-    return radial_derivative<T>(is_last ? last : kind, n, T(eps));
+  CAPSFAST_HOST_DEVICE T slope(bool is_last, T n, T x_dv) const {
+    return radial_slope<T>(is_last ? last : kind, n, T(eps), x_dv);
   }
 };
 

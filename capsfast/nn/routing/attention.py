@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...functional import squash as _squash
+from ...precision import wide_dtype
 from .base import Capsules, IterativeRouting, Routing, lengths
 from .votes import Votes
 
@@ -48,7 +49,7 @@ class AttentionRouting(Routing):
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         scale = math.sqrt(self.out_dim)
         # In float32, because the gradient is a sum over the batch, which an op would round sample by sample.
-        query = self.query.to(torch.promote_types(self.query.dtype, torch.float32)) / scale
+        query = self.query.to(wide_dtype(self.query.dtype)) / scale
         query = query.expand(votes.B, -1, -1)
         s = votes.moments(query=query, normalize=self.softmax).first
         v = torch.einsum("jde,bje->bjd", self.A.to(s.dtype), s) + self.bias

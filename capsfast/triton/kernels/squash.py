@@ -32,31 +32,30 @@ def radial(n, eps, KIND: tl.constexpr):
 
 
 @triton.jit
-def radial_derivative(n, eps, KIND: tl.constexpr):
-    """df/dn; finite at n = 0 for every kind."""
+def radial_slope(n, eps, s_dv, KIND: tl.constexpr):
+    """2 s_dv df/dn, 0 at n = 0 for every kind. csrc/math/squash.h says why the products have this order."""
     if KIND == "paper" or KIND == "half":
         least: tl.constexpr = 1.0 if KIND == "paper" else 0.5
-        root = tl.sqrt_rn(n + eps)
         q = 1.0 / (least + n)
-        f = least * q * q / root - n * q / (2.0 * root * root * root)
+        slope = s_dv * q / tl.sqrt_rn(n + eps) * (2.0 * least * q - n / (n + eps))
     elif KIND == "eps_outside":
         root = tl.sqrt_rn(n)
         q = 1.0 / (1.0 + n)
         p = 1.0 / (root + eps)
-        f = q * q * p - q * root * p * p / 2.0
+        slope = s_dv * q * p * (2.0 * q - root * p)
     elif KIND == "exp":
         norm = tl.sqrt_rn(n + eps)
-        # (exp(-x) x - (1 - exp(-x))) / (2 x^3), by its series for small x, where the difference would cancel.
-        series = -0.25 + norm * (1.0 / 6.0 - norm * (1.0 / 16.0 - norm * (1.0 / 60.0 - norm * (1.0 / 288.0))))
-        exact = (tl.exp(-norm) * norm - minus_expm1(norm)) / (2.0 * norm * norm * norm)
-        f = tl.where(norm < 0.1, series / norm, exact)
+        # (exp(-x) x - (1 - exp(-x))) / x^2, by its series for small x, where the difference would cancel.
+        series = -0.5 + norm * (1.0 / 3.0 - norm * (1.0 / 8.0 - norm * (1.0 / 30.0 - norm * (1.0 / 144.0))))
+        exact = (tl.exp(-norm) * norm - minus_expm1(norm)) / norm / norm
+        slope = s_dv / norm * tl.where(norm < 0.1, series, exact)
     elif KIND == "unit":
         root = tl.sqrt_rn(n + eps)
-        f = -0.5 / (root * root * root)
+        slope = -(s_dv / root / root / root)
     else:
         tl.static_assert(KIND == "identity")
-        f = tl.zeros(n.shape, tl.float32)
-    return f
+        slope = tl.zeros(n.shape, tl.float32)
+    return slope
 
 
 @triton.jit
@@ -68,5 +67,5 @@ def squash(s, eps, KIND: tl.constexpr):
 def squash_gradient(s, dv, eps, KIND: tl.constexpr):
     """ds from dv for v = f(|s|^2) s."""
     n = tl.sum(s * s, 1)
-    along = 2.0 * radial_derivative(n, eps, KIND) * tl.sum(s * dv, 1)
+    along = radial_slope(n, eps, tl.sum(s * dv, 1), KIND)
     return radial(n, eps, KIND)[:, None] * dv + along[:, None] * s

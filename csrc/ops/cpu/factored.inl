@@ -421,7 +421,7 @@ struct Factored : Products<T> {
       for (int64_t m = 0; m < M; ++m) {
         const T *const s = block.wide(at.sums, t) + m * Dp, n = dot(s, s, Dp), f = squash_factor(block, t, m, n);
         at.f[t * M + m] = f;
-        at.slope[t * M + m] = block.is_valid_out(m / J, m % J) ? p.squash.derivative(t == last, n) : T(0);
+        at.squares[t * M + m] = n;
         for (int64_t d = 0; d < Dp && t < last; d += L) store<L>(block.outputs(t) + m * Dp + d, load<L>(s + d) * f);
       }
     }
@@ -439,7 +439,9 @@ struct Factored : Products<T> {
     for (int64_t m = 0; m < M; ++m) {
       const T* const s = block.wide(block.at.sums, t) + m * Dp;
       T* const ds = block.ds(t) + m * Dp;
-      const T along = 2 * block.at.slope[t * M + m] * dot(s, ds, Dp), factor = block.at.f[t * M + m];
+      const bool valid = block.is_valid_out(m / block.p.J, m % block.p.J);
+      const T factor = block.at.f[t * M + m], n = block.at.squares[t * M + m];
+      const T along = valid ? block.p.squash.slope(t == block.last(), n, dot(s, ds, Dp)) : T(0);
       for (int64_t d = 0; d < Dp; d += L) store<L>(ds + d, load<L>(ds + d) * factor + load<L>(s + d) * along);
     }
   }

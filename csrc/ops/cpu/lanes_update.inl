@@ -114,10 +114,11 @@ struct LanesUpdate {
         n += x * x;
         s_dv += x * g;
       }
-      T slopes[L];
+      T slopes[L], along[L];
       store<L>(slopes, n);
-      for (int l = 0; l < L; ++l) slopes[l] = p.squash.derivative(last, slopes[l]);
-      const V f = squash_factor(p, last, n), slope = T(2) * load<L>(slopes) * s_dv, ok = valid(at, tile, j);
+      store<L>(along, s_dv);
+      for (int l = 0; l < L; ++l) slopes[l] = p.squash.slope(last, slopes[l], along[l]);
+      const V f = squash_factor(p, last, n), slope = load<L>(slopes), ok = valid(at, tile, j);
       V total{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = load<L>(s + row * L);

@@ -84,14 +84,12 @@ class BatchSums {
     add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
   }
 
+  const Slices& cut() const { return slices; }
+
  private:
   const BackwardOutputs& out;
   int64_t logits, bias;
-
- public:
-  const Slices slices;
-
- private:
+  Slices slices;
   int64_t tasks;
   Buffer<double> dlogits, dbias;
 };
@@ -102,13 +100,14 @@ void run_alike(const Problem& p, const Call& call, const BatchSums<T>& sums) {
   const auto run = [&](int64_t task, int64_t n, int64_t count, WeightSums<T>* weights, int64_t threads) {
     call.from(p, n).run(slice(p, n, count), sums.totals(task, weights, threads));
   };
-  for_tasks(sums.slices.tasks, [&](int64_t task, int64_t) {
-    for_slices(p, sums.slices, task, [&](int64_t n, int64_t count) {
+  const Slices& slices = sums.cut();
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
       WeightSums<T> weights;
       run(task, n, count, &weights, 1);
     });
   });
-  if (sums.slices.tasks > 0) return;
+  if (slices.tasks > 0) return;
   const Parts parts = call.parts(p);
   WeightSums<T> weights(parts.count);
   for (int64_t part = 0; part < parts.count; ++part)

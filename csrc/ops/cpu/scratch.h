@@ -171,7 +171,7 @@ struct FactoredScratch {
                     // all but the last; ds of all iterations and the outputs of all but the last
   T* sums;          // [r][rows][Dp]: W z and the bias
   T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
-  T *f, *slope;     // [r][rows]: factor of the squash and its derivative
+  T *f, *squares;   // [r][rows]: factor of the squash, and |s|^2
   T* coefficients;  // [samples][2 r - 1], for du: c of all iterations, then the gradients of the logits
   T* vectors;       // [2 r - 1][J][Kp]: the vectors that the coefficients multiply
   T* inverses;      // [samples][r][J][L]: `inverse` of every iteration
@@ -196,7 +196,7 @@ struct FactoredScratch {
     Z = take(!backward, M * Kp), q = take(!backward, M * Kp), s = take(!backward, M * Dp);
     right = take(backward, sets * M * Kp), left = take(backward, sets * M * Dp);
     sums = take(backward, r * M * Dp), back = take(backward, sets * M * Kp);
-    f = take(backward, r * M), slope = take(backward, r * M);
+    f = take(backward, r * M), squares = take(backward, r * M);
     coefficients = take(backward, n * sets * J * Ip), vectors = take(backward, sets * J * Kp);
     inverses = take(backward, n * r * J * L);
     dlogits = take(backward && call.need_logits, n * J * Ip), du = take(backward && !call.in_place, L * Kp);

@@ -188,7 +188,7 @@ struct BackwardSteps {
     }
     n = lane_sum(n, UpdateCoord::kLanes);
     s_dv = lane_sum(s_dv, UpdateCoord::kLanes);
-    const T f = squash.factor(last, n), slope = 2 * squash.derivative(last, n) * s_dv;
+    const T f = squash.factor(last, n), slope = squash.slope(last, n, s_dv);
     T agreement = T(0);
     at.for_components(in.D, [&](int64_t d) {
       const T x = s_t[d];
