@@ -5,17 +5,39 @@ these), not from measurements on a GPU.
 """
 
 import functools
+import warnings
 from typing import NamedTuple
 
 import triton
+from triton.backends.nvidia import compiler as nvidia
 
 # Rows of a tile: the M of one mma instruction. A row is a sample, or a row of a pose matrix. Smaller batches are
 # padded. For votes with positions, 16 rows fill whole sectors of memory. With 32 rows the outputs would need row_norm
 # sooner, and row_norm reads all votes again.
 ROWS = 16
-# The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for every dtype, later releases require
-# 32 bytes.
-SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def refuses_k8() -> bool:
+    """Whether tl.dot() refuses K = 8 in float32. Triton 3.6 and 3.7 do, in the front end alone: kernels/products.py
+    lifts the rule, unless a release keeps it elsewhere."""
+    return RELEASE < (3, 8) and not triton.knobs.runtime.interpret
+
+
+def _smallest_k() -> int:
+    if refuses_k8() and not hasattr(nvidia, "min_dot_size"):
+        warnings.warn(
+            f"capsfast: Triton {triton.__version__} keeps its smallest K elsewhere than 3.6 and 3.7 do; products of "
+            "float32 with K = 8 are padded to 16, which takes up to 1.5 times as long",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return 16
+    return 8
+
+
+# The smallest K of a product, by bytes of an element: that of one matrix instruction.
+SMALLEST_K = {4: _smallest_k(), 2: 16}
 # Kernels take a larger K in steps of this size, because the tiles of W for one step have to fit in registers.
 LARGEST_K = 32
 # An output whose dot products cross warps costs as much as this many columns, see _of_product().

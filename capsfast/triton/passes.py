@@ -179,13 +179,14 @@ def accumulate_gradient(
 
 
 def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
-    """Launches a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads."""
+    """Launches a step between passes. A step takes one trip to L2 after the other, so a program is one warp with
+    16 numbers, or one output, and reads 32 splits at once: four loads of 16 bytes a lane."""
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
-    RB = max(1, 128 // DP)
-    constants = {"KIND": call.squashes[0], "J": J, "D": D, "DP": DP, "RB": RB, "num_warps": 4} | constants
+    RB = max(1, 16 // DP)
+    constants = {"KIND": call.squashes[0], "J": J, "D": D, "DP": DP, "RB": RB, "num_warps": 1} | constants
     if summing:
-        constants["SB"] = max(1, min(16, 2048 // (RB * DP)))
+        constants["SB"] = max(1, min(32, 512 // (RB * DP)))
     call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, *call.numbers, **constants)
 
 

@@ -3,6 +3,30 @@
 import triton
 import triton.language as tl
 
+from ..config import RELEASE, refuses_k8
+
+# How many neighbouring columns a lane has of a float32 operand, as the compiler lays it out.
+RUN_OF_FLOAT = tl.constexpr(1 if RELEASE >= (3, 8) else 2)
+
+if refuses_k8():
+
+    @tl.core.builtin
+    def dot_tf32(a, b, acc, max_num_imprecise_acc=None, _semantic=None):  # type: ignore[no-untyped-def]
+        """tl.dot() with K = 8 too, for which the compiler behind the front end emits m16n8k8."""
+        functions = _semantic.builder.codegen_fns
+        smallest = functions["min_dot_size"]
+        functions["min_dot_size"] = lambda *_: (1, 1, 8)
+        try:
+            return tl.core.dot(a, b, acc, "tf32", None, max_num_imprecise_acc, _semantic=_semantic)
+        finally:
+            functions["min_dot_size"] = smallest
+
+else:
+
+    @triton.jit
+    def dot_tf32(a, b, acc, IMPRECISE: tl.constexpr = None):
+        return tl.dot(a, b, acc, input_precision="tf32", max_num_imprecise_acc=IMPRECISE)
+
 
 @triton.jit
 def head(x):
@@ -48,18 +72,18 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
         acc = tl.dot(turned(a_rest, TURN), b, acc)
         acc = tl.dot(turned(a_head, TURN), b, acc)
     elif DOT == "tf32":
-        acc = tl.dot(turned(nearest(a), TURN), nearest(b), acc, input_precision="tf32", max_num_imprecise_acc=1)
+        acc = dot_tf32(turned(nearest(a), TURN), nearest(b), acc, 1)
     else:
         a_head = head(a)
         a_rest = turned(a - a_head, TURN)
         a_head = turned(a_head, TURN)
-        acc = tl.dot(a_rest, head(b) if DOT == "tf32x3" else b, acc, input_precision="tf32")
+        acc = dot_tf32(a_rest, head(b) if DOT == "tf32x3" else b, acc)
         if DOT == "tf32x3":
             b_head = head(b)
-            acc = tl.dot(a_head, b - b_head, acc, input_precision="tf32")
-            acc = tl.dot(a_head, b_head, acc, input_precision="tf32")
+            acc = dot_tf32(a_head, b - b_head, acc)
+            acc = dot_tf32(a_head, b_head, acc)
         else:
-            acc = tl.dot(a_head, b, acc, input_precision="tf32")
+            acc = dot_tf32(a_head, b, acc)
     return acc
 
 
@@ -120,7 +144,7 @@ def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr, JOINED:
     # A product of 16-bit operands has to sum over at least 16 columns.
     FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[1] // ACROSS >= 16
     LONG: tl.constexpr = 4 if JOINED and DOT == "bf16x2" and FITS else 2
-    RUN: tl.constexpr = LONG if w.dtype.primitive_bitwidth == 16 else 1
+    RUN: tl.constexpr = LONG if w.dtype.primitive_bitwidth == 16 else RUN_OF_FLOAT
     dx = columns_by_warp(dx, ACROSS, RUN)
     w = weights_by_warp(w if DOT == "bf16x2" and FITS else w.to(tl.float32), ACROSS, RUN)
     return product(dx, w, acc, DOT if FITS else "tf32x2")
