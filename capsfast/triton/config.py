@@ -138,9 +138,9 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def padded(D: int) -> int:
-    """The numbers that a vector takes in memory of the backward: whole 16 bytes, which a lane can read at once."""
-    return D if D < 4 else -(-D // 4) * 4
+def fours(D: int) -> int:
+    """How many times 16 bytes a vector takes in memory, see kernels/strips.py."""
+    return -(-D // 4)
 
 
 @functools.cache

@@ -126,6 +126,8 @@ class Call:
         self.parameters = PassParameters(
             query, precision, center, prior, logits, activation, lse, bytes_of(mask), bytes_of(out_mask)
         )
+        # precision and center as kernels read them, see passes.arrange()
+        self.arranged: tuple[Slot | None, Slot | None] = (None, None)
         self.positions: int | None = None
         self.poses = 1
         if weight is None:
@@ -159,8 +161,8 @@ class Call:
 
     @functools.cached_property
     def tensors(self) -> tuple[Slot | None, ...]:
-        _, precision, center, prior, logits, activation, _, mask, out_mask = self.parameters
-        return (self.x, self.weight, logits, mask, out_mask, precision, center, prior, activation)
+        _, _, _, prior, logits, activation, _, mask, out_mask = self.parameters
+        return (self.x, self.weight, logits, mask, out_mask, *self.arranged, prior, activation)
 
     @property
     def sample_stride(self) -> int:
@@ -204,7 +206,7 @@ class Call:
         of_sample = I * (J * D if self.weight is None else max(J, self.poses * K))
         reaches = {
             "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
-            "V of all iterations": samples * 2 * self.iterations * J * config.padded(D),
+            "V of all iterations": samples * 8 * self.iterations * J * config.fours(D),
             "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
             "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
         }
@@ -313,6 +315,13 @@ class Call:
         """[B, I, J] or [B, I, J, S]"""
         positions = () if self.positions is None else (self.positions,)
         return self.new(self.x.shape[0], self.x.shape[1], self.sizes[2], *positions, dtype=dtype)
+
+    def vectors(self, *S: int, zeros: bool = False) -> Any:
+        """Memory for vectors in the order of kernels/strips.py: [strips, J, *S, fours, 16, 4]."""
+        B, _, J, D, _ = self.sizes
+        strips = cdiv(B * power_of_two(self.poses), config.ROWS)
+        size = (strips, J, *S, config.fours(D // self.poses), config.ROWS, 4)
+        return self.zeros(*size) if zeros else self.new(*size)
 
     def zeros(self, *size: int) -> Any:
         return self.x.plan.zeros(*size)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from . import passes
-from .config import padded
 from .kernels.arguments import Given, Norms
 from .launch import Call, plain
 from .plan import Slot
@@ -30,7 +29,8 @@ def forward(call: Call, return_weights: bool, return_lse: bool) -> tuple[Slot, S
     norm = call.new(2, B, J) if inward else None
     lse: Slot | None = None
     if B and J:
-        sums, lse = passes.weighted_sums(call, call.parameters.query, True, weights, return_lse, norm)
+        query, *_ = passes.arrange(call)
+        sums, lse = passes.weighted_sums(call, query, True, weights, return_lse, norm)
     else:
         sums = passes.Sums(call.new(B, J, D), call.new(B, J), call.new(B, J, D) if call.second else None)
         if return_lse:
@@ -73,12 +73,12 @@ def backward(
     mass, first, second, weights, _, norm = saved
     dmass, dfirst, dsecond = (call.compute(plain, value, parameters.out_mask) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(plain, given[4])
-    # Without a query no kernel reads the zeros in its place.
-    state = call.compute(_state, *(call.zeros(B, J, D) if each is None else each for each in (query, dfirst)))
+    # As in coupling_gradient(); an activation multiplies dc, but not s.
+    s = first.contiguous() if call.normalize == "in" and activation is None else None
+    state, of_dsecond, of_s = passes.arrange(call, (dfirst, dsecond, s))
+    assert state is not None
     norms = Norms()
     if call.normalize == "in":
-        # As in coupling_gradient(); an activation multiplies dc, but not s.
-        s = first.aligned() if activation is None else None
         of_second = second if s is None or dsecond is None else call.compute(_about, second, s)
         delta = call.compute(
             _products, mass, 1.0, dmass, mass, 1.0, dfirst if s is None else None, first, 1.0, dsecond, of_second
@@ -86,7 +86,7 @@ def backward(
         if dcoupling is not None:
             delta = call.compute(torch.add, delta, call.compute(coupled, weights, dcoupling))
         # With the positions of one sample the mass is a view whose positions are behind.
-        norms = Norms(None, norm[0], norm[1], delta.contiguous(), s)
+        norms = Norms(None, norm[0], norm[1], delta.contiguous(), of_s)
 
     uniform = call.uniform_start and not need_a
     launched = I > 0 and (need_x or need_weight or need_logits or need_a or need_lse)
@@ -98,7 +98,7 @@ def backward(
         wanted = (need_prior or (need_center and query is not None), need_precision)
         partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
     if partial is not None or pairs is not None:
-        of_outputs = Given(dcoupling, dmass, dsecond, dlse)
+        of_outputs = Given(dcoupling, dmass, of_dsecond, dlse)
         passes.accumulate_gradient(call, state, norms, of_outputs, pairs and pairs[0], partial, terms)
     if partial is not None:
         dscores_x, dscores, dscores_xx = passes.update(call, partial)
@@ -106,7 +106,7 @@ def backward(
     dx = dweight = dlogits = dcenter = None
     if launched:
         dx, dweight, dlogits = passes.gradients(
-            call, state, pairs, uniform, (need_x, need_weight, need_logits), dsecond=dsecond
+            call, state, pairs, uniform, (need_x, need_weight, need_logits), dsecond=of_dsecond
         )
     if need_center:
         # Minus the sum over i of dx, because x = votes - center.
@@ -117,12 +117,6 @@ def backward(
     drow = call.compute(torch.neg, call.compute(total, pairs[0, ..., 1], 2)) if pairs and need_lse else None
     found = (dx, dweight, dscores_x, dprecision, dcenter, dscores, dlogits, dactivation, drow)
     return passes.returned(call, inputs, needed, found)
-
-
-def _state(query: Tensor, dfirst: Tensor) -> Tensor:
-    """State [B, J, 1, 2, padded D], in the form of dynamic routing."""
-    D = query.shape[2]
-    return torch.nn.functional.pad(torch.stack([query, dfirst], 2)[:, :, None], (0, padded(D) - D))
 
 
 def _about(second: Tensor, s: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import padded, power_of_two
+from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Given, Norms
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
-from .kernels.update import add_up_kernel, restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import add_up_kernel, arrange_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
 from .plan import Slot
 
@@ -80,7 +80,7 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *mor
 def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, given: Given = NOTHING) -> Any:
     """Norms.rows [B, I, 4] for the kernels of a mode; None if the mode is not "row_norm".
 
-    state: V [B, J, D] or, if with_ds, V and ds of one iteration of a state.
+    state: V or, if with_ds, V and ds of one iteration of a state.
     """
     if kind != "row_norm" or call.normalize == "lse":
         return call.compute(_rows, call.parameters.lse) if kind == "row_norm" else None
@@ -182,9 +182,17 @@ def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **cons
     """Launches a step between passes. A step takes one trip to L2 after the other, so a program is one warp with
     16 numbers, or one output, and reads 32 splits at once: four loads of 16 bytes a lane."""
     B, _, J, D, _ = call.sizes
-    DP: int = power_of_two(D)
+    DP: int = max(4, power_of_two(D))
     RB = max(1, 16 // DP)
-    constants = {"KIND": call.squashes[0], "J": J, "D": D, "DP": DP, "RB": RB, "num_warps": 1} | constants
+    constants = {
+        "KIND": call.squashes[0],
+        "J": J,
+        "D": D,
+        "P": call.poses,
+        "DP": DP,
+        "RB": RB,
+        "num_warps": 1,
+    } | constants
     if summing:
         constants["SB"] = max(1, min(32, 512 // (RB * DP)))
     call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, *call.numbers, **constants)
@@ -218,14 +226,33 @@ def update(
     return sums
 
 
-def restore(call: Call, s: Slot, dv: Slot) -> Slot:
-    """Makes a state [B, J, R, 2, padded D] from s [R, B, J, D]: V of every iteration, ds of the last, room for the
-    other ds."""
-    R, B, J, D = s.shape
-    state = call.new(B, J, R, 2, padded(D))
-    arguments = (s, dv, call.bias, call.parameters.out_mask, state, B)
+def restore(call: Call, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
+    """A state, which is V and ds of R iterations in the order of kernels/strips.py, from s [R, B, J, D]: V of every
+    iteration, ds of the last, room for the other ds. For softmax "in" also s in this order."""
+    R, B = s.shape[:2]
+    state = call.vectors(R, 2)
+    ordered = call.vectors(R) if call.normalize == "in" else None
+    arguments = (s, dv, call.bias, call.parameters.out_mask, state, ordered, B)
     _step(call, restore_kernel, *arguments, summing=False, LAST=call.squashes[1], R=R)
-    return state
+    return state, ordered
+
+
+def arrange(call: Call, gradients: tuple[Slot | None, ...] | None = None) -> tuple[Slot | None, ...]:
+    """Puts the vectors of a pass in the order of kernels/strips.py: the precision and the center of the call, and what
+    this returns. In the forward that is the query; in the backward a state of one iteration, and dsecond and s if there
+    are any. gradients: dfirst, dsecond and s, in the backward."""
+    query, precision, center, *_ = call.parameters
+    dfirst, dsecond, s = gradients or (None,) * 3
+    vectors = (query, dfirst, precision, center, dsecond, s)
+    ordered: list[Slot | None] = [None if each is None else call.vectors() for each in vectors]
+    state = None
+    if gradients is not None:
+        state = call.vectors(1, 2)
+        ordered[:2] = state[:, :, 0, 0], state[:, :, 0, 1]
+    call.arranged = ordered[2], ordered[3]
+    if any(ordered):
+        _step(call, arrange_kernel, *vectors, *ordered, call.sizes[0], summing=False)
+    return (state or ordered[0], *ordered[4:])
 
 
 def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..options import Options
 from ..positions import to_samples
 from . import passes
+from .config import power_of_two
 from .kernels.arguments import Given, Norms
 from .launch import Call
 from .plan import Slot
@@ -24,10 +25,10 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     s = call.new(r, B, J, D)
     norm = call.new(2, r, B, J) if inward else None
     if B and J:
-        V: Slot | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
+        V: Slot | None = None if call.uniform_start and not (return_coupling and r == 1) else call.vectors(zeros=True)
         for t in range(r):
             last = t == r - 1
-            following = None if last else V or call.new(B, J, D)
+            following = None if last else V or call.vectors()
             passes.weighted_sums(
                 call, V, t == 0, coupling if last else None, norm=norm and norm[:, t],
                 s=s[t], following=following, v=v if last else None,
@@ -63,11 +64,11 @@ def backward(
         return passes.returned(call, tensors, needed, (None,) * 4)
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     s = s.aligned()
-    state = passes.restore(call, s, dv.contiguous())
+    state, vectors = passes.restore(call, s, dv.contiguous())
     norms = Norms()
     if call.normalize == "in":
         delta = None if dcoupling is None else call.compute(_delta, coupling, dcoupling, r)
-        norms = Norms(None, norm[0], norm[1], delta, s)
+        norms = Norms(None, norm[0], norm[1], delta)
 
     assert isinstance(call.options, Options)
     start, first = first_iterations(call.options, call.parameters.logits)
@@ -77,7 +78,7 @@ def backward(
         sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
         kept = None if pairs is None or t < first else pairs[t - first]
         if sums is not None or kept is not None:
-            of_t = Norms(*(None if each is None else each[t] for each in norms))
+            of_t = Norms(*(each and each[t] for each in norms))._replace(s=vectors and vectors[:, :, t])
             given = Given(dcoupling if t == r - 1 else None)
             passes.accumulate_gradient(call, state[:, :, t], of_t, given, kept, sums)
         if sums is not None:
@@ -91,7 +92,7 @@ def backward(
     dbias = None
     if needed[3]:
         assert call.bias is not None
-        dbias = call.compute(_dbias, state[:, :, start:, 1, :D], dtype or call.bias.dtype)
+        dbias = call.compute(_dbias, state[:, :, start:, 1], call.sizes, call.poses, dtype or call.bias.dtype)
     return passes.returned(call, tensors, needed, (*found, dbias), dtype)
 
 
@@ -112,5 +113,9 @@ def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
     return torch.cat([last.new_zeros(iterations - 1, *last.shape), last[None]])
 
 
-def _dbias(ds: Tensor, dtype: torch.dtype) -> Tensor:
-    return ds.sum((0, 2)).to(dtype)
+def _dbias(ds: Tensor, sizes: tuple[int, ...], poses: int, dtype: torch.dtype) -> Tensor:
+    """The sum over samples and iterations of ds in the order of kernels/strips.py, [strips, J, r, fours, 16, 4]."""
+    B, _, _, D, _ = sizes
+    rows = ds.permute(0, 4, 1, 2, 3, 5).flatten(4).flatten(0, 1).unflatten(0, (-1, power_of_two(poses)))
+    found: Tensor = rows[:B, :poses, ..., : D // poses].sum((0, 3))
+    return found.transpose(0, 1).flatten(1).to(dtype)

@@ -12,7 +12,7 @@ import triton.language as tl
 from .arguments import Given, Inputs, Norms
 from .softmax import agreement_gradient, couple, exponential, finite_or_zero, log_sum_exp, scaled
 from .tiles import batch_rows, first_tile, per_input, store_coefficients, store_pairs, valid_outputs, where_valid, zeros
-from .vectors import further, load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
+from .vectors import load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
 from .votes import coupling_gradient, input_capsule, reread, routing_logits, votes_about_center
 
 
@@ -60,7 +60,7 @@ def store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T: t
 def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
-    V_ptr,  # [B, J, D] float32, if QUERY
+    V_ptr,  # float32 vectors, see strips.py, if QUERY
     rows_ptr, norm_ptr, inverse_ptr,  # see arguments.Norms; MODE "in" knows norms after all sums, for a second pass
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i c x, or None in the second pass of MODE "in"
     online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
@@ -182,7 +182,7 @@ def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
-    state_ptr,  # V and ds of this iteration in [B, J, R, 2, padded D] float32
+    state_ptr,  # V and ds of this iteration, of a state of R iterations
     rows_ptr,  # see arguments.Norms, of this iteration
     norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # see arguments.Norms, of this iteration, for MODE "in"
     pairs_ptr,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None
@@ -226,7 +226,7 @@ def accumulate_gradient_kernel(
             None if norm_ptr is None else reread(norm_ptr, i32, True),
             None if inverse_ptr is None else reread(inverse_ptr, i32, True),
             None if delta_ptr is None else reread(delta_ptr, i32, True),
-            None if s_ptr is None else further(s_ptr, (i32 >> 31) * 16 if T.LANES > 0 else 0, T),  # as in reread()
+            None if s_ptr is None else reread(s_ptr, i32, T.LANES > 0),
         )
         state_at = reread(state_ptr, i32, T.LANES > 0)
         x = ()
@@ -244,7 +244,7 @@ def accumulate_gradient_kernel(
             b = b + (routing_logits(
                 inputs, x[n], V, rows, beside, here, first + n, valid[n], T, 0.0 if MODE == "none" else float("-inf")
             ),)
-            s = None if norms.s is None else load_vectors(norms.s, beside, first + n, T)
+            s = None if norms.s is None else load_vectors(norms.s, beside, first + n, T, R)
             dc = dc + (coupling_gradient(inputs, given, x[n], s, ds, rows, beside, here, first + n, valid[n], T),)
         c, _, _ = couple(b, norms, inputs, rows, here, known, first, T, MODE)
         if terms_ptr is not None:

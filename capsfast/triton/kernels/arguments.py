@@ -57,8 +57,8 @@ class Inputs(NamedTuple):
     logits: Any
     mask: Any
     out_mask: Any
-    precision: Any  # of a pass, or None: float32 [B, J, D]
-    center: Any  # [B, J, D]
+    precision: Any  # of a pass, or None: vectors, see strips.py
+    center: Any  # vectors
     prior: Any  # [B, J]
     activation: Any  # [B, I]
     xs: Any
@@ -75,7 +75,7 @@ class Given(NamedTuple):
 
     dcoupling: Any = None  # [B, I, J]
     dmass: Any = None  # of a pass, as all that follow: [B, J]
-    dsecond: Any = None  # [B, J, D]
+    dsecond: Any = None  # vectors, see strips.py
     dlse: Any = None  # [B, I]; [B, J] for MODE "in"
 
 
@@ -88,7 +88,7 @@ class Norms(NamedTuple):
     maximum: Any = None  # [B, J], for MODE "in", as all that follow
     inverse: Any = None  # [B, J]: 1 / sum
     delta: Any = None  # [B, J]: sum_i c dc, without s . ds + s^2 . dsecond if there is s
-    s: Any = None  # [B, J, D]: sum_i c x
+    s: Any = None  # vectors of all iterations, see strips.py: sum_i c x
 
 
 class Rows(NamedTuple):

@@ -20,7 +20,8 @@ import triton.language as tl
 from .arguments import Inputs
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
-from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, padded, per_input, valid_outputs, where_valid
+from .strips import numbers
+from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, per_input, valid_outputs, where_valid
 from .vectors import add_scaled, load_state, load_vectors, no_terms, slope, vector_tile, whole
 from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
@@ -138,8 +139,8 @@ def add_products(
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
-    dsecond_ptr,  # [B, J, D] float32, or None
-    state_ptr,  # V and ds of every iteration in [B, J, R, 2, padded D] float32: their offsets are constants
+    dsecond_ptr,  # vectors, see strips.py, or None
+    state_ptr,  # state of R iterations, see passes.restore(): V and ds, at constant offsets
     pairs_ptr,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
@@ -165,11 +166,11 @@ def gradient_kernel(
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    before_ptr = state_ptr + (2 * START - 1) * padded(T.D)
+    C: tl.constexpr = T.D // T.P
+    before_ptr = state_ptr + (2 * START - 1) * numbers(C)
     plane = 2 * tl.cast(B, tl.int64) * I * T.J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
-    C: tl.constexpr = T.D // T.P
     # An axis that a product does not sum over may have 8 components, except for AMD's matrix instructions.
     LEAST: tl.constexpr = 16 if BACK_DOT == "ieee" else 8
     KB: tl.constexpr = max(T.KP, LEAST) if T.K > 8 else LEAST
@@ -199,7 +200,7 @@ def gradient_kernel(
                 if UNIFORM:
                     ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
                 for t in tl.static_range(START, R):
-                    held = held + (states_of(state_ptr + 2 * t * padded(T.D), vectors, states, first, T, 2 * R),)
+                    held = held + (states_of(state_ptr + 2 * t * numbers(C), vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 x = ()
@@ -224,7 +225,7 @@ def gradient_kernel(
                         )
                 else:
                     for t in range(START, R):
-                        V, ds = states_of(state_ptr + 2 * t * padded(T.D), vectors, states, first, T, 2 * R)
+                        V, ds = states_of(state_ptr + 2 * t * numbers(C), vectors, states, first, T, 2 * R)
                         dxs = add_iteration(
                             dxs, V, ds, pairs_ptr + (t - START) * plane,
                             inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED

@@ -5,7 +5,8 @@ import triton.language as tl
 
 from .arguments import Given, Inputs
 from .softmax import exponential, finite_or_zero, inverse, store_row_norms
-from .tiles import batch_rows, padded, per_input, valid_outputs, where_valid
+from .strips import numbers
+from .tiles import batch_rows, per_input, valid_outputs, where_valid
 from .vectors import load_vectors, vector_tile
 from .votes import coupling_gradient, input_capsule, routing_logits, votes_about_center
 
@@ -15,7 +16,7 @@ def row_norm_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
-    state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, padded D]
+    state_ptr,  # V or, if WITH_DS, V and ds of this iteration of a state
     rows_ptr,  # [B, I, 4] float32, out
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
@@ -53,7 +54,7 @@ def row_norm_kernel(
             e = exponential(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                ds = load_vectors(state_ptr + padded(T.D), vectors, n, T, S)
+                ds = load_vectors(state_ptr + numbers(T.D // T.P), vectors, n, T, S)
                 dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, T)
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, T.MASKED), 1)
             m = grown

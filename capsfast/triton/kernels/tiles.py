@@ -28,10 +28,7 @@ sample. All tensors but u, votes and the weight are contiguous. Logits [I, J] (S
 import triton
 import triton.language as tl
 
-from ..config import padded as _padded
 from .arguments import Rows
-
-padded = triton.constexpr_function(_padded)
 
 
 @triton.jit

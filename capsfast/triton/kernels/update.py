@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .softmax import finite_or_zero, inverse
 from .squash import squash, squash_gradient
-from .tiles import padded
+from .strips import fours, numbers, place, power_of_two
 
 
 class Own(NamedTuple):
@@ -116,13 +116,13 @@ def update_kernel(
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    V_ptr,  # [B, J, D] float32, V of the pass, or None for zero
+    V_ptr,  # V of the pass, see strips.py, or None for zero
     s_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None if the partial sums are None
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
-    next_ptr,  # [B, J, D] float32, out: V + v, or None
+    next_ptr,  # V of the next iteration, out: V + v, or None
     v_ptr,  # [B, J, D], out, or None
     B, splits, factor, eps,
-    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
     """Adds up the partial sums of a pass; 0 for masked outputs, whose votes may be NaN. A routing has v or next too."""
@@ -148,26 +148,48 @@ def update_kernel(
             tl.store(v_ptr + own.at, v, mask=own.within)
         if next_ptr is not None:
             if V_ptr is not None:
-                v += tl.load(V_ptr + own.at, mask=own.within, other=0.0)
-            tl.store(next_ptr + own.at, v, mask=own.within)
+                at, within = in_strips(own, J, D, P, 1)
+                v += tl.load(V_ptr + at, mask=within, other=0.0)
+            store_vector(next_ptr, v, own, J, D, P, 1)
+
+
+@triton.jit
+def load_rows(ptr, own):
+    return tl.load(ptr + own.at, mask=own.within, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def in_strips(own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr):
+    """Where the rows of a program are among S vectors in the order of strips.py, and which numbers are there."""
+    C: tl.constexpr = D // P
+    b, c = own.rows // J, own.d
+    row = b[:, None]
+    within = 4 * fours(C)
+    if P > 1:
+        PP: tl.constexpr = power_of_two(P)
+        row = (b * PP)[:, None] + (c // C)[None, :]
+        c = c % C
+        within = D
+    at = (row // 16 * J + (own.rows % J)[:, None]) * (S * numbers(C)) + place(row % 16, c[None, :])
+    return at, own.ok[:, None] & (own.d < within)[None, :]
+
+
+@triton.jit
+def store_vector(ptr, value, own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr):
+    """Stores vectors [RB, DP], whose padding is 0, as one of S."""
+    at, within = in_strips(own, J, D, P, S)
+    tl.store(ptr + at, value, mask=within)
 
 
 @triton.jit
 def store_ds(
-    s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
-    J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+    s, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
     """Computes ds from dv and v = squash(s + bias), and stores ds at ds_ptr, which points into a state."""
-    s = add_bias(tl.load(s_ptr + own.at, mask=own.within, other=0.0), bias_ptr, own, J, D)
+    s = add_bias(s, bias_ptr, own, J, D)
     ds = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
-    store_padded(ds_ptr, ds, own, D, R)
-
-
-@triton.jit
-def store_padded(ptr, value, own, D: tl.constexpr, R: tl.constexpr):
-    """Stores vectors, and 0 as padding, at ptr, which points into a state [B, J, R, 2, padded D]."""
-    within = own.ok[:, None] & (own.d < padded(D))[None, :]
-    tl.store(ptr + (own.rows * (2 * R * padded(D)))[:, None] + own.d[None, :], value, mask=within)
+    store_vector(ds_ptr, ds, own, J, D, P, 2 * R)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -176,24 +198,29 @@ def restore_kernel(
     dv_ptr,  # [B, J, D]
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    state_ptr,  # [B, J, R, 2, padded D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] the last ds
+    state_ptr,  # V and ds of R iterations, see strips.py, out: V of every iteration, ds of the last
+    vectors_ptr,  # s of R iterations in the order of strips.py, out, or None
     B, eps,
-    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
-    LAST: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
+    KIND: tl.constexpr, LAST: tl.constexpr,
 ):
     """KIND: the squash of all iterations but the last; LAST: the squash of the last iteration."""
     own = own_rows(B, J, D, DP, RB)
     alive = row_is_valid(out_mask_ptr, own)
     plane = tl.cast(B, tl.int64) * J * D
     V = tl.zeros([RB, DP], tl.float32)
-    store_padded(state_ptr, V, own, D, R)
-    for t in range(1, R):
-        s = tl.load(s_ptr + (t - 1) * plane + own.at, mask=own.within, other=0.0)
+    for t in range(R - 1):
+        store_vector(state_ptr + 2 * t * numbers(D // P), V, own, J, D, P, 2 * R)
+        s = load_rows(s_ptr + t * plane, own)
+        if vectors_ptr is not None:
+            store_vector(vectors_ptr + t * numbers(D // P), s, own, J, D, P, R)
         V += tl.where(alive[:, None], squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
-        store_padded(state_ptr + 2 * t * padded(D), V, own, D, R)
-    dv = tl.load(dv_ptr + own.at, mask=own.within, other=0.0).to(tl.float32)
-    last_ptr = state_ptr + (2 * R - 1) * padded(D)
-    store_ds(s_ptr + (R - 1) * plane, dv, bias_ptr, out_mask_ptr, last_ptr, own, eps, J, D, R, LAST)
+    s = load_rows(s_ptr + (R - 1) * plane, own)
+    last_ptr = state_ptr + 2 * (R - 1) * numbers(D // P)
+    store_vector(last_ptr, V, own, J, D, P, 2 * R)
+    if vectors_ptr is not None:
+        store_vector(vectors_ptr + (R - 1) * numbers(D // P), s, own, J, D, P, R)
+    store_ds(s, load_rows(dv_ptr, own), bias_ptr, out_mask_ptr, last_ptr + numbers(D // P), own, eps, J, D, P, R, LAST)
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
@@ -203,16 +230,46 @@ def update_gradient_kernel(
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
-    ds_ptr,  # points to ds of that iteration in [B, J, R, 2, padded D] float32, out
+    ds_ptr,  # ds of that iteration, in a state of R iterations, out
     B, splits, eps,
-    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
-    KIND: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    R: tl.constexpr, KIND: tl.constexpr,
 ):
     own = own_rows(B, J, D, DP, RB)
-    dv = tl.load(G_ptr + own.at, mask=own.within, other=0.0)
+    s = load_rows(s_ptr, own)
+    dv = load_rows(G_ptr, own)
     dv += sum_splits(partial_ptr, own.at, own.within, splits, tl.cast(B, tl.int64) * J * D, (None,), SB)
     tl.store(G_ptr + own.at, dv, mask=own.within)
-    store_ds(s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps, J, D, R, KIND)
+    store_ds(s, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps, J, D, P, R, KIND)
+
+
+@triton.jit
+def arrange(from_ptr, to_ptr, own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr = 1):
+    """Copies vectors [B, J, D] to the order of strips.py, as one of S."""
+    if to_ptr is not None:
+        value = tl.zeros(own.within.shape, tl.float32)
+        if from_ptr is not None:
+            value = load_rows(from_ptr, own)
+        store_vector(to_ptr, value, own, J, D, P, S)
+
+
+@triton.jit(do_not_specialize=["B"])
+def arrange_kernel(
+    query_ptr, dfirst_ptr, precision_ptr, center_ptr, dsecond_ptr, s_ptr,  # [B, J, D] float32, or None for 0
+    # Out, or None: the vectors in the order of strips.py.
+    V_ptr, ds_ptr, of_precision_ptr, of_center_ptr, of_dsecond_ptr, of_s_ptr,
+    B, eps,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr,
+):
+    """With ds, V and ds are a state of one iteration."""
+    own = own_rows(B, J, D, DP, RB)
+    S: tl.constexpr = 1 if ds_ptr is None else 2
+    arrange(query_ptr, V_ptr, own, J, D, P, S)
+    arrange(dfirst_ptr, ds_ptr, own, J, D, P, S)
+    arrange(precision_ptr, of_precision_ptr, own, J, D, P)
+    arrange(center_ptr, of_center_ptr, own, J, D, P)
+    arrange(dsecond_ptr, of_dsecond_ptr, own, J, D, P)
+    arrange(s_ptr, of_s_ptr, own, J, D, P)
 
 
 @triton.jit(do_not_specialize=["splits"])

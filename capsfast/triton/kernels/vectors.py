@@ -5,17 +5,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import columns, outputs, padded, pose_rows
+from .strips import fours, numbers, place
+from .tiles import columns, outputs, pose_rows
 
 
 class VectorTile(NamedTuple):
-    """Where the components [M, F] of a tile are: number of the first sample, sample counted from the first, output in
-    the tile, component, and whether the layer has this component."""
+    """Where the components [M, F] of a tile are, see strips.py: number of the first strip, strip from there on, output
+    in the tile, place in the strip, and whether the layer has these components."""
 
     first: Any
     local: Any
     j: Any
-    d: Any
+    place: Any
     within: Any
 
 
@@ -41,19 +42,21 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         lane = index // 32 % ACROSS * 4 + index % 4
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
-        # Rows outside are not used. They read the last row, because for a mask the compiler would clear registers.
-        last = (tl.minimum(rows.count, T.BB) - 1).to(rows.local.dtype)
-        local = tl.minimum((row // T.PP).to(rows.local.dtype), last)[:, None]
-        j = (lane // T.LANES)[:, None]
-        d = lane % T.LANES * OF_LANE + register // 2 % (OF_LANE // F) * F
-        d = d[:, None] + tl.arange(0, F)[None, :]
-        within = d < (padded(T.D) if TWO > 1 and T.P == 1 else C)
-        if T.P > 1:
+        c = lane % T.LANES * OF_LANE + register // 2 % (OF_LANE // F) * F
+        # The rows of a pose have no padding that is 0.
+        within = c[:, None] + tl.arange(0, F)[None, :] < (4 * fours(C) if T.P == 1 else C)
+        if T.P < T.PP:
             within = within & (row % T.PP < T.P)[:, None]
-            d += (tl.minimum(row % T.PP, T.P - 1) * C)[:, None]
+        # Rows outside are not used. They read the last row, because for a mask the compiler would clear registers.
+        row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1).to(tl.int32))
+        # Adds what differs between registers last. Then these offsets are part of the instruction.
+        where = place(row % 16, lane % T.LANES * OF_LANE) + register // 2 % (OF_LANE // F) * (16 * F)
         if TWO > 1:
-            d += (index // M * padded(T.D))[:, None]
-        at = VectorTile(rows.first, local, j, d, within)
+            where += index // M * numbers(C)
+        at = VectorTile(
+            rows.first * T.PP // 16, (row // 16)[:, None], (lane // T.LANES)[:, None],
+            where[:, None] + tl.arange(0, F)[None, :], within,
+        )  # fmt: skip
     return at
 
 
@@ -61,43 +64,32 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
 def reread_tiles(at, i32, T: tl.constexpr):
     """What vector_tile() returned. If QUADRATIC, the loop over i loads the tiles again in every turn, see reread()."""
     if T.LANES > 0 and T.QUADRATIC:
-        at = VectorTile(at.first + (i32 >> 31), at.local, at.j, at.d, at.within)
+        at = VectorTile(at.first + (i32 >> 31), at.local, at.j, at.place, at.within)
     return at
-
-
-@triton.jit
-def further(ptr, offset, T: tl.constexpr):
-    """ptr + offset, declared a multiple of 16 bytes if D allows it, whatever B is. Otherwise a lane would read 4 bytes
-    at a time, in another layout. The compiler accepts the declaration for a sum, not for an argument."""
-    ptr += offset
-    if T.D % 4 == 0:
-        ptr = tl.multiple_of(ptr, 16)
-    return ptr
 
 
 @triton.jit
 def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
     C: tl.constexpr = T.D // T.P
-    OUTPUT: tl.constexpr = T.D if S == 1 else S * padded(T.D)
-    SAMPLE: tl.constexpr = T.J * OUTPUT
+    OUTPUT: tl.constexpr = S * numbers(C)
+    STRIP: tl.constexpr = T.J * OUTPUT
     if T.LANES == 0:
+        # With positions a tile may begin within a strip.
+        row = (at.first % 16).to(tl.int32) + at.local
         j, d = columns(n, T)
-        place = ptr + at.first * SAMPLE + (at.local * SAMPLE)[:, None] + (j * OUTPUT + d)[None, :]
-        if T.P > 1:
-            place += pose_rows(C, T)[:, None]
-        mask = at.inside[:, None] & ((j < T.J) & (d < C))[None, :]
-        tile = tl.load(place, mask=mask, other=0.0)
+        start = ptr + at.first // 16 * STRIP
+        where = start + (row // 16 * STRIP + place(row % 16, 0))[:, None] + (j * OUTPUT + place(0, d))[None, :]
+        tile = tl.load(where, mask=at.inside[:, None] & ((j < T.J) & (d < C))[None, :], other=0.0)
     else:
         # The last group may have tiles without any output. What they read is not used.
         n = tl.minimum(n, (T.J - 1) // T.JT)
-        # Adds tiles and components before samples. Then the offsets between registers are part of the instruction, and
-        # the compiler keeps the alignment of ptr, which it loses where two numbers are added to a pointer.
-        place = ptr + (at.j * OUTPUT + at.d) + at.first * SAMPLE + at.local * SAMPLE
-        place += n * (T.JT * OUTPUT)
-        if C == T.DP and T.J % T.JT == 0 and T.P & (T.P - 1) == 0:
-            tile = tl.load(place)
+        # Adds places and outputs before strips. Then the offsets between registers are part of the instruction.
+        where = ptr + (at.j * OUTPUT + at.place) + at.first * STRIP + at.local * STRIP
+        where += n * (T.JT * OUTPUT)
+        if (4 * fours(C) if T.P == 1 else C) == T.DP and T.J % T.JT == 0 and T.P == T.PP:
+            tile = tl.load(where)
         else:
-            tile = tl.load(place, mask=at.within & (n * T.JT + at.j < T.J), other=0.0)
+            tile = tl.load(where, mask=at.within & (n * T.JT + at.j < T.J), other=0.0)
     return tile
 
 
@@ -114,8 +106,8 @@ def _as_votes(tile, T: tl.constexpr, TWO: tl.constexpr):
 
 @triton.jit
 def load_vectors(ptr, at, n, T: tl.constexpr, S: tl.constexpr = 1):
-    """Tile n of float32 vectors [B, J, D]. With S > 1, ptr points to one of the S vectors in [B, J, S, padded D]. at:
-    from vector_tile(). Columns outside and rows that pad a pose are 0, rows without a sample hold any numbers."""
+    """Tile n of vectors in the order of strips.py. With S > 1, ptr points to one of S vectors. at: from vector_tile().
+    Columns outside and rows that pad a pose are 0, rows without a sample hold any numbers."""
     tile = _load(ptr, at, n, T, S)
     if T.LANES > 0:
         tile = _as_votes(tile, T, 1)
@@ -127,13 +119,13 @@ def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr):
     """Tile n of V, which means nothing without a QUERY, and of ds, which follows V in memory. vectors and states: from
     vector_tile() with TWO = 1 and TWO = 2. One load for both compiles faster."""
     if not T.QUERY:
-        ds = load_vectors(ptr + padded(T.D), vectors, n, T, S)
+        ds = load_vectors(ptr + numbers(T.D // T.P), vectors, n, T, S)
         V = ds
     elif T.LANES > 0:
         V, ds = tl.split(_as_votes(_load(ptr, states, n, T, S), T, 2))
     else:
         V = load_vectors(ptr, vectors, n, T, S)
-        ds = load_vectors(ptr + padded(T.D), vectors, n, T, S)
+        ds = load_vectors(ptr + numbers(T.D // T.P), vectors, n, T, S)
     return V, ds
 
 
