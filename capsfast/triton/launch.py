@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,8 @@ INTERPRETED = 3
 WIDENED = triton.knobs.runtime.interpret
 # The K of one product of 16-bit operands, and of two of float32.
 LONGEST = 16
-# The most parts of a sum: for a small batch few programs add up the parts, one part after the other.
-MOST_SPLITS = 256
+# The most parts of a sum.
+MOST_SPLITS = 1024
 # Bytes of the partial dW of a shared weight.
 MOST_PARTIAL_WEIGHTS = 256 * 1024**2
 # The most programs that CUDA allows along the second axis of a grid.
@@ -165,6 +166,12 @@ class Call:
         return (self.x, self.weight, logits, mask, out_mask, *self.arranged, prior, activation)
 
     @property
+    def small(self) -> bool:
+        """Whether the batch is one strip. Then programs are one warp, and there are many splits, which four warps of a
+        step add up."""
+        return self.sizes[0] * power_of_two(self.poses) <= config.ROWS
+
+    @property
     def sample_stride(self) -> int:
         """The stride of x over samples or, with positions, over positions."""
         return self.x.stride(0 if self.positions is None else 4)
@@ -241,7 +248,8 @@ class Call:
         name = f"{kernel} votes" if self.weight is None else kernel
         if self.quadratic and f"{name} quadratic" in config.TABLE:
             name = f"{name} quadratic"
-        return config.TABLE[name]
+        choice = config.TABLE[name]
+        return choice._replace(down=1) if self.small else choice
 
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
@@ -298,14 +306,19 @@ class Call:
             assert self.weight is not None
             wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
-        chunk = max(fair if self.shared else min(self.choice(kernel).chunk, fair), cdiv(I, MOST_CHUNKS))
-        chunks = cdiv(max(I, 1), chunk)
-        batch = self.batch_tiles(tiles)
-        parts = min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch)
-        if parts > 1:
+        least = max(fair if self.shared else min(self.choice(kernel).chunk, fair), cdiv(I, MOST_CHUNKS))
+        chunks, batch = cdiv(max(I, 1), least), self.batch_tiles(tiles)
+
+        def cut(parts: int) -> tuple[int, int, int]:
+            """Turns of a program, input capsules of a chunk, batch tiles of a split."""
+            each = cdiv(batch, parts)
             # Makes chunks longer rather than the grid a few programs larger than the device.
-            chunk = max(chunk, cdiv(I, wanted // parts))
-        each = cdiv(batch, max(parts, 1))
+            chunk = least if parts == 1 else max(least, cdiv(I, wanted // parts))
+            return each * chunk, chunk, each
+
+        fewest = min(max(1, wanted // chunks), max(batch, 1))
+        more = fewest if self.shared else min(fewest + 1, max(batch, 1))
+        _, chunk, each = min(cut(fewest), cut(more), key=operator.itemgetter(0))
         return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
 
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:

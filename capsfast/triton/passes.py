@@ -179,11 +179,11 @@ def accumulate_gradient(
 
 
 def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
-    """Launches a step between passes. A step takes one trip to L2 after the other, so a program is one warp with
-    16 numbers, or one output, and reads 32 splits at once: four loads of 16 bytes a lane."""
+    """Launches a step between passes. A step takes one trip to L2 after the other, so a program has few numbers, 16 or
+    an output, and reads 32 splits at once, four loads of 16 bytes a lane; 128 splits if the batch is small."""
     B, _, J, D, _ = call.sizes
     DP: int = max(4, power_of_two(D))
-    RB = max(1, 16 // DP)
+    RB, warps = max(1, 16 // DP), 4 if summing and call.small else 1
     constants = {
         "KIND": call.squashes[0],
         "J": J,
@@ -191,10 +191,10 @@ def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **cons
         "P": call.poses,
         "DP": DP,
         "RB": RB,
-        "num_warps": 1,
+        "num_warps": warps,
     } | constants
     if summing:
-        constants["SB"] = max(1, min(32, 512 // (RB * DP)))
+        constants["SB"] = max(1, min(32, 512 // (RB * DP))) * warps
     call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, *call.numbers, **constants)
 
 
