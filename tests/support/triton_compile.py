@@ -26,7 +26,7 @@ TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "
 LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
 PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
 BEGIN, END = "<!-- triton-table -->", "<!-- /triton-table -->"
-COLUMNS = ("warps", "registers", "stack", "shared", "resident")
+COLUMNS = ("warps", "registers", "stack", "shared", "resident", "instructions")
 # The layer of the table, and the targets it is compiled for.
 SHAPE = [32, 64, 10, 16, 8]
 BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
@@ -117,20 +117,47 @@ def _compile(launched: Launched, *target: Any) -> Any:
     return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """registers, and stack: bytes of spilled registers; both of one thread."""
+def _read(tool: str, option: str, cubin: bytes) -> str:
+    """What a tool of the CUDA toolkit that comes with Triton prints about compiled code."""
     import triton
 
-    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        found = re.search(
-            r"REG:(\d+) STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        )
+        command = [Path(triton.__path__[0]) / "backends/nvidia/bin" / tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """registers, and stack: bytes of spilled registers; both of one thread."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _read("cuobjdump", "--dump-resource-usage", cubin))
     assert found is not None
     return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def longest_loop(cubin: bytes) -> list[str]:
+    """The instructions of the longest loop that has no loop inside, such as the loop over input capsules."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in _read("nvdisasm", "-c", cubin).splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            back = re.match(r"BRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            # The code ends with a branch to itself.
+            if back and labels.get(back[1], len(code)) < len(code):
+                loops.append((labels[back[1]], len(code) + 1))
+            code.append(instruction[1])
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    start, end = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
+    return code[start:end]
+
+
+def loads_ahead(loop: Sequence[str]) -> int:
+    """How many loads of 16 bytes begin before the first addition of a loop."""
+    first = next((n for n, instruction in enumerate(loop) if instruction.startswith("FADD")), 0)
+    return sum(instruction.startswith("LDG.E.128") for instruction in loop[:first])
 
 
 def resident(capability: int, registers: int, shared: int, warps: int) -> int:
@@ -154,7 +181,7 @@ def compile_for(capability: int, launched: Launched) -> Row:
     named = dict(zip(kernel.arg_names, args, strict=False))
     compiled = _compile(launched, "cuda", capability, 32)
     ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
-    usage = resources(compiled.asm["cubin"])
+    usage, loop = resources(compiled.asm["cubin"]), longest_loop(compiled.asm["cubin"])
     return {
         "kernel": kernel.fn.__name__,
         "capability": capability,
@@ -162,6 +189,9 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "mode": "coupling" if named.get("partial_ptr", kernel) is None else kwargs.get("MODE", ""),
         "warps": warps,
         "shared": shared,
+        "instructions": len(loop),
+        "loads ahead": loads_ahead(loop),
+        "loads of 4 bytes": sum(bool(re.match(r"LDG\.E(?!\.\d)", instruction)) for instruction in loop),
         "fused": kwargs.get("enable_fp_fusion", False),
         "mma": sorted(set(re.findall(r"\bmma\.sync[\w.]*", ptx))),
         "sums in products": sums_in_products(compiled.asm["ttgir"]),
