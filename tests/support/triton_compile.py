@@ -154,10 +154,20 @@ def longest_loop(cubin: bytes) -> list[str]:
     return code[start:end]
 
 
-def loads_ahead(loop: Sequence[str]) -> int:
-    """How many loads of 16 bytes begin before the first addition of a loop."""
-    first = next((n for n, instruction in enumerate(loop) if instruction.startswith("FADD")), 0)
-    return sum(instruction.startswith("LDG.E.128") for instruction in loop[:first])
+def loads_in_flight(loop: Sequence[str]) -> int:
+    """The most loads of 16 bytes in a loop that have begun while no instruction has yet waited for any of them."""
+    begun: dict[str, int] = {}  # by register: the load that fills the register
+    most = 0
+    for n, instruction in enumerate([*loop, *loop]):
+        name, *registers = re.findall(r"^\S+|\bR\d+", instruction)
+        read = registers if name.startswith("LDG") else registers[1:]
+        arrived = {begun[register] for register in read if register in begun}
+        begun = {register: load for register, load in begun.items() if load not in arrived}
+        if name.startswith("LDG.E.128"):
+            first = int(registers[0][1:])
+            begun |= {f"R{first + k}": n for k in range(4)}
+        most = max(most, len(set(begun.values())))
+    return most
 
 
 def resident(capability: int, registers: int, shared: int, warps: int) -> int:
@@ -190,7 +200,7 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "warps": warps,
         "shared": shared,
         "instructions": len(loop),
-        "loads ahead": loads_ahead(loop),
+        "loads in flight": loads_in_flight(loop),
         "loads of 4 bytes": sum(bool(re.match(r"LDG\.E(?!\.\d)", instruction)) for instruction in loop),
         "fused": kwargs.get("enable_fp_fusion", False),
         "mma": sorted(set(re.findall(r"\bmma\.sync[\w.]*", ptx))),

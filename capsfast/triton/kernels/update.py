@@ -33,6 +33,15 @@ def own_rows(B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.const
 
 
 @triton.jit
+def load_splits(partial_ptr, at, within, start, splits, plane, SB: tl.constexpr):
+    """Rows at the offsets ``at`` of SB splits, [SB, RB, DP], 0 where a split does not exist."""
+    split = start + tl.arange(0, SB)
+    there = (split < splits)[:, None, None] & within[None, :, :]
+    offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
+    return tl.load(partial_ptr + offset, mask=there, other=0.0)
+
+
+@triton.jit
 def sum_splits(partial_ptr, at, within, splits, plane, online, SB: tl.constexpr):
     """Rows at the offsets ``at`` [RB, DP], summed over the splits: SB sums side by side, which are added up last.
 
@@ -40,13 +49,14 @@ def sum_splits(partial_ptr, at, within, splits, plane, online, SB: tl.constexpr)
     B J, and the maximum over the splits, [RB]; otherwise a tuple that begins with None.
     """
     total = tl.zeros([SB, at.shape[0], at.shape[1]], tl.float32)
+    # The loads of a turn are in flight while the numbers of the turn before are added, in whatever order the compiler
+    # has loads and additions.
+    following = load_splits(partial_ptr, at, within, 0, splits, plane, SB)
     for start in range(0, splits, SB):
-        split = start + tl.arange(0, SB)
-        there = (split < splits)[:, None, None] & within[None, :, :]
-        offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
-        part = tl.load(partial_ptr + offset, mask=there, other=0.0)
+        part = following
+        following = load_splits(partial_ptr, at, within, start + SB, splits, plane, SB)
         if online[0] is not None:
-            part *= tl.exp(maxima(online, split, splits) - online[4][None, :])[:, :, None]
+            part *= tl.exp(maxima(online, start + tl.arange(0, SB), splits) - online[4][None, :])[:, :, None]
         total += part
     return tl.sum(total, 0)
 
