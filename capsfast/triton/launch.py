@@ -44,6 +44,12 @@ def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
     return "tf32" if tf32 else "tf32x3"
 
 
+def compiled_in(values: Any) -> Any:
+    """A tuple of constants as kernels take it. The static_range() of Triton 3.6 takes no plain numbers, the interpreter
+    takes nothing else."""
+    return values if triton.knobs.runtime.interpret else type(values)(*map(triton.language.constexpr, values))
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -166,6 +172,11 @@ class Call:
         return (self.x, self.weight, logits, mask, out_mask, *self.arranged, prior, activation)
 
     @property
+    def strip(self) -> int:
+        """Rows of a strip, see kernels/strips.py."""
+        return 1 if self.weight is None else config.ROWS
+
+    @property
     def small(self) -> bool:
         """Whether the batch is one strip. Then programs are one warp, and there are many splits, which four warps of a
         step add up."""
@@ -276,9 +287,7 @@ class Call:
             dot_precision(self.x.dtype, self.tf32), self.shared_logits, self.options.leaky, self.query, self.quadratic,
             masked, tiles.groups > 1 and kernel != "row_norm", *x, *w,
         )  # fmt: skip
-        # The static_range() of Triton 3.6 takes no plain numbers, the interpreter takes nothing else.
-        T = T if triton.knobs.runtime.interpret else Shape(*map(triton.language.constexpr, T))
-        return {"T": T, "num_warps": tiles.warps, "num_stages": tiles.stages}
+        return {"T": compiled_in(T), "num_warps": tiles.warps, "num_stages": tiles.stages}
 
     def batch_tiles(self, tiles: Tiles) -> int:
         if self.positions is not None:
@@ -332,8 +341,8 @@ class Call:
     def vectors(self, *S: int, zeros: bool = False) -> Any:
         """Memory for vectors in the order of kernels/strips.py: [strips, J, *S, fours, 16, 4]."""
         B, _, J, D, _ = self.sizes
-        strips = cdiv(B * power_of_two(self.poses), config.ROWS)
-        size = (strips, J, *S, config.fours(D // self.poses), config.ROWS, 4)
+        strips = cdiv(B * power_of_two(self.poses), self.strip)
+        size = (strips, J, *S, config.fours(D // self.poses), self.strip, 4)
         return self.zeros(*size) if zeros else self.new(*size)
 
     def zeros(self, *size: int) -> Any:

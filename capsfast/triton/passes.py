@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
-from .kernels.arguments import Given, Norms
+from .kernels.arguments import Given, Norms, Vectors
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, arrange_kernel, restore_kernel, update_gradient_kernel, update_kernel
-from .launch import Call, cdiv
+from .launch import Call, cdiv, compiled_in
 from .plan import Slot
 
 NOTHING = Given()
@@ -184,15 +184,8 @@ def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **cons
     B, _, J, D, _ = call.sizes
     DP: int = max(4, power_of_two(D))
     RB, warps = max(1, 16 // DP), 4 if summing and call.small else 1
-    constants = {
-        "KIND": call.squashes[0],
-        "J": J,
-        "D": D,
-        "P": call.poses,
-        "DP": DP,
-        "RB": RB,
-        "num_warps": warps,
-    } | constants
+    L = compiled_in(Vectors(J, D, call.poses, call.strip))
+    constants = {"KIND": call.squashes[0], "L": L, "DP": DP, "RB": RB, "num_warps": warps} | constants
     if summing:
         constants["SB"] = max(1, min(32, 512 // (RB * DP))) * warps
     call.x.plan.launch(kernel, (cdiv(B * J, RB),), *arguments, *call.numbers, **constants)

@@ -176,7 +176,7 @@ def accumulate_kernel(
 
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"],
-    do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr", "pairs_ptr"],
+    do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr", "delta_ptr", "pairs_ptr"],
 )
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,

@@ -44,6 +44,16 @@ class Shape(NamedTuple):
     w_k: Any
 
 
+class Vectors(NamedTuple):
+    """L, what a step between passes is compiled for: J outputs, D numbers of an output in P rows of a pose matrix, rows
+    of a strip, see strips.py."""
+
+    J: Any
+    D: Any
+    P: Any
+    ROWS: Any
+
+
 class Inputs(NamedTuple):
     """Pointers that every kernel has, strides, and sizes that are not compiled in.
 

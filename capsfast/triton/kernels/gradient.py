@@ -20,9 +20,8 @@ import triton.language as tl
 from .arguments import Inputs
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
-from .strips import numbers
 from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, per_input, valid_outputs, where_valid
-from .vectors import add_scaled, load_state, load_vectors, no_terms, slope, vector_tile, whole
+from .vectors import add_scaled, load_state, load_vectors, no_terms, slope, vector_step, vector_tile, whole
 from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
 
@@ -167,7 +166,7 @@ def gradient_kernel(
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
     C: tl.constexpr = T.D // T.P
-    before_ptr = state_ptr + (2 * START - 1) * numbers(C)
+    before_ptr = state_ptr + (2 * START - 1) * vector_step(T)
     plane = 2 * tl.cast(B, tl.int64) * I * T.J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
@@ -200,7 +199,7 @@ def gradient_kernel(
                 if UNIFORM:
                     ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
                 for t in tl.static_range(START, R):
-                    held = held + (states_of(state_ptr + 2 * t * numbers(C), vectors, states, first, T, 2 * R),)
+                    held = held + (states_of(state_ptr + 2 * t * vector_step(T), vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 x = ()
@@ -225,7 +224,7 @@ def gradient_kernel(
                         )
                 else:
                     for t in range(START, R):
-                        V, ds = states_of(state_ptr + 2 * t * numbers(C), vectors, states, first, T, 2 * R)
+                        V, ds = states_of(state_ptr + 2 * t * vector_step(T), vectors, states, first, T, 2 * R)
                         dxs = add_iteration(
                             dxs, V, ds, pairs_ptr + (t - START) * plane,
                             inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED

@@ -5,9 +5,8 @@ import triton.language as tl
 
 from .arguments import Given, Inputs
 from .softmax import exponential, finite_or_zero, inverse, store_row_norms
-from .strips import numbers
 from .tiles import batch_rows, per_input, valid_outputs, where_valid
-from .vectors import load_vectors, vector_tile
+from .vectors import load_vectors, vector_step, vector_tile
 from .votes import coupling_gradient, input_capsule, routing_logits, votes_about_center
 
 
@@ -54,7 +53,7 @@ def row_norm_kernel(
             e = exponential(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                ds = load_vectors(state_ptr + numbers(T.D // T.P), vectors, n, T, S)
+                ds = load_vectors(state_ptr + vector_step(T), vectors, n, T, S)
                 dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, T)
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, T.MASKED), 1)
             m = grown

@@ -25,11 +25,11 @@ class Own(NamedTuple):
 
 
 @triton.jit
-def own_rows(B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr):
+def own_rows(B, L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr):
     rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
-    ok = rows < tl.cast(B, tl.int64) * J
+    ok = rows < tl.cast(B, tl.int64) * L.J
     d = tl.arange(0, DP)
-    return Own(rows, ok, d, (rows * D)[:, None] + d[None, :], ok[:, None] & (d < D)[None, :])
+    return Own(rows, ok, d, (rows * L.D)[:, None] + d[None, :], ok[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def maxima(online, split, splits):
 @triton.jit
 def common_factor(
     online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane,
-    J: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
+    L: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
 ):
     """The factor of a row, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of the softmax, 0 in
     place of -inf. Stores both for softmax "in"; in a uniform pass all logits are 0, so the maximum is 0.
@@ -91,7 +91,7 @@ def common_factor(
             total += tl.exp(-m)
         each = inverse(total)
     elif factor_ptr is not None:
-        each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
+        each = tl.load(factor_ptr + rows // L.J, mask=ok, other=0.0)
     if norm_ptr is not None:
         tl.store(norm_ptr + rows, m, mask=ok)
         tl.store(inverse_ptr + rows, each, mask=ok)
@@ -107,9 +107,9 @@ def row_is_valid(out_mask_ptr, own):
 
 
 @triton.jit
-def add_bias(s, bias_ptr, own, J: tl.constexpr, D: tl.constexpr):
+def add_bias(s, bias_ptr, own, L: tl.constexpr):
     if bias_ptr is not None:
-        at = bias_ptr + ((own.rows % J) * D)[:, None] + own.d[None, :]
+        at = bias_ptr + ((own.rows % L.J) * L.D)[:, None] + own.d[None, :]
         s += tl.load(at, mask=own.within, other=0.0).to(tl.float32)
     return s
 
@@ -132,35 +132,35 @@ def update_kernel(
     next_ptr,  # V of the next iteration, out: V + v, or None
     v_ptr,  # [B, J, D], out, or None
     B, splits, factor, eps,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
     """Adds up the partial sums of a pass; 0 for masked outputs, whose votes may be NaN. A routing has v or next too."""
-    own = own_rows(B, J, D, DP, RB)
-    plane = tl.cast(B, tl.int64) * J
+    own = own_rows(B, L, DP, RB)
+    plane = tl.cast(B, tl.int64) * L.J
     each, m = common_factor(
-        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane, J, SB, LEAKY
+        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane, L, SB, LEAKY
     )
     online = (online_ptr, own.rows, own.ok, plane, m)
     alive = row_is_valid(out_mask_ptr, own)[:, None]
-    s = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB)
+    s = sum_splits(partial_ptr, own.at, own.within, splits, plane * L.D, online, SB)
     s = tl.where(alive, s * each[:, None], 0.0)
     tl.store(s_ptr + own.at, s, mask=own.within)
     if mass_ptr is not None:
         mass = sum_splits(partial_mass_ptr, own.rows[:, None], own.ok[:, None], splits, plane, online, SB)
         tl.store(mass_ptr + own.rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=own.ok[:, None])
     if second_ptr is not None:
-        second = sum_splits(partial_second_ptr, own.at, own.within, splits, plane * D, online, SB)
+        second = sum_splits(partial_second_ptr, own.at, own.within, splits, plane * L.D, online, SB)
         tl.store(second_ptr + own.at, tl.where(alive, second * each[:, None], 0.0), mask=own.within)
     if v_ptr is not None or next_ptr is not None:
-        v = tl.where(alive, squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
+        v = tl.where(alive, squash(add_bias(s, bias_ptr, own, L), eps, KIND), 0.0)
         if v_ptr is not None:
             tl.store(v_ptr + own.at, v, mask=own.within)
         if next_ptr is not None:
             if V_ptr is not None:
-                at, within = in_strips(own, J, D, P, 1)
+                at, within = in_strips(own, L, 1)
                 v += tl.load(V_ptr + at, mask=within, other=0.0)
-            store_vector(next_ptr, v, own, J, D, P, 1)
+            store_vector(next_ptr, v, own, L, 1)
 
 
 @triton.jit
@@ -169,37 +169,35 @@ def load_rows(ptr, own):
 
 
 @triton.jit
-def in_strips(own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr):
+def in_strips(own, L: tl.constexpr, S: tl.constexpr):
     """Where the rows of a program are among S vectors in the order of strips.py, and which numbers are there."""
-    C: tl.constexpr = D // P
-    b, c = own.rows // J, own.d
-    row = b[:, None]
+    C: tl.constexpr = L.D // L.P
+    row, c = (own.rows // L.J)[:, None], own.d[None, :]
     within = 4 * fours(C)
-    if P > 1:
-        PP: tl.constexpr = power_of_two(P)
-        row = (b * PP)[:, None] + (c // C)[None, :]
+    if L.P > 1:
+        row = row * power_of_two(L.P) + c // C
         c = c % C
-        within = D
-    at = (row // 16 * J + (own.rows % J)[:, None]) * (S * numbers(C)) + place(row % 16, c[None, :])
-    return at, own.ok[:, None] & (own.d < within)[None, :]
+        within = L.D
+    strip = (row // L.ROWS * L.J + (own.rows % L.J)[:, None]) * (S * numbers(C, L.ROWS))
+    return strip + place(row % L.ROWS, c, L.ROWS), own.ok[:, None] & (own.d < within)[None, :]
 
 
 @triton.jit
-def store_vector(ptr, value, own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr):
+def store_vector(ptr, value, own, L: tl.constexpr, S: tl.constexpr):
     """Stores vectors [RB, DP], whose padding is 0, as one of S."""
-    at, within = in_strips(own, J, D, P, S)
+    at, within = in_strips(own, L, S)
     tl.store(ptr + at, value, mask=within)
 
 
 @triton.jit
 def store_ds(
     s, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+    L: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
     """Computes ds from dv and v = squash(s + bias), and stores ds at ds_ptr, which points into a state."""
-    s = add_bias(s, bias_ptr, own, J, D)
+    s = add_bias(s, bias_ptr, own, L)
     ds = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
-    store_vector(ds_ptr, ds, own, J, D, P, 2 * R)
+    store_vector(ds_ptr, ds, own, L, 2 * R)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -211,26 +209,27 @@ def restore_kernel(
     state_ptr,  # V and ds of R iterations, see strips.py, out: V of every iteration, ds of the last
     vectors_ptr,  # s of R iterations in the order of strips.py, out, or None
     B, eps,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr, LAST: tl.constexpr,
 ):
     """KIND: the squash of all iterations but the last; LAST: the squash of the last iteration."""
-    own = own_rows(B, J, D, DP, RB)
+    own = own_rows(B, L, DP, RB)
     alive = row_is_valid(out_mask_ptr, own)
-    plane = tl.cast(B, tl.int64) * J * D
+    plane = tl.cast(B, tl.int64) * L.J * L.D
     V = tl.zeros([RB, DP], tl.float32)
     for t in range(R - 1):
-        store_vector(state_ptr + 2 * t * numbers(D // P), V, own, J, D, P, 2 * R)
+        store_vector(state_ptr + 2 * t * numbers(L.D // L.P, L.ROWS), V, own, L, 2 * R)
         s = load_rows(s_ptr + t * plane, own)
         if vectors_ptr is not None:
-            store_vector(vectors_ptr + t * numbers(D // P), s, own, J, D, P, R)
-        V += tl.where(alive[:, None], squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
+            store_vector(vectors_ptr + t * numbers(L.D // L.P, L.ROWS), s, own, L, R)
+        V += tl.where(alive[:, None], squash(add_bias(s, bias_ptr, own, L), eps, KIND), 0.0)
     s = load_rows(s_ptr + (R - 1) * plane, own)
-    last_ptr = state_ptr + 2 * (R - 1) * numbers(D // P)
-    store_vector(last_ptr, V, own, J, D, P, 2 * R)
+    last_ptr = state_ptr + 2 * (R - 1) * numbers(L.D // L.P, L.ROWS)
+    store_vector(last_ptr, V, own, L, 2 * R)
     if vectors_ptr is not None:
-        store_vector(vectors_ptr + (R - 1) * numbers(D // P), s, own, J, D, P, R)
-    store_ds(s, load_rows(dv_ptr, own), bias_ptr, out_mask_ptr, last_ptr + numbers(D // P), own, eps, J, D, P, R, LAST)
+        store_vector(vectors_ptr + (R - 1) * numbers(L.D // L.P, L.ROWS), s, own, L, R)
+    dv = load_rows(dv_ptr, own)
+    store_ds(s, dv, bias_ptr, out_mask_ptr, last_ptr + numbers(L.D // L.P, L.ROWS), own, eps, L, R, LAST)
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
@@ -242,25 +241,25 @@ def update_gradient_kernel(
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
     ds_ptr,  # ds of that iteration, in a state of R iterations, out
     B, splits, eps,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     R: tl.constexpr, KIND: tl.constexpr,
 ):
-    own = own_rows(B, J, D, DP, RB)
+    own = own_rows(B, L, DP, RB)
     s = load_rows(s_ptr, own)
     dv = load_rows(G_ptr, own)
-    dv += sum_splits(partial_ptr, own.at, own.within, splits, tl.cast(B, tl.int64) * J * D, (None,), SB)
+    dv += sum_splits(partial_ptr, own.at, own.within, splits, tl.cast(B, tl.int64) * L.J * L.D, (None,), SB)
     tl.store(G_ptr + own.at, dv, mask=own.within)
-    store_ds(s, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps, J, D, P, R, KIND)
+    store_ds(s, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps, L, R, KIND)
 
 
 @triton.jit
-def arrange(from_ptr, to_ptr, own, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr = 1):
+def arrange(from_ptr, to_ptr, own, L: tl.constexpr, S: tl.constexpr):
     """Copies vectors [B, J, D] to the order of strips.py, as one of S."""
     if to_ptr is not None:
         value = tl.zeros(own.within.shape, tl.float32)
         if from_ptr is not None:
             value = load_rows(from_ptr, own)
-        store_vector(to_ptr, value, own, J, D, P, S)
+        store_vector(to_ptr, value, own, L, S)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -269,17 +268,17 @@ def arrange_kernel(
     # Out, or None: the vectors in the order of strips.py.
     V_ptr, ds_ptr, of_precision_ptr, of_center_ptr, of_dsecond_ptr, of_s_ptr,
     B, eps,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr,
 ):
     """With ds, V and ds are a state of one iteration."""
-    own = own_rows(B, J, D, DP, RB)
+    own = own_rows(B, L, DP, RB)
     S: tl.constexpr = 1 if ds_ptr is None else 2
-    arrange(query_ptr, V_ptr, own, J, D, P, S)
-    arrange(dfirst_ptr, ds_ptr, own, J, D, P, S)
-    arrange(precision_ptr, of_precision_ptr, own, J, D, P)
-    arrange(center_ptr, of_center_ptr, own, J, D, P)
-    arrange(dsecond_ptr, of_dsecond_ptr, own, J, D, P)
-    arrange(s_ptr, of_s_ptr, own, J, D, P)
+    arrange(query_ptr, V_ptr, own, L, S)
+    arrange(dfirst_ptr, ds_ptr, own, L, S)
+    arrange(precision_ptr, of_precision_ptr, own, L, 1)
+    arrange(center_ptr, of_center_ptr, own, L, 1)
+    arrange(dsecond_ptr, of_dsecond_ptr, own, L, 1)
+    arrange(s_ptr, of_s_ptr, own, L, 1)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -50,9 +50,9 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         # Rows outside are not used. They read the last row, because for a mask the compiler would clear registers.
         row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1).to(tl.int32))
         # Adds what differs between registers last. Then these offsets are part of the instruction.
-        where = place(row % 16, lane % T.LANES * OF_LANE) + register // 2 % (OF_LANE // F) * (16 * F)
+        where = place(row % 16, lane % T.LANES * OF_LANE, 16) + register // 2 % (OF_LANE // F) * (16 * F)
         if TWO > 1:
-            where += index // M * numbers(C)
+            where += index // M * numbers(C, 16)
         at = VectorTile(
             rows.first * T.PP // 16, (row // 16)[:, None], (lane // T.LANES)[:, None],
             where[:, None] + tl.arange(0, F)[None, :], within,
@@ -71,14 +71,11 @@ def reread_tiles(at, i32, T: tl.constexpr):
 @triton.jit
 def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
     C: tl.constexpr = T.D // T.P
-    OUTPUT: tl.constexpr = S * numbers(C)
+    OUTPUT: tl.constexpr = S * numbers(C, 1 if T.VOTES else 16)
     STRIP: tl.constexpr = T.J * OUTPUT
-    if T.LANES == 0:
-        # With positions a tile may begin within a strip.
-        row = (at.first % 16).to(tl.int32) + at.local
+    if T.VOTES:
         j, d = columns(n, T)
-        start = ptr + at.first // 16 * STRIP
-        where = start + (row // 16 * STRIP + place(row % 16, 0))[:, None] + (j * OUTPUT + place(0, d))[None, :]
+        where = ptr + at.first * STRIP + (at.local * STRIP)[:, None] + (j * OUTPUT + d)[None, :]
         tile = tl.load(where, mask=at.inside[:, None] & ((j < T.J) & (d < C))[None, :], other=0.0)
     else:
         # The last group may have tiles without any output. What they read is not used.
@@ -91,6 +88,12 @@ def _load(ptr, at, n, T: tl.constexpr, S: tl.constexpr):
         else:
             tile = tl.load(where, mask=at.within & (n * T.JT + at.j < T.J), other=0.0)
     return tile
+
+
+@triton.jit
+def vector_step(T: tl.constexpr):
+    """The step from V to the ds of the same iteration."""
+    return numbers(T.D // T.P, 1 if T.VOTES else 16)
 
 
 @triton.jit
@@ -119,13 +122,13 @@ def load_state(ptr, vectors, states, n, T: tl.constexpr, S: tl.constexpr):
     """Tile n of V, which means nothing without a QUERY, and of ds, which follows V in memory. vectors and states: from
     vector_tile() with TWO = 1 and TWO = 2. One load for both compiles faster."""
     if not T.QUERY:
-        ds = load_vectors(ptr + numbers(T.D // T.P), vectors, n, T, S)
+        ds = load_vectors(ptr + vector_step(T), vectors, n, T, S)
         V = ds
     elif T.LANES > 0:
         V, ds = tl.split(_as_votes(_load(ptr, states, n, T, S), T, 2))
     else:
         V = load_vectors(ptr, vectors, n, T, S)
-        ds = load_vectors(ptr + numbers(T.D // T.P), vectors, n, T, S)
+        ds = load_vectors(ptr + vector_step(T), vectors, n, T, S)
     return V, ds
 
 
