@@ -15,6 +15,7 @@ Where either is missing, every launch takes the ordinary path, and a warning say
 import contextlib
 import functools
 import inspect
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -262,6 +263,13 @@ class Plan:
             whole = memory.alone and not value.offset and form == memory.form
             return Place(memory.index, memory.offset + value.offset, None if whole else form)
 
+        if has_pdl(self.device):
+            # Only the kernel behind a kernel of this plan starts early. Other kernels may not keep the rule of
+            # kernels/begin.py, and a grid without programs is not launched.
+            for before, step in zip((None, *self.steps), self.steps, strict=False):
+                if isinstance(step, Launch):
+                    early = isinstance(before, Launch) and 0 not in before.grid
+                    step.constants |= {"PDL": True, "launch_pdl": early}
         for step in self.steps:
             step.finish(place)
         self.results = len(results)
@@ -307,6 +315,14 @@ def stream_of(device: torch.device) -> int | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels start before the kernel in front has ended (programmatic dependent launch)."""
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return False
+    return os.environ.get("CAPSFAST_PDL") != "0" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}  # by signature

@@ -33,15 +33,17 @@ BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
 
 
 def record(call: Row) -> list[Launched]:
-    """The launches of a call's forward and backward.
+    """The launches of a call's forward and backward, as on a GPU that has programmatic dependent launch.
 
     The call's "need" lists inputs that need a gradient, "kernels" the names of the kernels to keep.
     """
     import torch
     from triton.runtime.jit import JITFunction
 
+    from capsfast.triton import plan
     from tests.support.problems import Case, PassCase, make, run
 
+    plan.has_pdl = lambda device: True
     launched: list[Launched] = []
 
     def remember(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -88,7 +90,7 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     constants: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
     for n, parameter in enumerate(kernel.params):
-        value = args[n] if n < len(args) else kwargs[parameter.name]
+        value = args[n] if n < len(args) else kwargs.get(parameter.name, parameter.default)
         specialised = type(value) is int and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (specialised and value == 1):
             types[parameter.name] = "constexpr"
@@ -103,18 +105,21 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
                 known[(n,)] = [["tt.divisibility", 16]]
         else:
             types[parameter.name] = "fp32"
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
+    names = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+    options = {name: kwargs[name] for name in names if name in kwargs}
     return types, constants, known, options
 
 
-def _compile(launched: Launched, *target: Any) -> Any:
+def _compile(launched: Launched, backend: str, gpu: Any, lanes: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types, constants, known, options = signature(*launched)
+    if backend != "cuda" or gpu < 90:  # see plan.has_pdl()
+        constants["PDL"] = options["launch_pdl"] = False
     source = ASTSource(launched[0], types, constants, known)
-    return triton.compile(source, target=GPUTarget(*target), options=options)
+    return triton.compile(source, target=GPUTarget(backend, gpu, lanes), options=options)
 
 
 def _read(tool: str, option: str, cubin: bytes) -> str:
@@ -206,6 +211,8 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "mma": sorted(set(re.findall(r"\bmma\.sync[\w.]*", ptx))),
         "sums in products": sums_in_products(compiled.asm["ttgir"]),
         "operations": len(re.findall(r"^ +(?:%|tt\.store|scf\.)", compiled.asm["ttir"], re.M)),
+        "early": compiled.metadata.launch_pdl if capability >= 90 else False,
+        "waits": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|cp|red|atom)\.[\w.:]*global", ptx)[:3],
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
         "resident": resident(capability, usage["registers"], shared, warps),
         **usage,

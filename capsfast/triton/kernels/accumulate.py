@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Given, Inputs, Norms
+from .begin import begin
 from .softmax import agreement_gradient, couple, exponential, finite_or_zero, log_sum_exp, scaled
 from .tiles import batch_rows, first_tile, per_input, store_coefficients, store_pairs, valid_outputs, where_valid, zeros
 from .vectors import load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
@@ -72,12 +73,14 @@ def accumulate_kernel(
     positions, s_i, s_j, s_d, x_jump,  # for votes with positions, else None
     B, I, chunk,
     T: tl.constexpr, MODE: tl.constexpr, KEPT: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
     KEPT: V is read once, otherwise again for every input capsule. TOGETHER: how many input capsules are taken as one,
     see Call.merged(). The activation multiplies c.
     """
+    begin(PDL)
     SUMS: tl.constexpr = partial_ptr is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -193,10 +196,11 @@ def accumulate_gradient_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk,
-    T: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """Computes the coefficients c and db of one iteration in dvotes, and partial sums over i: db votes, which G adds
     up, and for a pass also db and db votes^2."""
+    begin(PDL)
     SUMS: tl.constexpr = partial_ptr is not None
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(

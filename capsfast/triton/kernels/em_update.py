@@ -7,6 +7,7 @@ output capsules and their D components, both padded to powers of two.
 import triton
 import triton.language as tl
 
+from .begin import begin
 from .softmax import inverse as exact_inverse
 
 
@@ -62,7 +63,9 @@ def em_update_kernel(
     floor, momentum, cost_scale, rate,
     J: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr,
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, SOFTMAX: tl.constexpr, FINAL: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    begin(PDL)
     j, d = tl.arange(0, JP), tl.arange(0, DP)
     there = j < J
     within = there[:, None] & (d < D)[None, :]

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Inputs
+from .begin import begin
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
 from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, per_input, valid_outputs, where_valid
@@ -149,12 +150,13 @@ def gradient_kernel(
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, tiles, groups, factor,
     T: tl.constexpr, BACK_DOT: tl.constexpr, START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr,
-    AGREEMENT: tl.constexpr, SHARED: tl.constexpr, HELD: tl.constexpr,
+    AGREEMENT: tl.constexpr, SHARED: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". HELD: V and ds stay in registers, see
     above. tiles: batch tiles of a split.
     """
+    begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Given, Inputs
+from .begin import begin
 from .softmax import exponential, finite_or_zero, inverse, store_row_norms
 from .tiles import batch_rows, per_input, valid_outputs, where_valid
 from .vectors import load_vectors, vector_step, vector_tile
@@ -20,12 +21,13 @@ def row_norm_kernel(
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, groups,
-    T: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Goes through outputs tile by tile.
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
+    begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
         x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,

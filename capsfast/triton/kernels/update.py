@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .begin import begin
 from .softmax import finite_or_zero, inverse
 from .squash import squash, squash_gradient
 from .strips import fours, numbers, place, power_of_two
@@ -133,9 +134,10 @@ def update_kernel(
     v_ptr,  # [B, J, D], out, or None
     B, splits, factor, eps,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
-    LEAKY: tl.constexpr, KIND: tl.constexpr,
+    LEAKY: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """Adds up the partial sums of a pass; 0 for masked outputs, whose votes may be NaN. A routing has v or next too."""
+    begin(PDL)
     own = own_rows(B, L, DP, RB)
     plane = tl.cast(B, tl.int64) * L.J
     each, m = common_factor(
@@ -210,9 +212,10 @@ def restore_kernel(
     vectors_ptr,  # s of R iterations in the order of strips.py, out, or None
     B, eps,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
-    KIND: tl.constexpr, LAST: tl.constexpr,
+    KIND: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """KIND: the squash of all iterations but the last; LAST: the squash of the last iteration."""
+    begin(PDL)
     own = own_rows(B, L, DP, RB)
     alive = row_is_valid(out_mask_ptr, own)
     plane = tl.cast(B, tl.int64) * L.J * L.D
@@ -242,8 +245,9 @@ def update_gradient_kernel(
     ds_ptr,  # ds of that iteration, in a state of R iterations, out
     B, splits, eps,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
-    R: tl.constexpr, KIND: tl.constexpr,
+    R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
+    begin(PDL)
     own = own_rows(B, L, DP, RB)
     s = load_rows(s_ptr, own)
     dv = load_rows(G_ptr, own)
@@ -268,9 +272,10 @@ def arrange_kernel(
     # Out, or None: the vectors in the order of strips.py.
     V_ptr, ds_ptr, of_precision_ptr, of_center_ptr, of_dsecond_ptr, of_s_ptr,
     B, eps,
-    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """With ds, V and ds are a state of one iteration."""
+    begin(PDL)
     own = own_rows(B, L, DP, RB)
     S: tl.constexpr = 1 if ds_ptr is None else 2
     arrange(query_ptr, V_ptr, own, L, S)
@@ -286,8 +291,9 @@ def add_up_kernel(
     partial_ptr,  # [splits, n] float32
     sum_ptr,  # [n], out
     n, splits,
-    WIDTH: tl.constexpr, SB: tl.constexpr,
+    WIDTH: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """A program has WIDTH of the n sums."""
+    begin(PDL)
     at = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(sum_ptr + at, sum_splits(partial_ptr, at, at < n, splits, n, (None,), SB), mask=at < n)
