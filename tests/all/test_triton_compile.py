@@ -137,6 +137,14 @@ def test_shared_memory_is_enough_and_sums_have_an_order(rows: list[Row]) -> None
         assert row["shared"] <= SHARED and not row["atomics"] and row["fused"], row
 
 
+def test_no_kernel_touches_memory_before_the_kernel_in_front_has_ended(rows: list[Row]) -> None:
+    """See kernels/begin.py. GPUs before 9.0 have no such instructions."""
+    for row in rows:
+        begin = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if row["capability"] >= 90 else []
+        assert row["waits"][:-1] == begin and "global" in row["waits"][-1], row
+    assert {row["early"] for row in rows if row["capability"] >= 90} == {False, True}
+
+
 def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
     """Tensor cores round sums towards zero. If allowed, the compiler moves the sum acc + a b into the tensor core."""
     uniform = [row for row in rows if row["mode"] == "uniform" and row["mma"]]

@@ -245,6 +245,60 @@ def launch_of(compiled: Any, launched: list[Any]) -> Any:
     return launch
 
 
+def test_a_kernel_starts_early_only_behind_a_kernel_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other kernels do is not known, and a grid without programs is not launched."""
+
+    class Kernel:
+        @staticmethod
+        def fn(x: Any, PDL: bool = False) -> None: ...
+
+    def early(pdl: bool) -> list[Any]:
+        monkeypatch.setattr(plan, "has_pdl", lambda device: pdl)
+        made = Plan(torch.device("cpu"))
+        x = made.given(torch.ones(3))
+        for programs in (2, 1, 0, 1, 1):
+            made.launch(Kernel(), (programs,), x)
+        y = made.compute(torch.neg, x)
+        made.launch(Kernel(), (1, 1), y)
+        made.finish([y])
+        launches = [step for step in made.steps if isinstance(step, plan.Launch)]
+        assert all(step.signature[1:] == [pdl] for step in launches)
+        return [step.constants.get("launch_pdl") for step in launches]
+
+    assert early(True) == [False, True, True, False, True, False]
+    assert early(False) == [None] * 6
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "variable", "hip", "expected"),
+    [
+        ("cuda", (9, 0), None, None, True),
+        ("cuda", (12, 0), "1", None, True),
+        ("cuda", (9, 0), "0", None, False),
+        ("cuda", (8, 9), None, None, False),
+        ("cuda", (9, 4), None, "7.0", False),
+        ("cpu", (9, 0), None, None, False),
+    ],
+)
+def test_where_kernels_start_early(
+    device: str,
+    capability: tuple[int, int],
+    variable: str | None,
+    hip: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CAPSFAST_PDL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CAPSFAST_PDL", variable)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert not plan.has_pdl.__wrapped__(torch.device(device))  # Triton's interpreter runs here
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.triton.knobs.runtime, "interpret", False)
+        assert plan.has_pdl.__wrapped__(torch.device(device)) == expected
+
+
 @pytest.mark.parametrize("compiled", [object(), Other()])
 def test_a_triton_that_launches_no_compiled_kernel_again_says_so_once(compiled: Any) -> None:
     launched: list[Any] = []

@@ -191,6 +191,13 @@ def sums_in_products(ttgir: str) -> int:
     return sum(name in sums for name in re.findall(r"tt\.dot %[\w#]+, %[\w#]+, (%\w+)", ttgir))
 
 
+def first_access(ptx: str) -> list[str]:
+    """Every instruction of programmatic dependent launch, and the first access to global memory, in order."""
+    found = re.findall(r"\bgriddepcontrol\.\w+|\b(?:ld|st|cp|red|atom)\.[\w.:]*global", ptx)
+    access = next(n for n, each in enumerate(found) if "global" in each)
+    return [each for n, each in enumerate(found) if n == access or "global" not in each]
+
+
 def compile_for(capability: int, launched: Launched) -> Row:
     kernel, args, kwargs = launched
     named = dict(zip(kernel.arg_names, args, strict=False))
@@ -212,7 +219,7 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "sums in products": sums_in_products(compiled.asm["ttgir"]),
         "operations": len(re.findall(r"^ +(?:%|tt\.store|scf\.)", compiled.asm["ttir"], re.M)),
         "early": compiled.metadata.launch_pdl if capability >= 90 else False,
-        "waits": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|cp|red|atom)\.[\w.:]*global", ptx)[:3],
+        "waits": first_access(ptx),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
         "resident": resident(capability, usage["registers"], shared, warps),
         **usage,

@@ -46,11 +46,12 @@ def stub() -> Launches:
 
     def load(self: Any) -> None:
         if self._run is None:
-            name = self.name
+            name = f"{self.name}, launch_pdl={self.metadata.launch_pdl}"
             self._run = lambda *args: launched.append((name, args))
 
     CompiledKernel._init_handles = load
     plan.stream_of = lambda device: 0
+    plan.has_pdl = lambda device: True
     driver.set_active(Driver())
     return launched
 
@@ -86,6 +87,9 @@ def differences(launched: Launches) -> list[str]:
             with manner():
                 run(problem, "triton")
             sequences.append(list(launched))
+        early = ["launch_pdl=True" in name for name, _ in sequences[0]]
+        if early[0] or sum(early) < len(early) - 3:  # the backward has a plan of its own, and may begin with torch
+            found.append(f"{case}: {early} start early")
         # Triton's own path has tensors where a plan has their addresses.
         pointers = [[hasattr(value, "data_ptr") for value in args[9:]] for _, args in sequences[0]]
         first, *others = (
