@@ -243,11 +243,35 @@ def test_more_outputs_than_a_program_holds(
     shape: tuple[int, ...], case: PassCase, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in config.TABLE:
-        if name.split()[0] in ("accumulate", "accumulate_gradient", "gradient"):
-            change(config.TABLE, name, Choice(16, 1, chunk=1))
+        change(config.TABLE, name, Choice(16, 1, chunk=1))
     given = problem(shape, case)
     launched = kernels_of(lambda: check(given, TRITON), monkeypatch)
-    assert "row_norm_kernel" in {name for name, _ in launched}
+    assert {"row_norm_kernel", "join_row_norms_kernel"} <= {name for name, _ in launched}
+
+
+@pytest.mark.parametrize("case", [EVERYTHING, replace(EVERYTHING, leaky=False, lse=False)], ids=str)
+@pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
+def test_a_softmax_joins_groups_of_outputs(op: str, case: PassCase, change: Callable[..., None]) -> None:
+    """The maxima of groups differ; a group, all groups, or all groups but that of the smallest logits are masked."""
+    for name in config.TABLE:
+        change(config.TABLE, name, Choice(16, 1, chunk=1))
+    given = make((5, 2, 12, 4, 8), case, op, torch.float32)
+    layer = config.Layer(12, 4, 0 if op == "votes_pass" else 8, 4)
+    assert config.tiles("row_norm", layer, config.TABLE["row_norm"]).groups == 3
+    given.inputs["logits"][:, :, :4] -= 200.0
+    given.inputs["logits"][:, :, 4:8] += 20.0
+    given.masks["out_mask"][:] = torch.ones(5, 12, dtype=torch.bool)
+    given.masks["out_mask"][1, 4:8] = False
+    given.masks["out_mask"][2] = False
+    given.masks["out_mask"][3, 4:] = False
+    check(given, TRITON)
+
+
+def test_a_softmax_of_more_groups_than_are_joined_at_once(change: Callable[..., None]) -> None:
+    for name in config.TABLE:
+        change(config.TABLE, name, Choice(16, 1, chunk=1))
+    assert config.tiles("row_norm", config.Layer(140, 4, 4, 4), config.TABLE["row_norm"]).groups > 32
+    check(problem((2, 2, 140, 4, 4), Case(logits="IJ", leaky=True)), TRITON)
 
 
 @pytest.mark.parametrize(

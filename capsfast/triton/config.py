@@ -45,9 +45,12 @@ EXCHANGE = 16
 # In the gradient pass a tile costs as much as this many columns of a warp, because each tile loads u and adds to du.
 # Tiles wider than 32 columns save nothing: registers have no room for their V and ds.
 TURN = 8
-# Loads are pipelined if the tiles loaded ahead take at most this many bytes of shared memory. Every GPU from 8.0 on
-# gives a program 99 KiB or more (8.6, 8.9 and 12.0 give 99 KiB); conversions of layout need some of it.
-SHARED = 64 * 1024
+# Warps of the pass loops that a multiprocessor holds at once: a thread takes nearly all 255 registers.
+RESIDENT_WARPS = 8
+# Bytes of shared memory that a multiprocessor has at least: 8.6, 8.9 and 12.0 have 100 KiB, 8.0 164 KiB, 9.0 228 KiB.
+SHARED = 100 * 1024
+# Bytes of it that a program needs for conversions of layout; 1 KiB the driver takes.
+CONVERSIONS = 4 * 1024
 
 
 class Choice(NamedTuple):
@@ -78,9 +81,9 @@ TABLE = {
     # input capsule, 100 KiB for 32 samples. Later tiles add to du of the chunk, later batch tiles add to dW; both
     # should stay in L2 (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
-    # Takes one tile after the other and keeps only a few numbers per row. If every warp has whole outputs, none of
-    # these numbers crosses warps.
-    "row_norm": Choice(48, 8, down=2),
+    # Keeps V and ds of a group, but no sums. With at most 128 registers a multiprocessor holds 16 warps (see
+    # Call.split()); wider groups would take fewer instructions, but up to 182 registers.
+    "row_norm": Choice(64, 8, down=2),
     # A pass with precision, center or second moments also keeps second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
@@ -144,37 +147,46 @@ def fours(D: int) -> int:
 
 
 @functools.cache
-def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
+def tiles(kernel: str, layer: Layer, choice: Choice, shared: int = SHARED) -> Tiles:
     """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the
-    outputs into groups that do not depend on each other."""
+    outputs into groups that do not depend on each other. shared: bytes of a multiprocessor."""
     J, D, K, itemsize, poses = layer
     apart = kernel in ("gradient", "row_norm")  # these kernels need not hold all outputs at once
     rows = max(ROWS, power_of_two(poses))
-    # choice.columns counts columns of the 16 rows of one mma. With a larger K a warp also holds more of W.
-    held = choice.columns * ROWS // rows // (2 if K > 16 and not apart else 1)
+    # choice.columns counts columns of the 16 rows of one mma. With a larger K a warp also holds more of u and W.
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
+    held = choice.columns * ROWS // rows
+    if kernel == "row_norm" and KP * itemsize > 32:
+        held //= 2  # for 16 resident warps
+    elif not apart and KP * itemsize > 64:
+        # 96 columns spill 24 bytes a lane. 160 would take a seventh fewer instructions, but spill 368 bytes, and the
+        # spilled registers of eight warps do not fit in L1 beside the pipeline.
+        held = held * 3 // 5
     # Where a kernel need not hold all outputs at once, a tile of long outputs may have twice as many columns.
-    turn, room = (TURN, 2 * held) if apart else (0, held)
-    warps = [across for across in (1, 2, 4, 8, 16) if across <= choice.warps]
+    turn, room = (TURN, 2 * held) if kernel == "gradient" else (0, choice.columns if apart else held)
+    widths = [across for across in (1, 2, 4, 8, 16) if across <= choice.warps]
     if K == 0:
-        cuts = [_of_votes(J, D, across) for across in warps]
+        cuts = [_of_votes(J, D, across) for across in widths]
         fitting = [cut for cut in cuts if cut.columns <= held]
+        fitting += [cut for cut in cuts if kernel == "row_norm" and cut.width <= held * cut.warps]
     else:
         # A warp has whole rows or, if rows are too long, the columns of whole outputs.
-        cuts = [_of_product(J, D, across, turn, room) for across in warps]
+        cuts = [_of_product(J, D, across, turn, room) for across in widths]
         fitting = [cut for cut in cuts if not apart and cut.columns <= room]
         fitting += [cut for cut in cuts if cut.width <= room * cut.warps]
     cut = (fitting or cuts[-1:])[0]
-    # row_norm holds one tile at a time.
-    groups = -(-cut.NT // (1 if kernel == "row_norm" else max(1, held * cut.warps // cut.width)))
+    groups = -(-cut.NT // max(1, held * cut.warps // cut.width))
     cut = cut._replace(NT=-(-cut.NT // groups), groups=groups)
     if K == 0:
         return cut._replace(stages=3 if kernel != "gradient" else 1)
     # Warps one below the other share the weight. The compiler arranges warps so for tiles of up to 32 columns.
     BB = max(rows, ROWS * (choice.down if cut.warps == 1 and cut.width <= 32 else 1))
-    # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
-    pipeline = 2 * (cut.NT * cut.width + BB) * KP * min(2, -(-K // KP)) * itemsize
-    return cut._replace(BB=BB, KP=KP, warps=cut.warps * BB // ROWS, stages=2 if pipeline <= SHARED else 1)
+    # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, for at most two steps of K.
+    pipeline = (cut.NT * cut.width + BB) * KP * min(2, -(-K // KP)) * itemsize
+    warps = cut.warps * BB // ROWS
+    # Loads are pipelined if as many programs as registers allow have room for it.
+    room = shared // max(1, RESIDENT_WARPS // warps) - CONVERSIONS
+    return cut._replace(BB=BB, KP=KP, warps=warps, stages=2 if pipeline <= room else 1)
 
 
 def _of_votes(J: int, D: int, warps: int) -> Tiles:

@@ -18,8 +18,6 @@ from .config import Choice, Layer, Tiles, power_of_two
 from .kernels.arguments import Shape
 from .plan import Slot
 
-# Warps of the pass loops that a multiprocessor holds at once: a thread takes nearly all 255 registers.
-RESIDENT_WARPS = 8
 # Programs that the interpreter counts as running at once, though it runs one by one: few, but they split every sum.
 INTERPRETED = 3
 # The interpreter multiplies the 16 bits of a bfloat16 as an integer. So kernels convert 16-bit operands to float32 in
@@ -63,7 +61,13 @@ def programs(device: torch.device, warps: int) -> int:
     """How many programs of ``warps`` warps the device runs at once."""
     if device.type != "cuda":
         return INTERPRETED
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, RESIDENT_WARPS // warps)
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, config.RESIDENT_WARPS // warps)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor. torch for ROCm does not tell."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "shared_memory_per_multiprocessor", config.SHARED)
 
 
 def bytes_of(mask: Slot | None) -> Any:
@@ -263,7 +267,7 @@ class Call:
         return choice._replace(down=1) if self.small else choice
 
     def tiles(self, kernel: str) -> Tiles:
-        return config.tiles(kernel, self.layer, self.choice(kernel))
+        return config.tiles(kernel, self.layer, self.choice(kernel), shared_memory(self.x.device))
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Keyword arguments of every launch. T has sizes and inner strides: if they are compiled in, offsets in a tile
@@ -285,7 +289,7 @@ class Call:
         T = Shape(
             J, D, K, self.poses, power_of_two(self.poses), *tiles[:6], self.weight is None,
             dot_precision(self.x.dtype, self.tf32), self.shared_logits, self.options.leaky, self.query, self.quadratic,
-            masked, tiles.groups > 1 and kernel != "row_norm", *x, *w,
+            masked, tiles.groups > 1, *x, *w,
         )  # fmt: skip
         return {"T": compiled_in(T), "num_warps": tiles.warps, "num_stages": tiles.stages}
 
@@ -299,8 +303,9 @@ class Call:
         device runs at once."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
-        others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
-        wanted = programs(self.x.device, tiles.warps)
+        others = self.batch_tiles(tiles) * tiles.groups
+        # row_norm takes half the registers of the other loops, so twice as many of its programs run at once.
+        wanted = programs(self.x.device, tiles.warps) * (2 if kernel == "row_norm" else 1)
         # Rounded down: a few more programs would take as long as a whole second round.
         chunk = cdiv(max(I, 1), min(max(1, wanted // others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk

@@ -12,7 +12,7 @@ from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Given, Norms, Vectors
 from .kernels.gradient import gradient_kernel
-from .kernels.row_norm import row_norm_kernel
+from .kernels.row_norm import join_row_norms_kernel, row_norm_kernel
 from .kernels.update import add_up_kernel, arrange_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, compiled_in
 from .plan import Slot
@@ -69,12 +69,12 @@ def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
 
 
-def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *more: Any, **constants: Any) -> None:
-    """Launches a kernel with as many programs as the device runs at once. more: arguments after the sizes."""
+def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Launches a kernel with as many programs as the device runs at once."""
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
-    grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
-    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(name), **constants)
+    grid = (call.batch_tiles(tiles), splits, tiles.groups)
+    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, **call.constants(name), **constants)
 
 
 def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, given: Given = NOTHING) -> Any:
@@ -85,10 +85,15 @@ def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, gi
     if kind != "row_norm" or call.normalize == "lse":
         return call.compute(_rows, call.parameters.lse) if kind == "row_norm" else None
     B, I, *_ = call.sizes
+    groups = call.tiles("row_norm").groups
+    parts = call.new(2 + with_ds, groups, B, I)
     rows = call.new(B, I, 4)
-    _launch(
-        call, "row_norm", row_norm_kernel, (*call.tensors, *given, state, rows),
-        call.tiles("row_norm").groups, WITH_DS=with_ds, R=call.iterations,
+    arguments = (*call.tensors, *given, state, parts)
+    _launch(call, "row_norm", row_norm_kernel, arguments, WITH_DS=with_ds, R=call.iterations)
+    # A warp joins 32 rows; all loads of 32 groups are in flight at once.
+    call.x.plan.launch(
+        join_row_norms_kernel, (cdiv(B * I, 32),), parts, call.parameters.activation, given.dlse, rows, B * I, groups,
+        LEAKY=call.options.leaky, WITH_DS=with_ds, WIDTH=32, GB=32, num_warps=1,
     )  # fmt: skip
     return rows
 

@@ -22,6 +22,8 @@ if toolchain._why_not_installed():
 CAPABILITIES = (80, 90, 100)
 # Shared memory that every GPU from 8.0 on gives a program: 99 KiB on 8.6, 8.9 and 12.0, more on the others.
 SHARED = 99 * 1024
+# For sm_90 alone. As many programs as registers allow have their share of 228 KiB.
+HOPPER = 227 * 1024
 ALL = {"logits": "BIJ", "mask": True, "out_mask": True, "leaky": True, "bias": True}
 # The options of a pass between two updates of EM routing.
 EM = {"precision": True, "center": True, "prior": True, "activation": True, "second": True}
@@ -62,13 +64,22 @@ MORE_CALLS: dict[str, Row] = {
     "r=6": routing(32, 64, 4, 8, 8, case={**PLAIN, "num_iterations": 6}, kernels=["gradient_kernel"]),
     "r=48": routing(32, 64, 4, 8, 8, case={**PLAIN, "num_iterations": 48}, kernels=["gradient_kernel"]),
     "J=1000": routing(16, 32, 1000, 16, 8),
+    "J=1000, EM": call("routing_pass", 16, 32, 1000, 16, 8, case=EM, kernels=LOOPS),
+    "D=K=32": routing(32, 64, 10, 32, 32, case=PLAIN, kernels=LOOPS),
     "pose matrices": call("routing_pass", 32, 64, 10, 16, 4, case={**EM, "poses": 4}),
     "positions": call("votes_pass", 2, 64, 10, 16, 1, case={"query": True, "spatial": [16, 16]}),
     "EM, in": call("routing_pass", case={**EM, "query": True, "normalize": "in", "weights": True, "lse": True}),
     "EM, votes": call("votes_pass", 32, 64, 10, 16, 1, case={**EM, "shared": "J", "query": True}, dtype="bfloat16"),
     "largest update": call("em_update", 32, 128, 32, case=UPDATE),
 }
-STEPS = ("arrange_kernel", "update_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel")
+STEPS = (
+    "arrange_kernel",
+    "update_kernel",
+    "restore_kernel",
+    "update_gradient_kernel",
+    "add_up_kernel",
+    "join_row_norms_kernel",
+)
 
 
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":
@@ -107,7 +118,8 @@ def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
     kernels = {*LOOPS, *STEPS, "em_update_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
-        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"row_norm_kernel"}
+        of_groups = {"row_norm_kernel", "join_row_norms_kernel"}
+        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - of_groups
 
 
 def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
@@ -134,7 +146,18 @@ def test_amd_multiplies_by_matrix_instructions_and_spills_nothing(dtype: str) ->
 def test_shared_memory_is_enough_and_sums_have_an_order(rows: list[Row]) -> None:
     """Also: if a launch does not set enable_fp_fusion, Triton 3.9 warns."""
     for row in rows:
-        assert row["shared"] <= SHARED and not row["atomics"] and row["fused"], row
+        limit = SHARED if row["name"] in CALLS else HOPPER
+        assert row["shared"] <= limit and not row["atomics"] and row["fused"], row
+
+
+def test_large_layers_have_room_in_a_multiprocessor(rows: list[Row]) -> None:
+    """Eight warps of loops over input capsules, twelve or more of row_norm; the tiles of large K are loaded ahead."""
+    for row in rows:
+        if row["name"] == "D=K=32":
+            assert row["resident"] * row["warps"] >= 8 and row["stack"] <= 100, row
+            assert row["shared"] > 32 * 1024 or row["kernel"] == "gradient_kernel", row
+        if row["name"] == "J=1000" and row["kernel"] == "row_norm_kernel":
+            assert row["resident"] * row["warps"] >= 12 and row["stack"] == 0, row
 
 
 def test_no_kernel_touches_memory_before_the_kernel_in_front_has_ended(rows: list[Row]) -> None:

@@ -227,7 +227,12 @@ def compile_for(capability: int, launched: Launched) -> Row:
 
 
 def compiled(calls: list[Row], capabilities: Sequence[int]) -> Iterator[Row]:
-    """A row for each kernel of each call and capability."""
+    """A row for each kernel of each call and capability. For one capability tiles use the shared memory of its GPUs,
+    else what every GPU has."""
+    from capsfast.triton import launch
+
+    if len(capabilities) == 1:
+        launch.shared_memory = lambda device: 1024 * LIMITS[capabilities[0]][0]
     made: dict[tuple[str, ...], list[Row]] = {}  # calls share some kernels
     for call in calls:
         for key, launched in {(each[0].fn.__name__, str(signature(*each))): each for each in record(call)}.items():

@@ -40,14 +40,20 @@ def over_tiles(tiles, T: tl.constexpr):
 
 
 @triton.jit
+def row_maximum(b, T: tl.constexpr):
+    """The maximum of tiles [BB, JT] over their columns: [BB]."""
+    most = b[0]
+    for n in tl.static_range(1, T.NT):
+        most = tl.maximum(most, b[n])
+    return tl.max(most, 1)
+
+
+@triton.jit
 def over_outputs(b, T: tl.constexpr):
     """c of all tiles, and maximum and 1 / sum [BB] of a row, both 0 for a row without a finite logit. Scores that
     overflow make such a row too."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    most = b[0]
-    for n in tl.static_range(1, T.NT):
-        most = tl.maximum(most, b[n])
-    m = tl.max(most, 1)
+    m = row_maximum(b, T)
     if T.LEAKY:
         m = tl.maximum(m, 0.0)
     m = finite_or_zero(m)
@@ -81,13 +87,6 @@ def load_row_norms(ptr, rows, here, inputs):
     m, total = tl.split(even)
     scale, _ = tl.split(odd)
     return m, scale, total
-
-
-@triton.jit
-def store_row_norms(ptr, m, scale, total, rows, here, inputs):
-    at = ptr + (rows.first * inputs.I + here.i) * 4 + (rows.local * inputs.I * 4)[:, None] + tl.arange(0, 4)[None, :]
-    four = tl.reshape(tl.join(tl.join(m, total), tl.join(scale, scale)), [m.shape[0], 4])
-    tl.store(at, four, mask=rows.once[:, None])
 
 
 @triton.jit
