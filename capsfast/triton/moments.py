@@ -41,22 +41,12 @@ def forward(call: Call, return_weights: bool, return_lse: bool) -> tuple[Slot, S
             )
     assert sums.mass is not None
     # Every output is a tensor of its own: outputs of an op may not share memory.
-    return (
-        sums.mass,
-        sums.first,
-        sums.second or call.new(0),
-        weights or call.new(0, dtype=dtype),
-        lse or call.new(0),
-        norm or call.new(0),
-    )
+    second, lse, norm = (value or call.new(0) for value in (sums.second, lse, norm))
+    return sums.mass, sums.first, second, weights or call.new(0, dtype=dtype), lse, norm
 
 
 def backward(
-    call: Call,
-    parameters: Any,
-    given: tuple[Slot | None, ...],
-    saved: tuple[Slot, ...],
-    needed: tuple[bool, ...],
+    call: Call, parameters: Any, given: tuple[Slot | None, ...], saved: tuple[Slot, ...], needed: tuple[bool, ...]
 ) -> tuple[Slot, ...]:
     """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; a gradient that is
     not needed is empty. dx: du, or dvotes.
@@ -68,55 +58,69 @@ def backward(
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:
         return passes.returned(call, inputs, needed, (None,) * 9)
-    need_x, need_weight, need_query, need_precision, need_center, need_prior, need_logits, need_a, need_lse = needed
-    query, precision, _, _, _, activation, *_ = call.parameters
+    need_x, need_weight, _, _, need_center, _, need_logits, need_a, need_lse = needed
     mass, first, second, weights, _, norm = saved
+    moments = passes.Sums(first, mass, second)
     dmass, dfirst, dsecond = (call.compute(plain, value, parameters.out_mask) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), call.compute(plain, given[4])
     # As in coupling_gradient(); an activation multiplies dc, but not s.
-    s = first.contiguous() if call.normalize == "in" and activation is None else None
+    s = first.contiguous() if call.normalize == "in" and call.parameters.activation is None else None
     state, of_dsecond, of_s = passes.arrange(call, (dfirst, dsecond, s))
     assert state is not None
-    norms = Norms()
+    delta = None
     if call.normalize == "in":
-        of_second = second if s is None or dsecond is None else call.compute(_about, second, s)
-        delta = call.compute(
-            _products, mass, 1.0, dmass, mass, 1.0, dfirst if s is None else None, first, 1.0, dsecond, of_second
-        )
-        if dcoupling is not None:
-            delta = call.compute(torch.add, delta, call.compute(coupled, weights, dcoupling))
-        # With the positions of one sample the mass is a view whose positions are behind.
-        norms = Norms(None, norm[0], norm[1], delta.contiguous(), of_s)
-
-    uniform = call.uniform_start and not need_a
+        delta = _delta(call, moments, dfirst, Given(dcoupling, dmass, dsecond), weights, s)
+    norms = Norms(None, norm[0], norm[1], delta, of_s) if delta else Norms()
+    douts = Given(dcoupling, dmass, of_dsecond, dlse)
     launched = I > 0 and (need_x or need_weight or need_logits or need_a or need_lse)
+    uniform = call.uniform_start and not need_a
     pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
     terms = call.new_pairs(torch.float32) if launched and need_a else None
-    # Gradients of the scores are sums over the input capsules.
-    partial = dscores_x = dscores = dscores_xx = None
-    if need_query or need_precision or need_prior or (need_center and call.agreement):
-        wanted = (need_prior or (need_center and query is not None), need_precision)
-        partial = passes.partial_sums(call, "accumulate_gradient", *wanted)
-    if partial is not None or pairs is not None:
-        of_outputs = Given(dcoupling, dmass, of_dsecond, dlse)
-        passes.accumulate_gradient(call, state, norms, of_outputs, pairs and pairs[0], partial, terms)
-    if partial is not None:
-        dscores_x, dscores, dscores_xx = passes.update(call, partial)
-
-    dx = dweight = dlogits = dcenter = None
-    if launched:
-        dx, dweight, dlogits = passes.gradients(
-            call, state, pairs, uniform, (need_x, need_weight, need_logits), dsecond=of_dsecond
-        )
-    if need_center:
-        # Minus the sum over i of dx, because x = votes - center.
-        of_moments = (-1.0, mass, dfirst, -2.0, first, dsecond)
-        dcenter = call.compute(_products, first, *of_moments, -1.0, dscores, query, 1.0, dscores_x, precision)
+    dquery, dprior, dscores_xx = dscores = _accumulate(call, state, norms, douts, pairs, terms, needed)
+    of_inputs = (need_x, need_weight, need_logits)
+    dx, dweight, dlogits = passes.gradients(call, state, pairs, uniform, of_inputs, dsecond=of_dsecond)
     dprecision = dscores_xx and call.compute(torch.mul, dscores_xx, -0.5)
+    dcenter = _dcenter(call, moments, dfirst, dsecond, dscores) if need_center else None
     dactivation = call.compute(total, terms, 2) if terms else None
     drow = call.compute(torch.neg, call.compute(total, pairs[0, ..., 1], 2)) if pairs and need_lse else None
-    found = (dx, dweight, dscores_x, dprecision, dcenter, dscores, dlogits, dactivation, drow)
-    return passes.returned(call, inputs, needed, found)
+    gradients = (dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, drow)
+    return passes.returned(call, inputs, needed, gradients)
+
+
+def _delta(call: Call, moments: passes.Sums, dfirst: Slot | None, douts: Given, weights: Slot, s: Slot | None) -> Slot:
+    """The sum of c dc over the input capsules for softmax "in", which the moments already have. s: what dc is taken
+    about, see coupling_gradient(), or None."""
+    first, mass, second = moments
+    of_first = dfirst if s is None else None
+    about = second if s is None or douts.dsecond is None else call.compute(_about, second, s)
+    delta = call.compute(_products, mass, 1.0, douts.dmass, mass, 1.0, of_first, first, 1.0, douts.dsecond, about)
+    if douts.dcoupling is not None:
+        delta = call.compute(torch.add, delta, call.compute(coupled, weights, douts.dcoupling))
+    # With the positions of one sample the mass is a view whose positions are behind.
+    contiguous: Slot = delta.contiguous()
+    return contiguous
+
+
+def _accumulate(
+    call: Call, state: Slot, norms: Norms, douts: Given, pairs: Any, terms: Any, needed: tuple[bool, ...]
+) -> tuple[Slot | None, Slot | None, Slot | None]:
+    """Fills pairs and terms; returns the sums of db x, db and db x^2 over the input capsules, for the gradients of
+    query, prior, center and precision, None where no gradient needs them."""
+    need_query, need_precision, need_center, need_prior = needed[2:6]
+    partial = None
+    if need_query or need_precision or need_prior or (need_center and call.agreement):
+        mass = need_prior or (need_center and call.query)
+        partial = passes.partial_sums(call, "accumulate_gradient", mass, need_precision)
+    if partial is not None or pairs is not None:
+        passes.accumulate_gradient(call, state, norms, douts, pairs and pairs[0], partial, terms)
+    return (None,) * 3 if partial is None else passes.update(call, partial)
+
+
+def _dcenter(call: Call, moments: passes.Sums, dfirst: Any, dsecond: Any, dscores: tuple[Slot | None, ...]) -> Any:
+    """Minus the sum of dx over the input capsules, because x = votes - center."""
+    of_moments = (-1.0, moments.mass, dfirst, -2.0, moments.first, dsecond)
+    of_scores = (-1.0, dscores[1], call.parameters.query, 1.0, dscores[0], call.parameters.precision)
+    return call.compute(_products, moments.first, *of_moments, *of_scores)
 
 
 def _about(second: Tensor, s: Tensor) -> Tensor:
