@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import passes
-from .kernels.arguments import Given, Norms
+from .kernels.arguments import Norms, OutputGradients
 from .launch import Call, plain
 from .plan import Slot
 from .routing import coupled, total
@@ -69,9 +69,9 @@ def backward(
     assert state is not None
     delta = None
     if call.normalize == "in":
-        delta = _delta(call, moments, dfirst, Given(dcoupling, dmass, dsecond), weights, s)
+        delta = _delta(call, moments, dfirst, OutputGradients(dcoupling, dmass, dsecond), weights, s)
     norms = Norms(None, norm[0], norm[1], delta, of_s) if delta else Norms()
-    douts = Given(dcoupling, dmass, of_dsecond, dlse)
+    douts = OutputGradients(dcoupling, dmass, of_dsecond, dlse)
     launched = I > 0 and (need_x or need_weight or need_logits or need_a or need_lse)
     uniform = call.uniform_start and not need_a
     pairs = passes.new_coefficients(call, 1) if launched and not uniform else None
@@ -87,7 +87,9 @@ def backward(
     return passes.returned(call, inputs, needed, gradients)
 
 
-def _delta(call: Call, moments: passes.Sums, dfirst: Slot | None, douts: Given, weights: Slot, s: Slot | None) -> Slot:
+def _delta(
+    call: Call, moments: passes.Sums, dfirst: Slot | None, douts: OutputGradients, weights: Slot, s: Slot | None
+) -> Slot:
     """The sum of c dc over the input capsules for softmax "in", which the moments already have. s: what dc is taken
     about, see coupling_gradient(), or None."""
     first, mass, second = moments
@@ -102,7 +104,7 @@ def _delta(call: Call, moments: passes.Sums, dfirst: Slot | None, douts: Given, 
 
 
 def _accumulate(
-    call: Call, state: Slot, norms: Norms, douts: Given, pairs: Any, terms: Any, needed: tuple[bool, ...]
+    call: Call, state: Slot, norms: Norms, douts: OutputGradients, pairs: Any, terms: Any, needed: tuple[bool, ...]
 ) -> tuple[Slot | None, Slot | None, Slot | None]:
     """Fills pairs and terms; returns the sums of db x, db and db x^2 over the input capsules, for the gradients of
     query, prior, center and precision, None where no gradient needs them."""

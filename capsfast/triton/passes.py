@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
-from .kernels.arguments import Given, Norms, Vectors
+from .kernels.arguments import Norms, OutputGradients, Vectors
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import join_row_norms_kernel, row_norm_kernel
 from .kernels.update import add_up_kernel, arrange_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, compiled_in
 from .plan import Slot
 
-NOTHING = Given()
+NOTHING = OutputGradients()
 # The gradient pass keeps V and ds of all iterations if these, with votes and dvotes, take at most MOST_HELD columns of
 # a warp, two to a register, and are at most MOST_VECTORS vectors: kept iterations are compiled one by one.
 MOST_HELD, MOST_VECTORS = 352, 9
@@ -77,7 +77,7 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], **co
     call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, **call.constants(name), **constants)
 
 
-def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, given: Given = NOTHING) -> Any:
+def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, douts: OutputGradients = NOTHING) -> Any:
     """Norms.rows [B, I, 4] for the kernels of a mode; None if the mode is not "row_norm".
 
     state: V or, if with_ds, V and ds of one iteration of a state.
@@ -88,11 +88,11 @@ def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, gi
     groups = call.tiles("row_norm").groups
     parts = call.new(2 + with_ds, groups, B, I)
     rows = call.new(B, I, 4)
-    arguments = (*call.tensors, *given, state, parts)
+    arguments = (*call.tensors, *douts, state, parts)
     _launch(call, "row_norm", row_norm_kernel, arguments, WITH_DS=with_ds, R=call.iterations)
     # A warp joins 32 rows; all loads of 32 groups are in flight at once.
     call.x.plan.launch(
-        join_row_norms_kernel, (cdiv(B * I, 32),), parts, call.parameters.activation, given.dlse, rows, B * I, groups,
+        join_row_norms_kernel, (cdiv(B * I, 32),), parts, call.parameters.activation, douts.dlse, rows, B * I, groups,
         LEAKY=call.options.leaky, WITH_DS=with_ds, WIDTH=32, GB=32, num_warps=1,
     )  # fmt: skip
     return rows
@@ -167,7 +167,7 @@ def accumulate_gradient(
     call: Call,
     state: Slot,
     norms: Norms,
-    given: Given,
+    douts: OutputGradients,
     pairs: Slot | None,
     sums: Sums | None,
     terms: Slot | None = None,
@@ -178,8 +178,8 @@ def accumulate_gradient(
     state: V and ds of the iteration, of what restore() makes. given: float32 but for dcoupling, and contiguous.
     """
     kind = mode(call, "accumulate_gradient")
-    norms = norms._replace(rows=rows_of(call, kind, state, True, given))
-    arguments = (*call.tensors, *given, state, *norms, pairs, terms, *(sums or (None, None, None)))
+    norms = norms._replace(rows=rows_of(call, kind, state, True, douts))
+    arguments = (*call.tensors, *douts, state, *norms, pairs, terms, *(sums or (None, None, None)))
     _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
 
 

@@ -10,7 +10,7 @@ from ..options import Options
 from ..positions import to_samples
 from . import passes
 from .config import power_of_two
-from .kernels.arguments import Given, Norms
+from .kernels.arguments import Norms, OutputGradients
 from .launch import Call
 from .plan import Slot
 
@@ -79,8 +79,8 @@ def backward(
         kept = None if pairs is None or t < first else pairs[t - first]
         if sums is not None or kept is not None:
             of_t = Norms(*(each and each[t] for each in norms))._replace(s=vectors and vectors[:, :, t])
-            given = Given(dcoupling if t == r - 1 else None)
-            passes.accumulate_gradient(call, state[:, :, t], of_t, given, kept, sums)
+            douts = OutputGradients(dcoupling if t == r - 1 else None)
+            passes.accumulate_gradient(call, state[:, :, t], of_t, douts, kept, sums)
         if sums is not None:
             partial = sums.first
             if G is None:

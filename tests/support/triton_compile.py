@@ -208,7 +208,7 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "kernel": kernel.fn.__name__,
         "capability": capability,
         # The second accumulate of softmax "in", which writes the coupling, has no sums.
-        "mode": "coupling" if named.get("partial_ptr", kernel) is None else kwargs.get("MODE", ""),
+        "mode": "coupling" if named.get("p_partial", kernel) is None else kwargs.get("MODE", ""),
         "warps": warps,
         "shared": shared,
         "instructions": len(loop),

@@ -62,15 +62,15 @@ class Inputs(NamedTuple):
     many input capsules are taken as one.
     """
 
-    x: Any
-    w: Any
-    logits: Any
-    mask: Any
-    out_mask: Any
-    precision: Any  # of a pass, or None: vectors, see strips.py
-    center: Any  # vectors
-    prior: Any  # [B, J]
-    activation: Any  # [B, I]
+    p_x: Any
+    p_w: Any
+    p_logits: Any
+    p_mask: Any
+    p_out_mask: Any
+    p_precision: Any  # of a pass, or None: vectors, see strips.py
+    p_center: Any  # vectors
+    p_prior: Any  # [B, J]
+    p_activation: Any  # [B, I]
     xs: Any
     ws: Any
     B: Any
@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
     together: Any = 1
 
 
-class Given(NamedTuple):
+class OutputGradients(NamedTuple):
     """Gradients of outputs, contiguous and float32 except dcoupling: pointers in kernels, tensors on the host."""
 
     dcoupling: Any = None  # [B, I, J]
@@ -102,23 +102,23 @@ class Norms(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The samples of a tile. first: number of the first sample; local: sample of every row, counted from the first,
-    [BB]; count: how many samples there are from the first on. x: the pointer to which strides are added. inside: which
-    rows exist; once: which rows are the first of their sample."""
+    """The samples of a tile. start: number of the first; o_b: sample of every row, counted from start, [BB]; count:
+    samples from start on. p_x: what strides are added to. m_rows: rows that exist; m_once: rows that are the first of
+    their sample."""
 
-    first: Any
-    local: Any
+    start: Any
+    o_b: Any
     count: Any
-    x: Any
-    inside: Any
-    once: Any
+    p_x: Any
+    m_rows: Any
+    m_once: Any
 
 
 class Capsule(NamedTuple):
-    """An input capsule. i: its number, 64 bits; ok: which rows have the capsule, [BB]; u: the first KP components of
-    its poses, [BB, KP], unless votes are given; w: the pointer to the weights."""
+    """An input capsule. i: its number, 64 bits; m_rows: rows that have the capsule, [BB]; b_u: the first KP components
+    of its poses, [BB, KP], unless votes are given."""
 
     i: Any
-    ok: Any
-    u: Any
-    w: Any
+    m_rows: Any
+    b_u: Any
+    p_w: Any

@@ -18,126 +18,126 @@ def inverse(mass):
 
 
 @triton.jit
-def load(pointer, at, there):
+def load(p_numbers, o_tile, m_tile):
     """Loads float32 numbers; 0 in the padding, or if the pointer is None."""
-    found = tl.zeros(at.shape, tl.float32)
-    if pointer is not None:
-        found += tl.load(pointer + at, mask=there, other=0.0)
-    return found
+    b_tile = tl.zeros(o_tile.shape, tl.float32)
+    if p_numbers is not None:
+        b_tile += tl.load(p_numbers + o_tile, mask=m_tile, other=0.0)
+    return b_tile
 
 
 @triton.jit
-def mean(tile, within, D: tl.constexpr):
+def mean(b_tile, m_tile, D: tl.constexpr):
     """The mean over the components of a row, repeated for every component."""
-    return tl.zeros_like(tile) + (tl.sum(tl.where(within, tile, 0.0), 1) / D)[:, None]
+    return tl.zeros_like(b_tile) + (tl.sum(tl.where(m_tile, b_tile, 0.0), 1) / D)[:, None]
 
 
 @triton.jit
-def activate(logit, there, alive, SOFTMAX: tl.constexpr):
+def activate(logit, m_j, m_valid, SOFTMAX: tl.constexpr):
     """a, 1 - a (for a sigmoid only) and log a."""
     if SOFTMAX:
         # Not -inf for masked capsules, which would make a sample without output capsules nan.
-        logit = tl.where(there, tl.where(alive, logit, -3.4028234663852886e38), float("-inf"))
+        logit = tl.where(m_j, tl.where(m_valid, logit, -3.4028234663852886e38), float("-inf"))
         shifted = logit - tl.max(logit, 0)
-        e = tl.exp(shifted)
-        total = tl.sum(e, 0)
-        return e / total, e, shifted - tl.log(total)
+        exponential = tl.exp(shifted)
+        total = tl.sum(exponential, 0)
+        return exponential / total, exponential, shifted - tl.log(total)
     else:
-        e = tl.exp(-tl.abs(logit))
-        less, more = e / (1.0 + e), 1.0 / (1.0 + e)
-        negative = logit < 0.0
-        log_activation = tl.where(negative, logit, 0.0) - tl.log(1.0 + e)
-        return tl.where(negative, less, more), tl.where(negative, more, less), log_activation
+        exponential = tl.exp(-tl.abs(logit))
+        smaller, larger = exponential / (1.0 + exponential), 1.0 / (1.0 + exponential)
+        m_negative = logit < 0.0
+        log_activation = tl.where(m_negative, logit, 0.0) - tl.log(1.0 + exponential)
+        return tl.where(m_negative, smaller, larger), tl.where(m_negative, larger, smaller), log_activation
 
 
 @triton.jit
 def em_update_kernel(
-    mass_ptr,  # [B, J] float32, as all tensors but the mask
-    first_ptr, second_ptr, center_ptr,  # [B, J, D]
-    last_ptr,  # [B, J, D], or None without momentum
-    beta_a_ptr, beta_u_ptr,  # [J]
-    out_mask_ptr,  # [B, J] bytes or None
-    poses_ptr, precision_ptr, score_ptr,  # the results; in the backward their gradients, or None for 0
-    dmass_ptr, dfirst_ptr, dsecond_ptr, dcenter_ptr, dlast_ptr,  # results of the backward; None in the forward
-    dbeta_a_ptr, dbeta_u_ptr,  # [B, J]: shares of the samples
+    p_mass,  # [B, J] float32, as all tensors but the mask
+    p_first, p_second, p_center,  # [B, J, D]
+    p_last,  # [B, J, D], or None without momentum
+    p_beta_a, p_beta_u,  # [J]
+    p_out_mask,  # [B, J] bytes or None
+    p_poses, p_precision, p_score,  # the results; in the backward their gradients, or None for 0
+    p_dmass, p_dfirst, p_dsecond, p_dcenter, p_dlast,  # results of the backward; None in the forward
+    p_dbeta_a, p_dbeta_u,  # [B, J]: shares of the samples
     floor, momentum, cost_scale, rate,
     J: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr,
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, SOFTMAX: tl.constexpr, FINAL: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     begin(PDL)
-    j, d = tl.arange(0, JP), tl.arange(0, DP)
-    there = j < J
-    within = there[:, None] & (d < D)[None, :]
-    row = tl.cast(tl.program_id(0), tl.int64) * J + j
-    at = row[:, None] * D + d[None, :]
-    alive = there
-    if out_mask_ptr is not None:
-        alive = there & (tl.load(out_mask_ptr + row, mask=there, other=0) != 0)
+    o_j, o_d = tl.arange(0, JP), tl.arange(0, DP)
+    m_j = o_j < J
+    m_tile = m_j[:, None] & (o_d < D)[None, :]
+    o_row = tl.cast(tl.program_id(0), tl.int64) * J + o_j
+    o_tile = o_row[:, None] * D + o_d[None, :]
+    m_valid = m_j
+    if p_out_mask is not None:
+        m_valid = m_j & (tl.load(p_out_mask + o_row, mask=m_j, other=0) != 0)
 
-    mass, center = load(mass_ptr, row, there), load(center_ptr, at, within)
-    first, second = load(first_ptr, at, within), load(second_ptr, at, within)
+    mass, center = load(p_mass, o_row, m_j), load(p_center, o_tile, m_tile)
+    first, second = load(p_first, o_tile, m_tile), load(p_second, o_tile, m_tile)
     n = inverse(mass)
     shift = first * n[:, None]
     held = tl.zeros_like(shift)
-    if last_ptr is not None:
-        held = momentum * (load(last_ptr, at, within) - (center + shift))
+    if p_last is not None:
+        held = momentum * (load(p_last, o_tile, m_tile) - (center + shift))
     raw = second * n[:, None] - shift * shift + held * held
     # Rounding alone makes it negative, so the backward ignores the cut. tl.maximum would hide NaN.
     variance = tl.where(raw < 0.0, 0.0, raw) + floor
     if ISOTROPIC:
-        variance = mean(variance, within, D)
+        variance = mean(variance, m_tile, D)
     precision = 1.0 / variance
-    log_sigma = 0.5 * tl.sum(tl.where(within, tl.log(variance), 0.0), 1)
+    log_sigma = 0.5 * tl.sum(tl.where(m_tile, tl.log(variance), 0.0), 1)
 
-    cost = load(beta_u_ptr, j, there)
+    cost = load(p_beta_u, o_j, m_j)
     if VARIANCE:
         cost += log_sigma
     of_total = inverse(tl.sum(mass, 0))
-    of_mean = tl.sum(tl.where(alive, 1.0, 0.0), 0) * of_total
+    of_mean = tl.sum(tl.where(m_valid, 1.0, 0.0), 0) * of_total
     scale = tl.where(cost_scale > 0.0, cost_scale, of_mean)
-    logit = rate * (load(beta_a_ptr, j, there) - mass * scale * cost)
-    activation, complement, log_activation = activate(logit, there, alive, SOFTMAX)
-    if dmass_ptr is None:
-        tl.store(poses_ptr + at, center + shift + held, mask=within)
+    logit = rate * (load(p_beta_a, o_j, m_j) - mass * scale * cost)
+    activation, complement, log_activation = activate(logit, m_j, m_valid, SOFTMAX)
+    if p_dmass is None:
+        tl.store(p_poses + o_tile, center + shift + held, mask=m_tile)
         score = activation
         if not FINAL:
-            tl.store(precision_ptr + at, precision, mask=within)
+            tl.store(p_precision + o_tile, precision, mask=m_tile)
             HALF_LOG_TWO_PI: tl.constexpr = 0.9189385332046727
             score = log_activation - (log_sigma + D * HALF_LOG_TWO_PI)
-        tl.store(score_ptr + row, score, mask=there)
+        tl.store(p_score + o_row, score, mask=m_j)
     else:
-        dlog_activation = load(score_ptr, row, there)
+        dlog_activation = load(p_score, o_row, m_j)
         dlog_sigma = -dlog_activation
         if FINAL:
             dlog_activation *= activation
             dlog_sigma = tl.zeros_like(dlog_sigma)
         if SOFTMAX:
-            dlogit = tl.where(alive, dlog_activation - activation * tl.sum(dlog_activation, 0), 0.0)
+            dlogit = tl.where(m_valid, dlog_activation - activation * tl.sum(dlog_activation, 0), 0.0)
         else:
             dlogit = dlog_activation * complement
         dcost = -rate * dlogit  # the gradient of mass scale cost
         of_cost = dcost * mass * scale
         if VARIANCE:
             dlog_sigma += of_cost
-        tl.store(dbeta_a_ptr + row, -dcost, mask=there)
-        tl.store(dbeta_u_ptr + row, of_cost, mask=there)
+        tl.store(p_dbeta_a + o_row, -dcost, mask=m_j)
+        tl.store(p_dbeta_u + o_row, of_cost, mask=m_j)
         dscale = tl.sum(dcost * mass * cost, 0)
         dmass = dcost * scale * cost - tl.where(cost_scale > 0.0, 0.0, dscale * of_mean * of_total)
 
-        dvariance = precision * (0.5 * dlog_sigma[:, None] - load(precision_ptr, at, within) * precision)
+        dvariance = precision * (0.5 * dlog_sigma[:, None] - load(p_precision, o_tile, m_tile) * precision)
         if ISOTROPIC:
-            dvariance = mean(dvariance, within, D)
-        dpose = load(poses_ptr, at, within)
+            dvariance = mean(dvariance, m_tile, D)
+        dpose = load(p_poses, o_tile, m_tile)
         dcenter = dpose
-        if last_ptr is not None:
+        if p_last is not None:
             dlast = momentum * (2.0 * held * dvariance + dpose)
             dcenter -= dlast
-            tl.store(dlast_ptr + at, dlast, mask=within)
+            tl.store(p_dlast + o_tile, dlast, mask=m_tile)
         dshift = dcenter - 2.0 * shift * dvariance
-        dn = tl.sum(tl.where(within, dvariance * second + dshift * first, 0.0), 1)
+        dn = tl.sum(tl.where(m_tile, dvariance * second + dshift * first, 0.0), 1)
         # Without mass the gradient is 0, even where dn is NaN.
-        tl.store(dmass_ptr + row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=there)
-        tl.store(dfirst_ptr + at, dshift * n[:, None], mask=within)
-        tl.store(dsecond_ptr + at, dvariance * n[:, None], mask=within)
-        tl.store(dcenter_ptr + at, dcenter, mask=within)
+        tl.store(p_dmass + o_row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=m_j)
+        tl.store(p_dfirst + o_tile, dshift * n[:, None], mask=m_tile)
+        tl.store(p_dsecond + o_tile, dvariance * n[:, None], mask=m_tile)
+        tl.store(p_dcenter + o_tile, dcenter, mask=m_tile)

@@ -27,125 +27,127 @@ from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
 
 @triton.jit
-def tiles_of(ptr, vectors, first, T: tl.constexpr, S: tl.constexpr):
+def tiles_of(p_vectors, o_vectors, n0, T: tl.constexpr, S: tl.constexpr):
     """NT tiles from load_vectors()."""
-    found = ()
+    b_tiles = ()
     for n in tl.static_range(T.NT):
-        found = found + (load_vectors(ptr, vectors, first + n, T, S),)
-    return found
+        b_tiles = b_tiles + (load_vectors(p_vectors, o_vectors, n0 + n, T, S),)
+    return b_tiles
 
 
 @triton.jit
-def states_of(state_ptr, vectors, states, first, T: tl.constexpr, S: tl.constexpr):
+def states_of(p_state, o_vectors, o_states, n0, T: tl.constexpr, S: tl.constexpr):
     """V and ds of an iteration, NT tiles each."""
-    V = ()
-    ds = ()
+    b_V = ()
+    b_ds = ()
     for n in tl.static_range(T.NT):
-        V_n, ds_n = load_state(state_ptr, vectors, states, first + n, T, S)
-        V = V + (V_n,)
-        ds = ds + (ds_n,)
-    return V, ds
+        b_V_n, b_ds_n = load_state(p_state, o_vectors, o_states, n0 + n, T, S)
+        b_V = b_V + (b_V_n,)
+        b_ds = b_ds + (b_ds_n,)
+    return b_V, b_ds
 
 
 @triton.jit
 def add_iteration(
-    dxs, V, ds, pairs_ptr, inputs, dsecond_ptr, x, valid, rows, vectors, here, first,
+    b_dxs, b_V, b_ds, p_pairs, inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0,
     T: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr,
 ):
-    """Adds dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), to all tiles of dxs. pairs_ptr points
+    """Adds dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), to all tiles of b_dxs. p_pairs points
     to c and db of this iteration."""
-    found = ()
+    b_next = ()
     for n in tl.static_range(T.NT):
-        c, db = load_coefficients(pairs_ptr, inputs, rows, here.i, first + n, valid[n], T)
-        each = add_scaled(dxs[n], c, slope(ds[n], x[n], dsecond_ptr, 2.0, vectors, first + n, T), T, PARTED)
+        b_c, b_db = load_coefficients(p_pairs, inputs, rows, capsule.i, n0 + n, m_pairs[n], T)
+        b_dx_n = add_scaled(b_dxs[n], b_c, slope(b_ds[n], b_x[n], p_dsecond, 2.0, o_vectors, n0 + n, T), T, PARTED)
         if AGREEMENT:
-            query = V[n] if T.QUERY else None
-            curved = slope(query, x[n], inputs.precision, -1.0, vectors, first + n, T)
-            each = add_scaled(each, db, curved, T, PARTED)
-        found = found + (each,)
-    return found
+            b_V_n = b_V[n] if T.QUERY else None
+            b_slope = slope(b_V_n, b_x[n], inputs.p_precision, -1.0, o_vectors, n0 + n, T)
+            b_dx_n = add_scaled(b_dx_n, b_db, b_slope, T, PARTED)
+        b_next = b_next + (b_dx_n,)
+    return b_next
 
 
 @triton.jit
-def uniform_slopes(dxs, ds, factor, a, dsecond_ptr, x, valid, vectors, first, T: tl.constexpr, PARTED: tl.constexpr):
-    """Adds dvotes of an iteration with equal couplings to dxs. factor: the coupling of every row, [BB]; a: the
+def uniform_slopes(
+    b_dxs, b_ds, b_factor, b_a, p_dsecond, b_x, m_pairs, o_vectors, n0, T: tl.constexpr, PARTED: tl.constexpr
+):
+    """Adds dvotes of an iteration with equal couplings to b_dxs. b_factor: the coupling of every row, [BB]; b_a: the
     activation, or None."""
-    found = ()
+    b_next = ()
     for n in tl.static_range(T.NT):
-        c = where_valid(valid[n], tl.broadcast_to(factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
-        if a is not None:
-            c *= a[:, None]
-        curved = slope(ds[n], x[n], dsecond_ptr, 2.0, vectors, first + n, T)
-        found = found + (add_scaled(dxs[n], c, curved, T, PARTED),)
-    return found
+        b_c = where_valid(m_pairs[n], tl.broadcast_to(b_factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
+        if b_a is not None:
+            b_c *= b_a[:, None]
+        b_slope = slope(b_ds[n], b_x[n], p_dsecond, 2.0, o_vectors, n0 + n, T)
+        b_next = b_next + (add_scaled(b_dxs[n], b_c, b_slope, T, PARTED),)
+    return b_next
 
 
 @triton.jit
-def add_tiles(tiles, more, T: tl.constexpr):
-    found = ()
+def add_tiles(b_tiles, b_terms, T: tl.constexpr):
+    b_sums = ()
     for n in tl.static_range(T.NT):
-        found = found + (tiles[n] + more[n],)
-    return found
+        b_sums = b_sums + (b_tiles[n] + b_terms[n],)
+    return b_sums
 
 
 @triton.jit
 def weight_products(
-    dx, u, dw_ptr, n, k0, stored, T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr
+    b_dx, b_u, p_dw, n, k0, stored, T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr
 ):
     """If KEEP_DW, returns tile n of dW as a tuple of one; otherwise stores the tile and returns an empty tuple."""
-    dw = ()
-    if KEEP_DW or dw_ptr is not None:
-        value = votes_to_weights(dx, u, T.JT * T.LANES // 4, BACK_DOT)
+    b_dw = ()
+    if KEEP_DW or p_dw is not None:
+        b_dw_n = votes_to_weights(b_dx, b_u, T.JT * T.LANES // 4, BACK_DOT)
         if KEEP_DW:
-            dw = (value,)
+            b_dw = (b_dw_n,)
         else:
-            add_weight_gradient(dw_ptr, value, n, k0, stored, T, KB)
-    return dw
+            add_weight_gradient(p_dw, b_dw_n, n, k0, stored, T, KB)
+    return b_dw
 
 
 @triton.jit
 def add_products(
-    inputs, dx, rows, here, k0, first, last, du_ptr, room_ptr, dw_ptr, stored,
+    inputs, b_dx, rows, capsule, k0, n0, last, p_du, p_room, p_dw, stored,
     T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, PARTED: tl.constexpr, KEEP_DW: tl.constexpr,
 ):
-    """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether an earlier
-    part of this dW is stored. If KEEP_DW, returns dW instead, NT tiles [N, KB]."""
+    """Stores components k from k0 on of du and dW of an input capsule. b_dx: dvotes, NT tiles. stored: whether an
+    earlier part of this dW is stored. If KEEP_DW, returns dW instead, NT tiles [N, KB]."""
     ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that share the columns of a row
     # du and dW of a tile share operands, but registers have room for both only if there are few components.
     TOGETHER: tl.constexpr = T.K <= KB
-    u = here.u
+    b_u = capsule.b_u
     if T.K > KB or KB != T.KP:
-        u = pose_tile(inputs, rows, here.ok, here.i, k0, T, KB)
-    du = tl.zeros([T.BB, KB] if ACROSS <= 1 else [ACROSS, T.BB, KB], tl.float32)
-    dw = ()
+        b_u = pose_tile(inputs, rows, capsule.m_rows, capsule.i, k0, T, KB)
+    b_du = tl.zeros([T.BB, KB] if ACROSS <= 1 else [ACROSS, T.BB, KB], tl.float32)
+    b_dw = ()
     if not TOGETHER:
         for n in tl.static_range(T.NT):
-            weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, False)
+            weight_products(b_dx[n], b_u, p_dw, n0 + n, k0, stored, T, KB, BACK_DOT, False)
     for n in tl.static_range(T.NT):
-        if du_ptr is not None:
-            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB)
-            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT, PARTED)
+        if p_du is not None:
+            b_w = weight_tile(capsule.p_w, inputs, capsule.i, n0 + n, k0, T, KB)
+            b_du = votes_to_inputs(b_dx[n], b_w, b_du, ACROSS, BACK_DOT, PARTED)
         if TOGETHER:
-            dw = dw + weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, KEEP_DW)
-    if du_ptr is not None:
-        du = together(du, ACROSS)
-        add_input_gradient(du_ptr, room_ptr, du, inputs, rows, here, k0, first, last, T, KB)
-    return dw
+            b_dw = b_dw + weight_products(b_dx[n], b_u, p_dw, n0 + n, k0, stored, T, KB, BACK_DOT, KEEP_DW)
+    if p_du is not None:
+        b_du = together(b_du, ACROSS)
+        add_input_gradient(p_du, p_room, b_du, inputs, rows, capsule, k0, n0, last, T, KB)
+    return b_dw
 
 
 @triton.jit(
-    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["pairs_ptr"]
+    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["p_pairs"]
 )
 def gradient_kernel(
-    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
-    precision_ptr, center_ptr, prior_ptr, activation_ptr,
-    dsecond_ptr,  # vectors, see strips.py, or None
-    state_ptr,  # state of R iterations, see passes.restore(): V and ds, at constant offsets
-    pairs_ptr,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
-    factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
-    dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
-    room_ptr,  # float32 memory to sum du over groups of outputs if du is not float32, or None
-    dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
+    p_x, p_w, p_logits, p_mask, p_out_mask,
+    p_precision, p_center, p_prior, p_activation,
+    p_dsecond,  # vectors, see strips.py, or None
+    p_state,  # state of R iterations, see passes.restore(): V and ds, at constant offsets
+    p_pairs,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
+    p_factor,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
+    p_dx,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
+    p_room,  # float32 memory to sum du over groups of outputs if du is not float32, or None
+    p_dw,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, tiles, groups, factor,
@@ -159,7 +161,7 @@ def gradient_kernel(
     begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
     inputs = Inputs(
-        x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
+        p_x, p_w, p_logits, p_mask, p_out_mask, p_precision, p_center, p_prior, p_activation,
         xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )
     # Splits first: if the number of splits divides the number of multiprocessors, the programs of a multiprocessor
@@ -168,7 +170,7 @@ def gradient_kernel(
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
     C: tl.constexpr = T.D // T.P
-    before_ptr = state_ptr + (2 * START - 1) * vector_step(T)
+    p_ds_uniform = p_state + (2 * START - 1) * vector_step(T)
     plane = 2 * tl.cast(B, tl.int64) * I * T.J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
@@ -177,91 +179,97 @@ def gradient_kernel(
     KB: tl.constexpr = max(T.KP, LEAST) if T.K > 8 else LEAST
     # See add_scaled(). With many tiles the parts would take long to compile.
     PARTED: tl.constexpr = T.LANES > 0 and (HELD or T.NT == 1)
-    KEEP_DW: tl.constexpr = SHARED and T.K <= KB and dw_ptr is not None
+    KEEP_DW: tl.constexpr = SHARED and T.K <= KB and p_dw is not None
     for tile in range(batch_start, batch_end):
         rows = batch_rows(tile, inputs, T)
-        vectors = vector_tile(rows, T)
-        states = vector_tile(rows, T, 2)
-        if factor_ptr is not None:
-            each = tl.load(factor_ptr + rows.first + rows.local, mask=rows.inside, other=0.0)
+        o_vectors = vector_tile(rows, T)
+        o_states = vector_tile(rows, T, 2)
+        if p_factor is not None:
+            b_factor = tl.load(p_factor + rows.start + rows.o_b, mask=rows.m_rows, other=0.0)
         else:
-            each = tl.zeros([T.BB], tl.float32) + factor
+            b_factor = tl.zeros([T.BB], tl.float32) + factor
         for group in range(groups):
-            first = first_tile(group, T)
+            n0 = first_tile(group, T)
             last = group == groups - 1
-            known = ()
-            dw = ()
+            m_outputs = ()
+            b_dw = ()
             for n in tl.static_range(T.NT):
-                known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
+                m_outputs = m_outputs + (valid_outputs(p_out_mask, rows, rows.m_rows, n0 + n, T),)
                 if KEEP_DW:
-                    dw = dw + (tl.zeros([T.JT * T.DP, KB], tl.float32),)
-            held = ()
-            ds_before = ()
+                    b_dw = b_dw + (tl.zeros([T.JT * T.DP, KB], tl.float32),)
+            b_states = ()
+            b_ds_uniform = ()
             if HELD:
                 if UNIFORM:
-                    ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
+                    b_ds_uniform = tiles_of(p_ds_uniform, o_vectors, n0, T, 2 * R)
                 for t in tl.static_range(START, R):
-                    held = held + (states_of(state_ptr + 2 * t * vector_step(T), vectors, states, first, T, 2 * R),)
+                    b_states = b_states + (
+                        states_of(p_state + 2 * t * vector_step(T), o_vectors, o_states, n0, T, 2 * R),
+                    )
             for i32 in range(lo, hi):
-                here = input_capsule(inputs, rows, i32, T)
-                x = ()
-                valid = ()
-                dxs = ()
+                capsule = input_capsule(inputs, rows, i32, T)
+                b_x = ()
+                m_pairs = ()
+                b_dxs = ()
                 for n in tl.static_range(T.NT):
-                    valid = valid + (known[n] & here.ok[:, None],)
+                    m_pairs = m_pairs + (m_outputs[n] & capsule.m_rows[:, None],)
                     if T.QUADRATIC:
-                        x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
+                        b_x = b_x + (votes_about_center(inputs, rows, o_vectors, capsule, n0 + n, m_pairs[n], T),)
                     else:
-                        x = x + (0.0,)  # not used
-                    dxs = dxs + (no_terms(T, PARTED),)
+                        b_x = b_x + (0.0,)  # not used
+                    b_dxs = b_dxs + (no_terms(T, PARTED),)
                 if UNIFORM:
-                    a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
-                    ds = ds_before if HELD else tiles_of(before_ptr, vectors, first, T, 2 * R)
-                    dxs = uniform_slopes(dxs, ds, each, a, dsecond_ptr, x, valid, vectors, first, T, PARTED)
+                    b_a = None
+                    if p_activation is not None:
+                        b_a = per_input(p_activation, rows, capsule.m_rows, capsule.i, inputs)
+                    b_ds = b_ds_uniform if HELD else tiles_of(p_ds_uniform, o_vectors, n0, T, 2 * R)
+                    b_dxs = uniform_slopes(
+                        b_dxs, b_ds, b_factor, b_a, p_dsecond, b_x, m_pairs, o_vectors, n0, T, PARTED
+                    )
                 if HELD:
                     for t in tl.static_range(START, R):
-                        dxs = add_iteration(
-                            dxs, held[t - START][0], held[t - START][1], pairs_ptr + (t - START) * plane,
-                            inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED
+                        b_dxs = add_iteration(
+                            b_dxs, b_states[t - START][0], b_states[t - START][1], p_pairs + (t - START) * plane,
+                            inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED
                         )
                 else:
                     for t in range(START, R):
-                        V, ds = states_of(state_ptr + 2 * t * vector_step(T), vectors, states, first, T, 2 * R)
-                        dxs = add_iteration(
-                            dxs, V, ds, pairs_ptr + (t - START) * plane,
-                            inputs, dsecond_ptr, x, valid, rows, vectors, here, first, T, AGREEMENT, PARTED
+                        b_V, b_ds = states_of(p_state + 2 * t * vector_step(T), o_vectors, o_states, n0, T, 2 * R)
+                        b_dxs = add_iteration(
+                            b_dxs, b_V, b_ds, p_pairs + (t - START) * plane,
+                            inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED
                         )
-                dx = ()
+                b_dx = ()
                 for n in tl.static_range(T.NT):
-                    dx = dx + (whole(dxs[n], T) if PARTED else dxs[n][0],)
+                    b_dx = b_dx + (whole(b_dxs[n], T) if PARTED else b_dxs[n][0],)
 
                 if T.VOTES:
                     for n in tl.static_range(T.NT):
-                        store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
+                        store_votes_gradient(p_dx, b_dx[n], inputs, rows, capsule, n0 + n, T)
                 elif KEEP_DW:
-                    dw = add_tiles(dw, add_products(
-                        inputs, dx, rows, here, 0, first, last, dx_ptr, room_ptr, None, 0, T, KB, BACK_DOT, PARTED, True
+                    b_dw = add_tiles(b_dw, add_products(
+                        inputs, b_dx, rows, capsule, 0, n0, last, p_dx, p_room, None, 0, T, KB, BACK_DOT, PARTED, True
                     ), T)
                 else:
-                    owner = tl.cast(split, tl.int64) * I + here.i
+                    owner = tl.cast(split, tl.int64) * I + capsule.i
                     stored = tile - batch_start
                     if SHARED:
                         owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                         stored += i32 - lo
-                    dw_at = None if dw_ptr is None else dw_ptr + owner * (T.J * C * T.K)
+                    p_dw_i = None if p_dw is None else p_dw + owner * (T.J * C * T.K)
                     for k0 in range(0, T.K, KB):
                         add_products(
-                            inputs, dx, rows, here, k0, first, last, dx_ptr, room_ptr, dw_at, stored,
+                            inputs, b_dx, rows, capsule, k0, n0, last, p_dx, p_room, p_dw_i, stored,
                             T, KB, BACK_DOT, PARTED, False
                         )
-                    if SHARED and dw_ptr is not None:
+                    if SHARED and p_dw is not None:
                         # The next input capsule adds to this dW, which other threads may have stored.
                         tl.debug_barrier()
             # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
             if KEEP_DW:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
-                dw_at = dw_ptr + owner * (T.J * C * T.K)
+                p_dw_i = p_dw + owner * (T.J * C * T.K)
                 for n in tl.static_range(T.NT):
-                    add_weight_gradient(dw_at, dw[n], first + n, 0, tile - batch_start, T, KB)
+                    add_weight_gradient(p_dw_i, b_dw[n], n0 + n, 0, tile - batch_start, T, KB)
                 tl.debug_barrier()

@@ -88,81 +88,81 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
 
 
 @triton.jit
-def columns_by_warp(tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
+def columns_by_warp(b_tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
     """A tile [BB, N] for a product that sums over columns: [ACROSS, BB, N / ACROSS], one part for every warp of a row.
 
     Within 8 or 16 columns the function takes the order in which the tensor core reads columns, so every lane already
     has what it needs: RUN neighbours, as the compiler lays out the operands.
     """
-    BB: tl.constexpr = tile.shape[0]
-    N: tl.constexpr = tile.shape[1]
+    BB: tl.constexpr = b_tile.shape[0]
+    N: tl.constexpr = b_tile.shape[1]
     SHAPE: tl.constexpr = [BB, N] if ACROSS == 1 else [ACROSS, BB, N // ACROSS]
     if RUN == 4:
-        parts = tl.permute(tl.reshape(tile, [BB, N // (16 * ACROSS), 2, ACROSS, 4, 2]), (3, 0, 1, 4, 2, 5))
+        b_parts = tl.permute(tl.reshape(b_tile, [BB, N // (16 * ACROSS), 2, ACROSS, 4, 2]), (3, 0, 1, 4, 2, 5))
     elif RUN == 2:
-        parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 8]), (2, 0, 1, 3))
+        b_parts = tl.permute(tl.reshape(b_tile, [BB, N // (8 * ACROSS), ACROSS, 8]), (2, 0, 1, 3))
     else:
-        parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 4, 2]), (2, 0, 1, 4, 3))
-    return tl.reshape(parts, SHAPE)
+        b_parts = tl.permute(tl.reshape(b_tile, [BB, N // (8 * ACROSS), ACROSS, 4, 2]), (2, 0, 1, 4, 3))
+    return tl.reshape(b_parts, SHAPE)
 
 
 @triton.jit
-def weights_by_warp(w, ACROSS: tl.constexpr, RUN: tl.constexpr):
+def weights_by_warp(b_w, ACROSS: tl.constexpr, RUN: tl.constexpr):
     """What columns_by_warp() does, for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
-    N: tl.constexpr = w.shape[0]
-    KP: tl.constexpr = w.shape[1]
+    N: tl.constexpr = b_w.shape[0]
+    KP: tl.constexpr = b_w.shape[1]
     SHAPE: tl.constexpr = [N, KP] if ACROSS == 1 else [ACROSS, N // ACROSS, KP]
     if RUN == 4:
-        parts = tl.permute(tl.reshape(w, [N // (16 * ACROSS), 2, ACROSS, 4, 2, KP]), (2, 0, 3, 1, 4, 5))
+        b_parts = tl.permute(tl.reshape(b_w, [N // (16 * ACROSS), 2, ACROSS, 4, 2, KP]), (2, 0, 3, 1, 4, 5))
     elif RUN == 2:
-        parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 8, KP]), (1, 0, 2, 3))
+        b_parts = tl.permute(tl.reshape(b_w, [N // (8 * ACROSS), ACROSS, 8, KP]), (1, 0, 2, 3))
     else:
-        parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 4, 2, KP]), (1, 0, 3, 2, 4))
-    return tl.reshape(parts, SHAPE)
+        b_parts = tl.permute(tl.reshape(b_w, [N // (8 * ACROSS), ACROSS, 4, 2, KP]), (1, 0, 3, 2, 4))
+    return tl.reshape(b_parts, SHAPE)
 
 
 @triton.jit
-def weights_together(w, ACROSS: tl.constexpr):
+def weights_together(b_w, ACROSS: tl.constexpr):
     """The inverse of weights_by_warp() with RUN = 2."""
-    M: tl.constexpr = w.shape[1]
-    KP: tl.constexpr = w.shape[2]
-    return tl.reshape(tl.permute(tl.reshape(w, [ACROSS, M // 8, 8, KP]), (1, 0, 2, 3)), [ACROSS * M, KP])
+    M: tl.constexpr = b_w.shape[1]
+    KP: tl.constexpr = b_w.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(b_w, [ACROSS, M // 8, 8, KP]), (1, 0, 2, 3)), [ACROSS * M, KP])
 
 
 @triton.jit
-def together(parts, ACROSS: tl.constexpr):
+def together(b_parts, ACROSS: tl.constexpr):
     """The sum of the parts of all warps of a row."""
     if ACROSS > 1:
-        parts = tl.sum(parts, 0)
-    return parts
+        b_parts = tl.sum(b_parts, 0)
+    return b_parts
 
 
 @triton.jit
-def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr):
+def votes_to_inputs(b_dx, b_w, b_acc, ACROSS: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr):
     """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row.
     JOINED: dx was joined from parts(); then the compiler gives a lane twice as many neighbours."""
     # A product of 16-bit operands has to sum over at least 16 columns.
-    FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[1] // ACROSS >= 16
+    FITS: tl.constexpr = DOT != "bf16x2" or b_dx.shape[1] // ACROSS >= 16
     LONG: tl.constexpr = 4 if JOINED and DOT == "bf16x2" and FITS else 2
-    RUN: tl.constexpr = LONG if w.dtype.primitive_bitwidth == 16 else RUN_OF_FLOAT
-    dx = columns_by_warp(dx, ACROSS, RUN)
-    w = weights_by_warp(w if DOT == "bf16x2" and FITS else w.to(tl.float32), ACROSS, RUN)
-    return product(dx, w, acc, DOT if FITS else "tf32x2")
+    RUN: tl.constexpr = LONG if b_w.dtype.primitive_bitwidth == 16 else RUN_OF_FLOAT
+    b_dx = columns_by_warp(b_dx, ACROSS, RUN)
+    b_w = weights_by_warp(b_w if DOT == "bf16x2" and FITS else b_w.to(tl.float32), ACROSS, RUN)
+    return product(b_dx, b_w, b_acc, DOT if FITS else "tf32x2")
 
 
 @triton.jit
-def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
+def votes_to_weights(b_dx, b_u, ACROSS: tl.constexpr, DOT: tl.constexpr):
     """dx^T u: a tile of dvotes [BB, N] and input capsules [BB, KP] make dW [N, KP]."""
-    BB: tl.constexpr = dx.shape[0]
-    N: tl.constexpr = dx.shape[1]
-    KP: tl.constexpr = u.shape[1]
+    BB: tl.constexpr = b_dx.shape[0]
+    N: tl.constexpr = b_dx.shape[1]
+    KP: tl.constexpr = b_u.shape[1]
     if DOT != "bf16x2":
-        u = u.to(tl.float32)
+        b_u = b_u.to(tl.float32)
     if ACROSS == 1:
-        dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
+        b_dw = product(b_dx, b_u, tl.zeros([N, KP], tl.float32), DOT, True)
     else:
         # Every warp computes dW for its own columns.
-        each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
-        none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
-        dw = weights_together(product(columns_by_warp(dx, ACROSS, 2), each, none, DOT, True), ACROSS)
-    return dw
+        b_u_warps = tl.broadcast_to(b_u[None, :, :], [ACROSS, BB, KP])
+        b_zero = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
+        b_dw = weights_together(product(columns_by_warp(b_dx, ACROSS, 2), b_u_warps, b_zero, DOT, True), ACROSS)
+    return b_dw

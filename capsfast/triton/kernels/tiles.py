@@ -1,5 +1,9 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
+Names follow flash-linear-attention: p_x is a pointer to x, b_x a block of x in registers or a tuple of NT blocks, m_x a
+mask, o_x are offsets along x; upper case is known when a kernel is compiled. n0 is the first tile of a group of
+outputs. Formulas in comments have no prefixes: b_logits holds their b, b_c their c.
+
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. The
 address of a tile has 64 bits. Offsets within a tile have 32 bits, which takes half the registers: launch.py refuses
 tensors that need more.
@@ -33,25 +37,25 @@ from .arguments import Rows
 
 @triton.jit
 def batch_rows(tile, inputs, T: tl.constexpr):
-    local = tl.arange(0, T.BB)
+    o_b = tl.arange(0, T.BB)
     if T.PP > 1:
-        local = local // T.PP
-    x = inputs.x
+        o_b = o_b // T.PP
+    p_x = inputs.p_x
     if inputs.positions is None:
-        first = tl.cast(tile, tl.int64) * (T.BB // T.PP)
-        count = inputs.B - first
+        start = tl.cast(tile, tl.int64) * (T.BB // T.PP)
+        count = inputs.B - start
     else:
         tiles = (inputs.positions + T.BB - 1) // T.BB
-        first = tl.cast(tile // tiles, tl.int64) * inputs.positions + (tile % tiles) * T.BB
-        count = (first // inputs.positions + 1) * inputs.positions - first
-        x += first // inputs.positions * inputs.jump
-    inside = local < count
-    once = inside
+        start = tl.cast(tile // tiles, tl.int64) * inputs.positions + (tile % tiles) * T.BB
+        count = (start // inputs.positions + 1) * inputs.positions - start
+        p_x += start // inputs.positions * inputs.jump
+    m_rows = o_b < count
+    m_once = m_rows
     if T.P > 1:
-        pose = pose_rows(1, T)
-        inside = inside & (pose < T.P)
-        once = once & (pose == 0)
-    return Rows(first, local, count, x, inside, once)
+        o_pose = pose_rows(1, T)
+        m_rows = m_rows & (o_pose < T.P)
+        m_once = m_once & (o_pose == 0)
+    return Rows(start, o_b, count, p_x, m_rows, m_once)
 
 
 @triton.jit
@@ -79,10 +83,10 @@ def first_tile(group, T: tl.constexpr):
 @triton.jit
 def zeros(N: tl.constexpr, T: tl.constexpr):
     """NT tiles [BB, N]."""
-    tiles = ()
+    b_tiles = ()
     for _ in tl.static_range(T.NT):
-        tiles = tiles + (tl.zeros([T.BB, N], tl.float32),)
-    return tiles
+        b_tiles = b_tiles + (tl.zeros([T.BB, N], tl.float32),)
+    return b_tiles
 
 
 @triton.jit
@@ -94,20 +98,20 @@ def outputs(n, T: tl.constexpr):
 @triton.jit
 def columns(n, T: tl.constexpr):
     """j and d of the columns of tile n: [N] each."""
-    j, d = place(tl.arange(0, T.JT * T.DP), T)
-    return n * T.JT + j, d
+    o_j, o_d = place(tl.arange(0, T.JT * T.DP), T)
+    return n * T.JT + o_j, o_d
 
 
 @triton.jit
 def place(column, T: tl.constexpr):
     """j and d of columns of a tile, j counted from the first output of the tile."""
     if T.LANES == 0:
-        j, d = column // T.DP, column % T.DP
+        o_j, o_d = column // T.DP, column % T.DP
     else:
         lane = column // 2 % (T.JT * T.LANES)
-        j = lane // T.LANES
-        d = lane % T.LANES * (T.DP // T.LANES) + column // (2 * T.JT * T.LANES) * 2 + column % 2
-    return j, d
+        o_j = lane // T.LANES
+        o_d = lane % T.LANES * (T.DP // T.LANES) + column // (2 * T.JT * T.LANES) * 2 + column % 2
+    return o_j, o_d
 
 
 @triton.jit
@@ -119,113 +123,113 @@ def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def existing(n, j, T: tl.constexpr):
+def existing(n, o_j, T: tl.constexpr):
     """Which of the outputs j of tile n exist. The last group may have tiles without any output, unless the NT tiles of
     every group are full."""
     WHOLE: tl.constexpr = T.J % T.JT == 0 and T.J % (T.JT * T.NT) > 0
-    return tl.zeros(j.shape, tl.int32) + n * T.JT < T.J if WHOLE else below(j, T.J, T.JT * T.NT)
+    return tl.zeros(o_j.shape, tl.int32) + n * T.JT < T.J if WHOLE else below(o_j, T.J, T.JT * T.NT)
 
 
 @triton.jit
-def per_input(ptr, rows, ok, i, inputs):
-    """Numbers [B, I] of input capsule i: [BB], 0 where not ok."""
-    return tl.load(ptr + (rows.first * inputs.I + i) + rows.local * inputs.I, mask=ok, other=0.0)
+def per_input(p_numbers, rows, m_rows, i, inputs):
+    """Numbers [B, I] of input capsule i: [BB], 0 outside m_rows."""
+    return tl.load(p_numbers + (rows.start * inputs.I + i) + rows.o_b * inputs.I, mask=m_rows, other=0.0)
 
 
 @triton.jit
 def valid_inputs(inputs, rows, i):
     """Which rows exist and have an input capsule i that is not masked: [BB]."""
-    ok = rows.inside
-    if inputs.mask is not None:
-        ok = ok & (per_input(inputs.mask, rows, ok, i, inputs) != 0)
-    return ok
+    m_rows = rows.m_rows
+    if inputs.p_mask is not None:
+        m_rows = m_rows & (per_input(inputs.p_mask, rows, m_rows, i, inputs) != 0)
+    return m_rows
 
 
 @triton.jit
-def valid_outputs(out_mask_ptr, rows, ok, n, T: tl.constexpr):
+def valid_outputs(p_out_mask, rows, m_rows, n, T: tl.constexpr):
     """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
-    j = outputs(n, T)
-    valid = ok[:, None] & existing(n, j, T)[None, :]
-    if out_mask_ptr is not None:
-        at = out_mask_ptr + rows.first * T.J + (rows.local * T.J)[:, None] + j[None, :]
-        valid = valid & (tl.load(at, mask=valid, other=0) != 0)
-    return valid
+    o_j = outputs(n, T)
+    m_outputs = m_rows[:, None] & existing(n, o_j, T)[None, :]
+    if p_out_mask is not None:
+        p_tile = p_out_mask + rows.start * T.J + (rows.o_b * T.J)[:, None] + o_j[None, :]
+        m_outputs = m_outputs & (tl.load(p_tile, mask=m_outputs, other=0) != 0)
+    return m_outputs
 
 
 @triton.jit
-def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: needed if votes may be NaN, if a center makes invalid votes
-    differ from 0, and if there are tiles without any output: these read V of other outputs, so a coupling may be
-    infinite, and its product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
+def where_valid(m_pairs, b_value, other: tl.constexpr, SOME: tl.constexpr):
+    """b_value, and other outside m_pairs. SOME: needed if votes may be NaN, if a center makes invalid votes differ from
+    0, and if there are tiles without any output: these read V of other outputs, so a coupling may be infinite, and its
+    product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
     """
     if SOME:
-        value = tl.where(valid, value, other)
-    return value
+        b_value = tl.where(m_pairs, b_value, other)
+    return b_value
 
 
 @triton.jit
-def pairs(ptr, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
+def pairs(p_pairs, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
-    j = outputs(n, T)
+    o_j = outputs(n, T)
     if T.GROUPED and T.NT > 1:
         # Adds 0, but the compiler does not know that. Otherwise it would keep the part of every tile's address that
         # does not depend on i, and too few registers are left for that.
-        j += (i >> 63).to(tl.int32)
+        o_j += (i >> 63).to(tl.int32)
     if SHARED:
-        at = ptr + i * T.J + (rows.local * 0)[:, None] + j[None, :]
+        p_tile = p_pairs + i * T.J + (rows.o_b * 0)[:, None] + o_j[None, :]
     elif inputs.positions is None:
-        at = ptr + rows.first * inputs.I * T.J + (rows.local * inputs.I * T.J)[:, None] + j[None, :] + i * T.J
+        p_tile = p_pairs + rows.start * inputs.I * T.J + (rows.o_b * inputs.I * T.J)[:, None] + o_j[None, :] + i * T.J
     else:
-        batch = rows.first // inputs.positions
-        at = ptr + rows.first + ((batch * inputs.I + i) * T.J - batch) * inputs.positions
-        at = at + rows.local[:, None] + (j * inputs.positions)[None, :]
-    return at
+        batch = rows.start // inputs.positions
+        p_tile = p_pairs + rows.start + ((batch * inputs.I + i) * T.J - batch) * inputs.positions
+        p_tile = p_tile + rows.o_b[:, None] + (o_j * inputs.positions)[None, :]
+    return p_tile
 
 
 @triton.jit
-def per_pair(ptr, inputs, rows, i, n, valid, T: tl.constexpr, SHARED: tl.constexpr = False):
-    """Numbers [B, I, J], or [I, J], of tile n as float32 [BB, JT], 0 where not valid."""
-    return tl.load(pairs(ptr, inputs, rows, i, n, T, SHARED), mask=valid, other=0.0).to(tl.float32)
+def per_pair(p_pairs, inputs, rows, i, n, m_pairs, T: tl.constexpr, SHARED: tl.constexpr = False):
+    """Numbers [B, I, J], or [I, J], of tile n as float32 [BB, JT], 0 outside m_pairs."""
+    return tl.load(pairs(p_pairs, inputs, rows, i, n, T, SHARED), mask=m_pairs, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
+def store_pairs(p_pairs, b_value, inputs, rows, i, n, T: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J].
 
     For computed votes, every lane of an output has the numbers. The first of these lanes stores what it has, without an
     exchange: the numbers [M] are in the order in which the compiler distributes M to lanes, to warps, to registers.
     """
     if T.LANES == 0:
-        at = pairs(ptr, inputs, rows, i, n, T, False)
-        tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T) < T.J)[None, :])
+        p_tile = pairs(p_pairs, inputs, rows, i, n, T, False)
+        tl.store(p_tile, b_value, mask=rows.m_once[:, None] & (outputs(n, T) < T.J)[None, :])
     else:
         # A warp has 16 rows, or the columns of whole outputs.
         DOWN: tl.constexpr = T.BB // 16
         ACROSS: tl.constexpr = T.JT * T.LANES // 4
         M: tl.constexpr = T.BB * T.JT * T.LANES
-        value = tl.broadcast_to(value[:, :, None], [T.BB, T.JT, T.LANES])
-        value = tl.permute(tl.reshape(value, [DOWN, 2, 8, ACROSS, 4]), (1, 0, 3, 2, 4))
+        b_value = tl.broadcast_to(b_value[:, :, None], [T.BB, T.JT, T.LANES])
+        b_value = tl.permute(tl.reshape(b_value, [DOWN, 2, 8, ACROSS, 4]), (1, 0, 3, 2, 4))
         index = tl.arange(0, M)
         lane = index // 32 % ACROSS * 4 + index % 4
         row = (index // (32 * ACROSS) % DOWN * 2 + index // (32 * ACROSS * DOWN)) * 8 + index // 4 % 8
-        j, sample = lane // T.LANES, row // T.PP
-        first = (lane % T.LANES == 0) & (row % T.PP == 0)
+        o_j, o_b = lane // T.LANES, row // T.PP
+        m_once = (lane % T.LANES == 0) & (row % T.PP == 0)
         # Adds i last, see input_capsule(), and tiles: if there is one group, they are part of the instruction.
-        at = ptr + rows.first * inputs.I * T.J + (sample * (inputs.I * T.J) + j) + i * T.J + n * T.JT
-        tl.store(at, tl.reshape(value, [M]), mask=first & (sample < rows.count) & (n * T.JT + j < T.J))
+        p_tile = p_pairs + rows.start * inputs.I * T.J + (o_b * (inputs.I * T.J) + o_j) + i * T.J + n * T.JT
+        tl.store(p_tile, tl.reshape(b_value, [M]), mask=m_once & (o_b < rows.count) & (n * T.JT + o_j < T.J))
 
 
 @triton.jit
-def store_coefficients(ptr, c, db, inputs, rows, i, n, T: tl.constexpr):
+def store_coefficients(p_pairs, b_c, b_db, inputs, rows, i, n, T: tl.constexpr):
     """Stores two numbers [BB, JT] of tile n and input capsule i side by side in [B, I, J, 2], as one of 64 bits."""
-    low = c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    both = (db.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
-    store_pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), both, inputs, rows, i, n, T)
+    b_low = b_c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    b_both = (b_db.to(tl.int32, bitcast=True).to(tl.int64) << 32) | b_low
+    store_pairs(p_pairs.to(tl.pointer_type(tl.int64), bitcast=True), b_both, inputs, rows, i, n, T)
 
 
 @triton.jit
-def load_coefficients(ptr, inputs, rows, i, n, valid, T: tl.constexpr):
-    """The two numbers that store_coefficients() stored, 0 where not valid."""
-    at = pairs(ptr.to(tl.pointer_type(tl.int64), bitcast=True), inputs, rows, i, n, T, False)
-    both = tl.load(at, mask=valid, other=0)
-    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+def load_coefficients(p_pairs, inputs, rows, i, n, m_pairs, T: tl.constexpr):
+    """The two numbers that store_coefficients() stored, 0 outside m_pairs."""
+    p_tile = pairs(p_pairs.to(tl.pointer_type(tl.int64), bitcast=True), inputs, rows, i, n, T, False)
+    b_both = tl.load(p_tile, mask=m_pairs, other=0)
+    return b_both.to(tl.int32).to(tl.float32, bitcast=True), (b_both >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -18,12 +18,12 @@ from .vectors import load_numbers, load_vectors, score, slope, spread
 
 
 @triton.jit
-def reread(ptr, i32, AGAIN: tl.constexpr):
-    """ptr. If AGAIN, adds a 0 that the compiler does not recognize, as it does not know that i >= 0. So every turn of
-    the loop over i loads the target again, from L1. Loaded once before the loop, it takes too many registers."""
+def reread(p_target, i32, AGAIN: tl.constexpr):
+    """p_target. If AGAIN, adds a 0 that the compiler does not recognize, as it does not know that i >= 0. So every turn
+    of the loop over i loads the target again, from L1. Loaded once before the loop, it takes too many registers."""
     if AGAIN:
-        ptr += (i32 >> 31) * 16
-    return ptr
+        p_target += (i32 >> 31) * 16
+    return p_target
 
 
 @triton.jit
@@ -34,113 +34,114 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
     # addresses; the tiles of a group have more than fit in registers, see pairs().
     KEPT: tl.constexpr = not T.VOTES and not (T.GROUPED and T.NT > 1)
     i = tl.cast(tl.maximum(i32, 0) if KEPT else i32, tl.int64)
-    ok = valid_inputs(inputs, rows, i)
+    m_rows = valid_inputs(inputs, rows, i)
     if T.VOTES:
-        w, u = rows.x, tl.zeros([1], tl.float32)
+        p_w, b_u = rows.p_x, tl.zeros([1], tl.float32)
     else:
-        w = reread(inputs.w, i32, SHARED and T.J * T.D * T.K > 4096)
-        u = pose_tile(inputs, rows, ok, i, 0, T, T.KP)
-    return Capsule(i, ok, u, w)
+        p_w = reread(inputs.p_w, i32, SHARED and T.J * T.D * T.K > 4096)
+        b_u = pose_tile(inputs, rows, m_rows, i, 0, T, T.KP)
+    return Capsule(i, m_rows, b_u, p_w)
 
 
 @triton.jit
-def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
+def pose_tile(inputs, rows, m_rows, i, k0, T: tl.constexpr, KP: tl.constexpr):
     """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
-    k = k0 + tl.arange(0, KP)
+    o_k = k0 + tl.arange(0, KP)
     x_b, x_i, _, x_k = inputs.xs
-    at = rows.x + (rows.first * x_b + i * x_i) + (rows.local * x_b)[:, None] + (k * x_k)[None, :]
+    p_tile = rows.p_x + (rows.start * x_b + i * x_i) + (rows.o_b * x_b)[:, None] + (o_k * x_k)[None, :]
     if T.PP > 1:
-        at += (pose_rows(T.K, T) * x_k)[:, None]
-    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0)
+        p_tile += (pose_rows(T.K, T) * x_k)[:, None]
+    return tl.load(p_tile, mask=m_rows[:, None] & below(o_k, T.K, KP)[None, :], other=0.0)
 
 
 @triton.jit
-def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
+def weight_tile(p_w, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
     """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
-    j, d = columns(0, T)
-    k = k0 + tl.arange(0, KP)
+    o_j, o_d = columns(0, T)
+    o_k = k0 + tl.arange(0, KP)
     w_i, w_j, w_d, w_k = inputs.ws
     OF_ONE: tl.constexpr = T.K // inputs.together  # components of an input capsule
-    along = k * w_k
+    o_w = o_k * w_k
     if inputs.together > 1:
-        along = k // OF_ONE * (w_i // inputs.together) + k % OF_ONE * w_k
-    at = w_ptr + tl.cast(n, tl.int64) * (T.JT * w_j) + i * w_i + (j * w_j + d * w_d)[:, None] + along[None, :]
-    inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
-    return tl.load(at, mask=inside, other=0.0)
+        o_w = o_k // OF_ONE * (w_i // inputs.together) + o_k % OF_ONE * w_k
+    p_tile = p_w + tl.cast(n, tl.int64) * (T.JT * w_j) + i * w_i + (o_j * w_j + o_d * w_d)[:, None] + o_w[None, :]
+    m_tile = (existing(n, n * T.JT + o_j, T) & below(o_d, T.D // T.P, T.DP))[:, None] & below(o_k, T.K, KP)[None, :]
+    return tl.load(p_tile, mask=m_tile, other=0.0)
 
 
 @triton.jit
-def votes_tile(inputs, rows, here, n, T: tl.constexpr):
+def votes_tile(inputs, rows, capsule, n, T: tl.constexpr):
     """Tile n of the votes of an input capsule: read if VOTES, else computed as W_ij u_i, with D / P components a row.
 
     tl.dot does not sum over the loop of i: tensor cores round sums towards zero, an error that would grow with I.
     """
     if T.VOTES:
         x_b, x_i, x_j, x_d = inputs.xs
-        j, d = columns(n, T)
-        inside = here.ok[:, None] & ((j < T.J) & (d < T.D // T.P))[None, :]
-        at = rows.x + (rows.first * x_b + here.i * x_i) + (rows.local * x_b)[:, None] + (j * x_j + d * x_d)[None, :]
-        votes = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        o_j, o_d = columns(n, T)
+        m_tile = capsule.m_rows[:, None] & ((o_j < T.J) & (o_d < T.D // T.P))[None, :]
+        p_tile = rows.p_x + (rows.start * x_b + capsule.i * x_i) + (rows.o_b * x_b)[:, None]
+        p_tile += (o_j * x_j + o_d * x_d)[None, :]
+        b_votes = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
     else:
-        w = weight_tile(here.w, inputs, here.i, n, 0, T, T.KP)
-        votes = product(here.u, tl.trans(w), tl.zeros([T.BB, T.JT * T.DP], tl.float32), T.DOT)
+        b_w = weight_tile(capsule.p_w, inputs, capsule.i, n, 0, T, T.KP)
+        b_votes = product(capsule.b_u, tl.trans(b_w), tl.zeros([T.BB, T.JT * T.DP], tl.float32), T.DOT)
         if T.K > T.KP:
             for k0 in range(T.KP, T.K, T.KP):
-                more = pose_tile(inputs, rows, here.ok, here.i, k0, T, T.KP)
-                w_more = weight_tile(here.w, inputs, here.i, n, k0, T, T.KP)
-                votes = product(more, tl.trans(w_more), votes, T.DOT)
-        if inputs.mask is not None:
+                b_u_k = pose_tile(inputs, rows, capsule.m_rows, capsule.i, k0, T, T.KP)
+                b_w_k = weight_tile(capsule.p_w, inputs, capsule.i, n, k0, T, T.KP)
+                b_votes = product(b_u_k, tl.trans(b_w_k), b_votes, T.DOT)
+        if inputs.p_mask is not None:
             # The weight of a masked input capsule may hold NaN.
-            votes = tl.where(here.ok[:, None], votes, 0.0)
-    return votes
+            b_votes = tl.where(capsule.m_rows[:, None], b_votes, 0.0)
+    return b_votes
 
 
 @triton.jit
-def votes_about_center(inputs, rows, vectors, here, n, valid, T: tl.constexpr):
+def votes_about_center(inputs, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr):
     """Tile n of x: the votes, minus the center if there is one.
 
     If QUADRATIC, x is 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0 times
     NaN is NaN.
     """
-    x = votes_tile(inputs, rows, here, n, T)
+    b_x = votes_tile(inputs, rows, capsule, n, T)
     if T.QUADRATIC:
-        if inputs.center is not None:
-            x -= load_vectors(inputs.center, vectors, n, T)
-        if inputs.mask is not None or inputs.out_mask is not None:
-            x = tl.where(spread(valid, T), x, 0.0)
-    return x
+        if inputs.p_center is not None:
+            b_x -= load_vectors(inputs.p_center, o_vectors, n, T)
+        if inputs.p_mask is not None or inputs.p_out_mask is not None:
+            b_x = tl.where(spread(m_pairs, T), b_x, 0.0)
+    return b_x
 
 
 @triton.jit
 def routing_logits(
-    inputs, x, V, rows, vectors, here, n, valid, T: tl.constexpr, NOTHING: tl.constexpr = float("-inf")
+    inputs, b_x, b_V, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr, NOTHING: tl.constexpr = float("-inf")
 ):
-    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile, if there is a
-    QUERY."""
-    b = tl.zeros([T.BB, T.JT], tl.float32)
-    if T.QUERY or inputs.precision is not None:
-        b = score(x, slope(V if T.QUERY else None, x, inputs.precision, -0.5, vectors, n, T), T)
-    if inputs.prior is not None:
-        b += load_numbers(inputs.prior, rows, valid, n, T)
-    if inputs.logits is not None:
-        b += per_pair(inputs.logits, inputs, rows, here.i, n, valid, T, T.SHARED_LOGITS)
-    return where_valid(valid, b, NOTHING, T.MASKED or T.J % T.JT > 0)
+    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING outside m_pairs. b_V: a tile, if there is
+    a QUERY."""
+    b_logits = tl.zeros([T.BB, T.JT], tl.float32)
+    if T.QUERY or inputs.p_precision is not None:
+        b_logits = score(b_x, slope(b_V if T.QUERY else None, b_x, inputs.p_precision, -0.5, o_vectors, n, T), T)
+    if inputs.p_prior is not None:
+        b_logits += load_numbers(inputs.p_prior, rows, m_pairs, n, T)
+    if inputs.p_logits is not None:
+        b_logits += per_pair(inputs.p_logits, inputs, rows, capsule.i, n, m_pairs, T, T.SHARED_LOGITS)
+    return where_valid(m_pairs, b_logits, NOTHING, T.MASKED or T.J % T.JT > 0)
 
 
 @triton.jit
-def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, T: tl.constexpr):
+def coupling_gradient(inputs, douts, b_x, b_s, b_ds, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr):
     """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n.
 
-    s: sum_i c x, or None. With s, dc excludes s . ds + s^2 . dsecond: kernels sum (x - s) (ds + (x + s) dsecond).
+    b_s: sum_i c x, or None. With s, dc excludes s . ds + s^2 . dsecond: kernels sum (x - s) (ds + (x + s) dsecond).
     """
-    about = x
-    if s is not None:
-        about = x - s
-        if given.dsecond is not None:
-            x += s
-    dc = score(about, slope(ds, x, given.dsecond, 1.0, vectors, n, T), T)
-    if given.dmass is not None:
-        dc += load_numbers(given.dmass, rows, valid, n, T)
-    if given.dcoupling is not None:
-        dc += per_pair(given.dcoupling, inputs, rows, here.i, n, valid, T)
-    return dc
+    b_about = b_x
+    if b_s is not None:
+        b_about = b_x - b_s
+        if douts.dsecond is not None:
+            b_x += b_s
+    b_dc = score(b_about, slope(b_ds, b_x, douts.dsecond, 1.0, o_vectors, n, T), T)
+    if douts.dmass is not None:
+        b_dc += load_numbers(douts.dmass, rows, m_pairs, n, T)
+    if douts.dcoupling is not None:
+        b_dc += per_pair(douts.dcoupling, inputs, rows, capsule.i, n, m_pairs, T)
+    return b_dc
