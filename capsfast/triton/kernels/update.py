@@ -34,12 +34,11 @@ def row_tile(B, L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr):
 
 
 @triton.jit
-def load_splits(p_partial, at, within, start, splits, plane, SB: tl.constexpr):
-    """Rows at the offsets ``at`` of SB splits, [SB, RB, DP], 0 where a split does not exist."""
+def load_splits(p_partial, o_tile, m_tile, start, splits, plane, SB: tl.constexpr):
+    """Rows at the offsets o_tile of SB splits, [SB, RB, DP], 0 where a split does not exist."""
     split = start + tl.arange(0, SB)
-    there = (split < splits)[:, None, None] & within[None, :, :]
-    offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
-    return tl.load(p_partial + offset, mask=there, other=0.0)
+    p_split = p_partial + tl.cast(split, tl.int64)[:, None, None] * plane + o_tile[None, :, :]
+    return tl.load(p_split, mask=(split < splits)[:, None, None] & m_tile[None, :, :], other=0.0)
 
 
 @triton.jit
@@ -52,10 +51,10 @@ def sum_splits(p_partial, o_tile, m_tile, splits, plane, online, SB: tl.constexp
     b_total = tl.zeros([SB, o_tile.shape[0], o_tile.shape[1]], tl.float32)
     # The loads of a turn are in flight while the numbers of the turn before are added, in whatever order the compiler
     # has loads and additions.
-    following = load_splits(p_partial, o_tile, m_tile, 0, splits, plane, SB)
+    b_following = load_splits(p_partial, o_tile, m_tile, 0, splits, plane, SB)
     for start in range(0, splits, SB):
-        b_part = following
-        following = load_splits(p_partial, o_tile, m_tile, start + SB, splits, plane, SB)
+        b_part = b_following
+        b_following = load_splits(p_partial, o_tile, m_tile, start + SB, splits, plane, SB)
         if online[0] is not None:
             b_part *= tl.exp(maxima(online, start + tl.arange(0, SB), splits) - online[4][None, :])[:, :, None]
         b_total += b_part
