@@ -88,6 +88,14 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
     assert chunks * splits <= 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
 
 
+def test_products_are_padded_if_the_rule_of_the_front_end_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "refuses_k8", lambda: True)
+    assert config._smallest_k() == 8
+    monkeypatch.delattr(config.nvidia, "min_dot_size")
+    with pytest.warns(RuntimeWarning, match="padded to 16"):
+        assert config._smallest_k() == 16
+
+
 @pytest.mark.parametrize("least", [8, 16])
 @pytest.mark.parametrize("kernel", ["accumulate", "gradient"])
 def test_a_warp_has_columns_enough_for_a_product_over_them(

@@ -35,15 +35,21 @@ BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
 def record(call: Row) -> list[Launched]:
     """The launches of a call's forward and backward, as on a GPU that has programmatic dependent launch.
 
-    The call's "need" lists inputs that need a gradient, "kernels" the names of the kernels to keep.
+    The call's "need" lists inputs that need a gradient, "kernels" the names of the kernels to keep. "smallest_k" is the
+    K to which products of float32 are padded.
     """
     import torch
     from triton.runtime.jit import JITFunction
 
-    from capsfast.triton import plan
+    from capsfast.triton import config, plan
     from tests.support.problems import Case, PassCase, make, run
 
     plan.has_pdl = lambda device: True
+    smallest = dict(config.SMALLEST_K)
+    if "smallest_k" in call:
+        config.SMALLEST_K[4] = call["smallest_k"]
+        config.tiles.cache_clear()
+        plan.forget()
     launched: list[Launched] = []
 
     def remember(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -63,6 +69,10 @@ def record(call: Row) -> list[Launched]:
     finally:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         JITFunction.run = run_before
+        if smallest != config.SMALLEST_K:
+            config.SMALLEST_K.update(smallest)
+            config.tiles.cache_clear()
+            plan.forget()
     return [each for each in launched if each[0].fn.__name__ in call.get("kernels", [each[0].fn.__name__])]
 
 
