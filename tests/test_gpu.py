@@ -311,15 +311,15 @@ def write_results(path: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "variable"),
+    ("kernels", "variable"),
     [pytest.param("cuda", "CAPSFAST_COOPERATIVE", marks=NEEDS_KERNELS), ("triton", "CAPSFAST_PDL")],
 )
-def test_how_kernels_are_launched_changes_no_bit(tmp_path: Path, backend: str, variable: str) -> None:
+def test_how_kernels_are_launched_changes_no_bit(tmp_path: Path, kernels: str, variable: str) -> None:
     """A process reads the variable once. test_cuda_rows.py counts the launches."""
     found = []
     for value in ("1", "0"):
         path = tmp_path / f"{value}.pt"
-        code = f"from tests.test_gpu import write_results; write_results({str(path)!r}, {backend!r})"
+        code = f"from tests.test_gpu import write_results; write_results({str(path)!r}, {kernels!r})"
         environment = {**os.environ, variable: value}
         answer = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
