@@ -229,6 +229,15 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, ch
             check(make((17, 3, 11, 8, 4), case, dtype=dtype, seed=8), TRITON)
 
 
+def test_votes_of_one_input_capsule_for_more_samples_than_run_at_once() -> None:
+    check(make((65, 1, 2, 4, 1), op="route_votes", dtype=torch.float32), TRITON)
+
+
+def test_rows_that_pad_a_pose_may_hold_nan() -> None:
+    """dW is a sum over rows. A last tile that is not full must not read such rows, not even times 0."""
+    check(make((5, 2, 3, 6, 4), Case(num_iterations=2, poses=3), dtype=torch.float32), TRITON)
+
+
 # Pose matrices, votes with positions, and votes that outputs share: their gradient is a sum over outputs.
 @pytest.mark.parametrize(
     ("shape", "case"),

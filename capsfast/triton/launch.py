@@ -327,7 +327,7 @@ class Call:
             """Turns of a program, input capsules of a chunk, batch tiles of a split."""
             each = cdiv(batch, parts)
             # Makes chunks longer rather than the grid a few programs larger than the device.
-            chunk = least if parts == 1 else max(least, cdiv(I, wanted // parts))
+            chunk = least if parts == 1 else max(least, cdiv(I, max(1, wanted // parts)))
             return each * chunk, chunk, each
 
         fewest = min(max(1, wanted // chunks), max(batch, 1))

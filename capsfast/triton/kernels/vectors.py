@@ -47,8 +47,9 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         m_components = o_c[:, None] + tl.arange(0, F)[None, :] < (4 * fours(C) if T.P == 1 else C)
         if T.P < T.PP:
             m_components = m_components & (row % T.PP < T.P)[:, None]
-        # Rows outside are not used. They read the last row, because for a mask the compiler would clear registers.
-        row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1).to(tl.int32))
+        # Rows without a sample add 0 times what they read. They read the last row of the last pose, because a mask would
+        # clear registers, and because rows that pad a pose may hold NaN.
+        row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1 - (T.PP - T.P)).to(tl.int32))
         # Adds what differs between registers last. Then these offsets are part of the instruction.
         o_place = place(row % 16, lane % T.LANES * OF_LANE, 16) + register // 2 % (OF_LANE // F) * (16 * F)
         if TWO > 1:
