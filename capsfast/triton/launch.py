@@ -225,10 +225,11 @@ class Call:
         """
         B, I, J, D, K = self.sizes
         samples = min(B, max(2 * config.ROWS, power_of_two(self.poses)))
+        rows = min(cdiv(B * power_of_two(self.poses), self.strip) * self.strip, 2 * config.ROWS)
         of_sample = I * (J * D if self.weight is None else max(J, self.poses * K))
         reaches = {
             "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
-            "V of all iterations": samples * 8 * self.iterations * J * config.fours(D),
+            "V of all iterations": rows * 8 * self.iterations * J * config.fours(D // self.poses),
             "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
             "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
         }

@@ -67,6 +67,12 @@ def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call_of(1, 10**6, rows=10**6).split_gradient("gradient")[0] <= 65535
 
 
+def test_the_vectors_of_one_sample_take_a_whole_strip() -> None:
+    call_of(1, 1, J=1_300_000).refuse_far()
+    with pytest.raises(RuntimeError, match=r"V of all iterations would reach"):
+        call_of(1, 1, J=1_500_000).refuse_far()
+
+
 @pytest.mark.parametrize("I", [1, 7, 1152, 1_000_000])
 @pytest.mark.parametrize("B", [1, 128, 320, 480, 2048, 4096])
 @pytest.mark.parametrize("shared", [False, True])
