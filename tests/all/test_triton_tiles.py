@@ -107,7 +107,7 @@ def test_products_are_padded_if_the_rule_of_the_front_end_moved(monkeypatch: pyt
 def test_a_warp_has_columns_enough_for_a_product_over_them(
     kernel: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The product for du sums over columns. Triton up to 3.8 needs 16 float32 numbers; outputs may be smaller."""
+    """The product for du sums over columns. A Triton may need 16 float32 numbers; outputs may be smaller."""
     monkeypatch.setattr(config, "SMALLEST_K", {4: least, 2: 16})
     try:
         for J, D, itemsize in itertools.product((1, 2, 3, 10, 40), (1, 2, 4, 8, 16, 64), (2, 4)):

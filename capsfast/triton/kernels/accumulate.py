@@ -55,9 +55,7 @@ def store_sums(p_partial, p_mass, p_second, b_sums, rows, n0, plane, T: tl.const
 
 
 # These pointers point into [R, ...] tensors, so their alignment depends on B: Triton would compile a kernel for each.
-@triton.jit(
-    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["p_norm", "p_inverse"]
-)
+@triton.jit(do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["p_norm", "p_inverse"])
 def accumulate_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,

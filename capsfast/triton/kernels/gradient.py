@@ -135,9 +135,7 @@ def add_products(
     return b_dw
 
 
-@triton.jit(
-    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["p_pairs"]
-)
+@triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["p_pairs"])
 def gradient_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,

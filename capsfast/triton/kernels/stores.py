@@ -1,5 +1,4 @@
-"""What the gradient pass writes. Later groups of outputs and later tiles of the batch add to what is there.
-"""
+"""What the gradient pass writes. Later groups of outputs and later tiles of the batch add to what is there."""
 
 import triton
 import triton.language as tl

@@ -4,7 +4,7 @@ A strip is 16 rows, the rows of one mma. A row is a sample, or a row of a pose m
 for every output, lie as [strips, J, S, fours, 16, 4]: a vector is cut into fours of numbers, and the same four of all
 rows of a strip is side by side. So a load of 16 bytes a lane, for 8 rows and 4 lanes of a row, touches 4 lines of 128
 bytes, whatever output and components a lane has; vectors one after the other would make it touch 16. The last four is
-padded with 0. Rows without a sample, and rows that pad a pose, are not written.
+padded with 0, but not in a pose. Rows without a sample, and rows that pad a pose, are not written.
 
 For given votes, whose columns lie in registers in memory order, a strip is one row, so vectors lie one after the other.
 """

@@ -117,9 +117,7 @@ def add_bias(b_s, p_bias, tile, L: tl.constexpr):
 
 
 # These pointers point into [R, ...] tensors, so their alignment depends on B: Triton would compile a kernel for each.
-@triton.jit(
-    do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["p_s", "p_norm", "p_inverse"]
-)
+@triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["p_s", "p_norm", "p_inverse"])
 def update_kernel(
     p_partial,  # [splits, B, J, D] float32
     p_partial_mass,  # [splits, B, J] float32, of a routing pass, or None
@@ -141,9 +139,7 @@ def update_kernel(
     begin(PDL)
     tile = row_tile(B, L, DP, RB)
     plane = tl.cast(B, tl.int64) * L.J
-    b_factor, b_max = common_factor(
-        p_online, p_factor, factor, p_norm, p_inverse, tile, splits, plane, L, SB, LEAKY
-    )
+    b_factor, b_max = common_factor(p_online, p_factor, factor, p_norm, p_inverse, tile, splits, plane, L, SB, LEAKY)
     online = (p_online, tile.o_row, tile.m_row, plane, b_max)
     m_valid = row_is_valid(p_out_mask, tile)[:, None]
     b_s = sum_splits(p_partial, tile.o_tile, tile.m_tile, splits, plane * L.D, online, SB)
@@ -195,10 +191,7 @@ def store_vector(p_vectors, b_value, tile, L: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def store_ds(
-    b_s, b_dv, p_bias, p_out_mask, p_ds, tile, eps,
-    L: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
-):
+def store_ds(b_s, b_dv, p_bias, p_out_mask, p_ds, tile, eps, L: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr):
     """Computes ds from dv and v = squash(s + bias), and stores ds at p_ds, which points into a state."""
     b_s = add_bias(b_s, p_bias, tile, L)
     b_ds = tl.where(row_is_valid(p_out_mask, tile)[:, None], squash_gradient(b_s, b_dv, eps, KIND), 0.0)

@@ -47,8 +47,8 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         m_components = o_c[:, None] + tl.arange(0, F)[None, :] < (4 * fours(C) if T.P == 1 else C)
         if T.P < T.PP:
             m_components = m_components & (row % T.PP < T.P)[:, None]
-        # Rows without a sample add 0 times what they read. They read the last row of the last pose, because a mask would
-        # clear registers, and because rows that pad a pose may hold NaN.
+        # Rows without a sample add 0 times what they read. They read the last row of the last sample, because a mask
+        # would clear registers, and because rows that pad a pose may hold NaN.
         row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1 - (T.PP - T.P)).to(tl.int32))
         # Adds what differs between registers last. Then these offsets are part of the instruction.
         o_place = place(row % 16, lane % T.LANES * OF_LANE, 16) + register // 2 % (OF_LANE // F) * (16 * F)
@@ -111,7 +111,7 @@ def _as_votes(b_tile, T: tl.constexpr, TWO: tl.constexpr):
 @triton.jit
 def load_vectors(p_vectors, o_vectors, n, T: tl.constexpr, S: tl.constexpr = 1):
     """Tile n of vectors in the order of strips.py. With S > 1, p_vectors points to one of S vectors. Columns outside
-    and rows that pad a pose are 0, rows without a sample hold any numbers."""
+    and rows that pad a pose are 0; rows without a sample hold what another row has, or 0."""
     b_tile = _load(p_vectors, o_vectors, n, T, S)
     if T.LANES > 0:
         b_tile = _as_votes(b_tile, T, 1)

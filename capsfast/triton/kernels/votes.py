@@ -5,15 +5,7 @@ import triton.language as tl
 
 from .arguments import Capsule
 from .products import product
-from .tiles import (
-    below,
-    columns,
-    existing,
-    per_pair,
-    pose_rows,
-    valid_inputs,
-    where_valid,
-)
+from .tiles import below, columns, existing, per_pair, pose_rows, valid_inputs, where_valid
 from .vectors import load_numbers, load_vectors, score, slope, spread
 
 
