@@ -182,7 +182,7 @@ class Call:
 
     @property
     def small(self) -> bool:
-        """Whether the batch is one strip. Then programs are one warp, and there are many splits, which four warps of a
+        """Whether the batch is one strip. Then programs have 16 rows, and there are many splits, which four warps of a
         step add up."""
         return self.sizes[0] * power_of_two(self.poses) <= config.ROWS
 

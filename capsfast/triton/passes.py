@@ -185,7 +185,7 @@ def accumulate_gradient(
 
 def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
     """Launches a step between passes. A step takes one trip to L2 after the other, so a program has few numbers, 16 or
-    an output, and reads 32 splits at once, four loads of 16 bytes a lane; 128 splits if the batch is small."""
+    an output, and reads up to 32 splits at once, four loads of 16 bytes a lane; up to 128 if the batch is small."""
     B, _, J, D, _ = call.sizes
     DP: int = max(4, power_of_two(D))
     RB, warps = max(1, 16 // DP), 4 if summing and call.small else 1
