@@ -9,7 +9,6 @@ import warnings
 from typing import NamedTuple
 
 import triton
-from triton.backends.nvidia import compiler as nvidia
 
 # Rows of a tile: the M of one mma instruction. A row is a sample, or a row of a pose matrix. Smaller batches are
 # padded. For votes with positions, 16 rows fill whole sectors of memory. With 32 rows the outputs would need row_norm
@@ -25,14 +24,17 @@ def refuses_k8() -> bool:
 
 
 def _smallest_k() -> int:
-    if refuses_k8() and not hasattr(nvidia, "min_dot_size"):
-        warnings.warn(
-            f"capsfast: Triton {triton.__version__} keeps its smallest K elsewhere than 3.6 and 3.7 do; products of "
-            "float32 with K = 8 are padded to 16, which takes up to 1.5 times as long",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return 16
+    if refuses_k8():
+        try:
+            from triton.backends.nvidia.compiler import min_dot_size  # noqa: F401
+        except ImportError:
+            warnings.warn(
+                f"capsfast: Triton {triton.__version__} keeps its smallest K elsewhere than 3.6 and 3.7 do; float32 "
+                "products with K = 8 are padded to 16, which takes up to 1.5 times as long",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return 16
     return 8
 
 

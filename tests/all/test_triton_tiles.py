@@ -97,7 +97,7 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
 def test_products_are_padded_if_the_rule_of_the_front_end_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "refuses_k8", lambda: True)
     assert config._smallest_k() == 8
-    monkeypatch.delattr(config.nvidia, "min_dot_size")
+    monkeypatch.delattr("triton.backends.nvidia.compiler.min_dot_size")
     with pytest.warns(RuntimeWarning, match="padded to 16"):
         assert config._smallest_k() == 16
 
