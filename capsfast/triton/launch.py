@@ -25,7 +25,7 @@ INTERPRETED = 3
 WIDENED = triton.knobs.runtime.interpret
 # The K of one product of 16-bit operands, and of two of float32.
 LONGEST = 16
-# The most parts of a sum.
+# The most parts of a sum. Four warps of a step add up 128 at once.
 MOST_SPLITS = 1024
 # Bytes of the partial dW of a shared weight.
 MOST_PARTIAL_WEIGHTS = 256 * 1024**2

@@ -25,6 +25,6 @@ def numbers(C, ROWS):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def place(row, c, ROWS: tl.constexpr):
+def strip_offset(row, c, ROWS: tl.constexpr):
     """Where component c of a row of the strip is, counted from the first component of the first row."""
     return c if ROWS == 1 else c // 4 * (4 * ROWS) + row * 4 + c % 4

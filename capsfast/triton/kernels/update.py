@@ -11,7 +11,7 @@ import triton.language as tl
 from .begin import begin
 from .softmax import finite_or_zero, inverse
 from .squash import squash, squash_gradient
-from .strips import fours, numbers, place, power_of_two
+from .strips import fours, numbers, power_of_two, strip_offset
 
 
 class RowTile(NamedTuple):
@@ -180,7 +180,7 @@ def in_strips(tile, L: tl.constexpr, S: tl.constexpr):
         o_c = o_c % C
         columns = L.D
     strip = (row // L.ROWS * L.J + (tile.o_row % L.J)[:, None]) * (S * numbers(C, L.ROWS))
-    return strip + place(row % L.ROWS, o_c, L.ROWS), tile.m_row[:, None] & (tile.o_d < columns)[None, :]
+    return strip + strip_offset(row % L.ROWS, o_c, L.ROWS), tile.m_row[:, None] & (tile.o_d < columns)[None, :]
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .strips import fours, numbers, place
+from .strips import fours, numbers, strip_offset
 from .tiles import columns, outputs, pose_rows
 
 
@@ -51,7 +51,7 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         # would clear registers, and because rows that pad a pose may hold NaN.
         row = tl.minimum(row, (tl.minimum(rows.count * T.PP, T.BB) - 1 - (T.PP - T.P)).to(tl.int32))
         # Adds what differs between registers last. Then these offsets are part of the instruction.
-        o_place = place(row % 16, lane % T.LANES * OF_LANE, 16) + register // 2 % (OF_LANE // F) * (16 * F)
+        o_place = strip_offset(row % 16, lane % T.LANES * OF_LANE, 16) + register // 2 % (OF_LANE // F) * (16 * F)
         if TWO > 1:
             o_place += index // M * numbers(C, 16)
         o_tile = VectorTile(
