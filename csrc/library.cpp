@@ -1,10 +1,6 @@
-// Registers the ops through the LibTorch stable ABI. A pybind11 module has what is not a tensor op: build information
-// and launch plans.
+// Registers the ops through the LibTorch stable ABI. A pybind11 module has what is not a tensor op: build information,
+// and how the kernels cut a call.
 
-// Python's own declarations, but weak: the library then loads into a process that has the ops and no Python.
-#define PyAPI_FUNC(type) __attribute__((weak, visibility("default"))) type
-#define PyAPI_DATA(type) extern __attribute__((weak, visibility("default"))) type
-#include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
 
 #include <chrono>
@@ -20,6 +16,8 @@
 #include "ops/cuda/engine.h"
 #include "ops/dynamic_routing.h"
 #include "ops/routing_pass.h"
+#include "plans/serve.h"
+#include "python.h"
 
 #if CAPSFAST_CUDA
 #include "capsfast_sources.h"  // setup.py writes it
@@ -151,4 +149,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1,
         py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false,
         py::arg("threads") = 0, "How the CPU kernels cut three iterations: layout, tiles, splits.");
+  plans::define(m);
 }

@@ -31,6 +31,7 @@ class Contract:
 
     Attributes:
         arguments, backward: arguments of the op and of its backward.
+        types, backward_types: the types of the arguments.
         tensors: number of arguments that are tensors or None; they come first.
         requests: number of bools ``return_...``, the last arguments.
         outputs: the results; the first ``differentiable`` have gradients.
@@ -41,6 +42,8 @@ class Contract:
     name: str
     arguments: tuple[str, ...] = field(init=False)
     backward: tuple[str, ...] = field(init=False)
+    types: tuple[str, ...] = field(init=False)
+    backward_types: tuple[str, ...] = field(init=False)
     tensors: int = field(init=False)
     requests: int = field(init=False)
     outputs: tuple[str, ...] = field(init=False)
@@ -52,6 +55,7 @@ class Contract:
         taken, self.outputs = _parsed(self.name)
         taken_back, gradients = _parsed(f"{self.name}_backward")
         self.arguments, self.backward = tuple(taken), tuple(taken_back)
+        self.types, self.backward_types = tuple(taken.values()), tuple(taken_back.values())
         self.tensors = sum(kind.startswith("Tensor") for kind in taken.values())
         self.requests = sum(name.startswith("return_") for name in taken)
         self.differentiable = self.backward.index(self.arguments[0])

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from .. import checks, native
 from .._names import NAMESPACE, PACKAGE
-from .._torch import OpOverload, any_autocast, below_autograd, forward_level, tracing_state, transformed
+from .._torch import (
+    OpOverload,
+    any_autocast,
+    below_autograd,
+    forward_level,
+    tracing_state,
+    transformed,
+    turns_tensors_into_handles,
+)
 from ..arguments import Call
 from ..axes import axes_of
 from ..backend import choose
@@ -75,7 +83,7 @@ class Op:
         self.kernels: dict[str, Function] = {backend: self.define(PREFIX[backend]) for backend in backends}
         self.kernels["cuda"] = self.kernels["cpp"]
         if "triton" in backends:
-            _bind_triton(name)
+            _bind_triton(self.contract)
 
     def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
         """The results of the op from the chosen backend. A result that was not requested is empty."""
@@ -185,8 +193,12 @@ def overload(name: str) -> OpOverload:
     return getattr(_ops, name).default  # type: ignore[no-any-return]
 
 
-def _bind_triton(name: str) -> None:
-    """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs."""
+def _bind_triton(contract: Contract) -> None:
+    """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs.
+
+    With the extension, plans run without Python: the op's function is called only if a call has no plan yet.
+    """
+    name = contract.name
     imported = functools.cache(lambda: importlib.import_module(f"{PACKAGE}.triton.{name}"))
 
     def bound(function: str) -> Function:
@@ -195,9 +207,15 @@ def _bind_triton(name: str) -> None:
 
         return kernel
 
-    for key in ("CPU", "CUDA"):
-        _library.impl(f"triton_{name}", bound("forward"), key)
-        _library.impl(f"triton_{name}_backward", bound("backward"), key)
+    for op, function, types, results in (
+        (f"triton_{name}", bound("forward"), contract.types, len(contract.outputs)),
+        (f"triton_{name}_backward", bound("backward"), contract.backward_types, len(contract.needed)),
+    ):
+        if native.extension is not None and turns_tensors_into_handles:
+            native.extension.serve(op, types, results, function)
+        else:
+            for key in ("CPU", "CUDA"):
+                _library.impl(op, function, key)
 
 
 def _saving(contract: Contract, public: tuple[str, ...]) -> Function:
@@ -306,13 +324,14 @@ def _called(
                 return Eager.apply(*inputs[:tensors], inputs[tensors:])
             with below_autograd():
                 return op(*inputs)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as raised:
+            error = native.behind(raised)
             # torch turns a std::bad_alloc into a RuntimeError or a MemoryError, depending on its release.
             on_gpu = inputs[first].device.type == "cuda"
             told = checks.without_memory(public[inputs[first + 1] is None], error, SMALLER, on_gpu)
-            if told is None:
+            if told is None and error is raised:
                 raise
-            raise told from None
+            raise told or error from None
 
     return call
 

@@ -10,12 +10,17 @@ The plan uses two parts of Triton whose only documentation is examples; both are
   * ``compiled[grid]`` launches the compiled kernel again, without Triton's checks. The call takes all arguments of the
     signature, tensors as addresses, and ``stream``, and calls the hooks of profilers.
 Where either is missing, every launch takes the ordinary path, and a warning says so once.
+
+If the extension is there, C++ runs a plan from its second run on (csrc/plans), without Python: unless the plan computes
+with torch, or returns parts of tensors. CAPSFAST_PLANS=python in the environment keeps every run in Python.
 """
 
 import contextlib
 import functools
 import inspect
 import os
+import re
+import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +30,17 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import native
+from .._torch import raw_stream
+
 # Triton tells its compiler which pointers are multiples of this many bytes.
 ALIGNMENT = 16
 # Tensors in the workspace begin at multiples of this many bytes, as tensors from PyTorch's allocator do.
 GRANULE = 512
 # The most plans that are kept. The oldest plan goes first.
 MOST = 256
+# The bytes of a type of PTX or of Triton.
+BYTES = {"u64": 8, "b64": 8, "s64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4, "i64": 8, "i32": 4, "fp32": 4}
 # Options of every launch. Triton 3.10 and newer fuse products and sums into multiply-adds only on request.
 ALWAYS = {"enable_fp_fusion": True}
 
@@ -124,6 +134,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
         self.constants = constants | ALWAYS
+        self.compiled: Any = None
         self.runner: Any = None
         self.relaunched = False
 
@@ -149,7 +160,54 @@ class Launch:
                 _warn_of_ordinary_launches(repr(error))
         compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
         if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling
-            self.runner = again(compiled, self.grid)
+            self.compiled, self.runner = compiled, again(compiled, self.grid)
+
+    def described(self) -> dict[str, Any] | None:
+        """The launch as C++ takes it, None if it takes more than the CUDA driver's plain launch.
+
+        The driver takes the arguments that are no constants, then addresses of scratch memory, which is none here.
+        """
+        compiled = self.compiled
+        try:
+            types, metadata = [*compiled.src.signature.values()], compiled.metadata
+            entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm["ptx"], re.S)
+            scratch = metadata.global_scratch_size + metadata.profile_scratch_size
+            function, early = int(compiled.function), bool(metadata.launch_pdl)
+            cooperative, single = bool(metadata.launch_cooperative_grid), metadata.num_ctas == 1
+        except (AttributeError, KeyError, TypeError):  # a release of Triton whose kernels are other
+            return None
+        arguments: list[int] = []
+        addresses: list[tuple[int, int, int]] = []
+        sizes: list[int] = []
+        for kind, value in zip(types, self.signature, strict=True):
+            if kind == "constexpr":
+                continue
+            kind = "u64" if kind.startswith("*") else kind
+            if isinstance(value, Place):
+                addresses.append((len(arguments), value.tensor_index, value.offset))
+                value = 0
+            elif kind == "fp32":
+                (value,) = struct.unpack("<I", struct.pack("<f", value))
+            if kind not in BYTES or not isinstance(value, int):
+                return None
+            arguments.append(value % 2**64)
+            sizes.append(BYTES[kind])
+        wanted = [
+            BYTES.get(kind) for kind in re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", entry[1] if entry else "")
+        ]
+        more = wanted[len(sizes) :]
+        if wanted[: len(sizes)] != sizes or more != [8] * len(more) or scratch or not single:
+            return None
+        return {
+            "function": function,
+            "grid": self.grid,
+            "threads": metadata.num_warps * metadata.warp_size,
+            "shared_bytes": metadata.shared,
+            "cooperative": cooperative,
+            "early": early,
+            "arguments": arguments + [0] * len(more),
+            "addresses": addresses,
+        }
 
 
 @functools.cache
@@ -193,7 +251,7 @@ class Plan:
         self.memories: list[Memory] = []
         self.steps: list[Launch | Compute] = []
         self.new_forms: list[Form] = []
-        self.results = 0
+        self.given_count = self.results = 0
         self.done: list[list[int]] = []  # for each step the results that no later step needs
         self.outputs: list[Place] = []
 
@@ -272,7 +330,7 @@ class Plan:
                     step.constants |= {"PDL": True, "launch_pdl": early}
         for step in self.steps:
             step.finish(place)
-        self.results = len(results)
+        self.given_count, self.results = len(given), len(results)
         self.done = [[each.index for each in results if each.last == n] for n in range(len(self.steps))]
         self.outputs = [place(slot) for slot in outputs]
         self.memories = []
@@ -296,6 +354,45 @@ class Plan:
                 tensors[index] = None
         return tuple([place.tensor(tensors) for place in self.outputs])
 
+    @functools.cached_property
+    def described(self) -> tuple[Any, ...] | None:
+        """The arguments of keep_plan() in csrc/plans/serve.cpp, None if C++ can't run the plan. Call it after a run."""
+        launches = [step.described() for step in self.steps if isinstance(step, Launch)]
+        if len(launches) < len(self.steps) or None in launches:
+            return None
+        made, outputs = [*self.new_forms], []
+        for place in self.outputs:
+            index = place.tensor_index - self.given_count
+            if place.offset or not 0 <= index < len(made):
+                return None
+            dtype, size, _ = form = place.form or made[index]
+            # To kernels memory is an address, so the tensor may be made in the form in which it is returned.
+            if dtype != made[index][0] or torch.Size(size).numel() != torch.Size(made[index][1]).numel():
+                return None
+            made[index] = form
+            outputs.append(index)
+        if len({*outputs}) < len(outputs):
+            return None
+        return (
+            self.given_count,
+            [(str(dtype), size, stride) for dtype, size, stride in made],
+            launches,
+            outputs,
+            [step.compiled for step in self.steps if isinstance(step, Launch)],
+        )
+
+    def hand_over(self) -> None:
+        """Has C++ run the plan from now on, if it can. Call it after a run."""
+        launched = all(step.runner is not None for step in self.steps if isinstance(step, Launch))
+        if native.extension is not None and launched and not hooked() and self.described is not None:
+            native.extension.keep_plan(*self.described)
+
+
+def hooked() -> bool:
+    """Whether a profiler's hooks want to see every launch of Triton."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
 
 def arrange(memories: list[Memory]) -> int:
     """Sets the offsets of memories so that no two overlap that are in use at the same step. Returns the total bytes."""
@@ -314,7 +411,8 @@ def stream_of(device: torch.device) -> int | None:
     plan ever ran."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    stream = torch.cuda.current_stream(device).cuda_stream if raw_stream is None else raw_stream(device.index)
+    return int(stream)
 
 
 @functools.cache
@@ -325,6 +423,10 @@ def has_pdl(device: torch.device) -> bool:
     return os.environ.get("CAPSFAST_PDL") != "0" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+by_cpp = native.extension is not None and os.environ.get("CAPSFAST_PLANS") != "python"
+if native.extension is not None:
+    native.extension.ask_before_launches(hooked)
+
 _plans: dict[tuple[Any, ...], Plan] = {}  # by signature
 _lock = threading.Lock()
 _as_it_is = contextlib.nullcontext()
@@ -334,6 +436,8 @@ def forget() -> None:
     """Drops all plans, for tests that change tile sizes."""
     with _lock:
         _plans.clear()
+    if native.extension is not None:
+        native.extension.forget_plans()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -368,6 +472,9 @@ def planned(planner: Callable[..., Sequence[Slot]]) -> Callable[..., tuple[Tenso
                     if len(_plans) >= MOST:
                         del _plans[next(iter(_plans))]
                     _plans[signature] = plan
-            return plan.run(tensors, addresses)
+            found = plan.run(tensors, addresses)
+            if by_cpp:
+                plan.hand_over()
+            return found
 
     return call

@@ -19,7 +19,7 @@ FLAGS = ("-O2", "-g0", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-DCAPSFAST
 TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 
 
-def _compiler() -> str:
+def compiler() -> str:
     return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
 
 
@@ -30,13 +30,13 @@ def _state(name: str) -> str:
     for path in sources:
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
-    digest.update(repr((name, FLAGS, TORCH_FLAGS, _compiler())).encode())
+    digest.update(repr((name, FLAGS, TORCH_FLAGS, compiler())).encode())
     return digest.hexdigest()[:16]
 
 
 def _compile(source: Path, target: Path, flags: tuple[str, ...]) -> None:
     ran = subprocess.run(
-        [_compiler(), *flags, "-x", "c++", "-c", str(source), "-o", str(target)], capture_output=True, text=True
+        [compiler(), *flags, "-x", "c++", "-c", str(source), "-o", str(target)], capture_output=True, text=True
     )
     if ran.returncode != 0:
         raise RuntimeError(f"{source.name} does not compile for the emulator:\n{ran.stderr[-4000:]}")
@@ -66,7 +66,7 @@ def library(name: str) -> Path:
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
             list(pool.map(_compile, sources, objects, [flags] * len(sources)))
         partial = folder / f"{name}.partial"
-        subprocess.run([_compiler(), "-shared", *map(str, objects), "-o", str(partial), *link], check=True)
+        subprocess.run([compiler(), "-shared", *map(str, objects), "-o", str(partial), *link], check=True)
         partial.rename(found)
         for path in objects:
             path.unlink()

@@ -1,0 +1,31 @@
+// Launches kernels that Triton compiled, by the CUDA driver. The driver is looked up at run time, so a build without a
+// CUDA toolkit launches them too.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace capsfast::plans {
+
+// What a launch takes beside the arguments of the kernel.
+struct Kernel {
+  void* function = nullptr;  // a CUfunction
+  unsigned grid[3] = {1, 1, 1};
+  unsigned threads = 32;  // of a block
+  unsigned shared_bytes = 0;
+  bool cooperative = false;
+  bool early = false;  // may start before the kernel in front has ended (programmatic dependent launch)
+};
+
+// arguments: the addresses of the arguments. A grid without blocks is not launched.
+// Throws std::runtime_error with the driver's words if it refuses.
+void launch(const Kernel& kernel, void* stream, void** arguments);
+
+// torch's current stream of a GPU. Makes the device's context current if the thread has none.
+void* stream_of(int32_t device);
+
+// Whether there is a driver. path: of a library in the place of the driver, for tests, where stream_of() is 0.
+bool has_driver();
+void use_driver(const std::string& path);
+
+}  // namespace capsfast::plans

@@ -1,0 +1,64 @@
+#include "plan.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+
+#include "../out_of_memory.h"
+
+namespace capsfast::plans {
+
+namespace {
+
+// As ALIGNMENT of plan.py.
+constexpr uintptr_t kAlignment = 16;
+
+Tensor allocate(const Form& form, Device device) {
+  AtenTensorHandle tensor;
+  const auto axes = static_cast<int64_t>(form.sizes.size());
+  if (aoti_torch_empty_strided(axes, form.sizes.data(), form.strides.data(), form.dtype, device.type, device.index,
+                               &tensor) != TORCH_SUCCESS) {
+    double numbers = 1;
+    for (const int64_t size : form.sizes) numbers *= double(size);
+    throw_no_tensor(numbers * double(aoti_torch_dtype_element_size(form.dtype)));
+  }
+  return Tensor(tensor);
+}
+
+}  // namespace
+
+std::vector<Tensor> Plan::run(std::vector<char*> addresses, Device device) const {
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  const bool gpu = device.type == aoti_torch_device_type_cuda();
+  if (gpu) guard.emplace(device.index);
+  std::vector<Tensor> tensors;
+  tensors.reserve(made.size());
+  uintptr_t bits = 0;
+  for (const Form& form : made) {
+    tensors.push_back(allocate(form, device));
+    addresses.push_back(static_cast<char*>(tensors.back().data_ptr()));
+    bits |= reinterpret_cast<uintptr_t>(addresses.back());
+  }
+  if (bits % kAlignment != 0) return {};
+  void* const stream = gpu ? stream_of(device.index) : nullptr;
+  std::vector<uint64_t> values;
+  std::vector<void*> pointers;
+  for (const Launch& each : launches) {
+    values = each.arguments;
+    for (const Address& at : each.addresses) {
+      values[at.argument] = reinterpret_cast<uintptr_t>(addresses[at.tensor] + at.offset);
+    }
+    pointers.clear();
+    for (uint64_t& value : values) pointers.push_back(&value);
+    launch(each.kernel, stream, pointers.data());
+  }
+  std::vector<Tensor> results;
+  results.reserve(outputs.size());
+  for (const size_t index : outputs) results.push_back(tensors[index]);
+  return results;
+}
+
+}  // namespace capsfast::plans

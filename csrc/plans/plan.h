@@ -1,0 +1,49 @@
+// A plan of capsfast/triton/plan.py as C++ runs it: it allocates, launches, and returns what it allocated.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "driver.h"
+
+namespace capsfast::plans {
+
+using torch::stable::Tensor;
+
+// A tensor that a run makes.
+struct Form {
+  int32_t dtype;  // in torch's numbering
+  std::vector<int64_t> sizes, strides;
+};
+
+struct Device {
+  int32_t type, index;
+};
+
+// An argument that is an address: `offset` bytes into a tensor of the run.
+struct Address {
+  size_t argument, tensor;
+  int64_t offset;
+};
+
+struct Launch {
+  Kernel kernel;
+  std::vector<uint64_t> arguments;  // addresses are filled in by a run
+  std::vector<Address> addresses;
+};
+
+// A run has the tensors of the call first, then those that it makes.
+struct Plan {
+  size_t given = 0;
+  std::vector<Form> made;
+  std::vector<Launch> launches;
+  std::vector<size_t> outputs;  // indices into made
+
+  // The outputs; none if torch's allocator returned memory that is not aligned as the kernels expect. addresses: of
+  // the tensors of the call.
+  std::vector<Tensor> run(std::vector<char*> addresses, Device device) const;
+};
+
+}  // namespace capsfast::plans
