@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import toolchain
+from capsfast import native, toolchain
 
 from ..support.passes import EVERYTHING, PassCase, normalized
 from ..support.problems import LOADED, LOADED_OUT, Case, Problem, make, run
@@ -320,16 +320,30 @@ def test_an_error_of_a_hook_launches_nothing_again() -> None:
     assert compiled.launched == [5, 5] and len(first) == 1
 
 
-def test_compiled_kernels_get_what_triton_would_give() -> None:
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python without Triton's interpreter."""
     root = Path(capsfast.__file__).parent.parent
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_host"],
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *arguments],
         capture_output=True,
         text=True,
         cwd=root,
         env=environment | {"PYTHONPATH": str(root)},
         timeout=900,
     )
+
+
+def test_compiled_kernels_get_what_triton_would_give() -> None:
+    process = in_a_process("tests.support.triton_host")
     assert process.returncode == 0, process.stderr[-3000:]
     assert json.loads(process.stdout) == []
+
+
+@pytest.mark.skipif(native.extension is None, reason=native.why_absent)
+def test_plans_in_cpp() -> None:
+    tests = "tests/support/plans_in_cpp.py"
+    process = in_a_process("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:benchmark", tests)
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-1000:]

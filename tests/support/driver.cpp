@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,7 @@ static_assert(CU_LAUNCH_ATTRIBUTE_COOPERATIVE == 2 && CU_LAUNCH_ATTRIBUTE_PROGRA
 
 namespace {
 
+std::mutex one_at_a_time;
 std::vector<uint64_t> launched;  // of each launch the count of its numbers, and these
 int64_t until_refusal = -1;      // launches until one is refused; negative: none
 
@@ -50,6 +52,7 @@ int primary_context(void**, int) __asm__("cuDevicePrimaryCtxRetain");
 int set_context(void*) __asm__("cuCtxSetCurrent");
 
 int launch(const Config* config, void* function, void** parameters, void**) {
+  const std::lock_guard<std::mutex> held(one_at_a_time);
   if (until_refusal == 0) return 2;
   until_refusal -= until_refusal > 0;
   const auto* const about = static_cast<const int64_t*>(function);
@@ -83,6 +86,7 @@ int set_context(void*) { return 0; }
 
 // The launches since the last call, one in a line. refuse_after: the next launch that is refused, counted from 0.
 const char* take_launches(int64_t refuse_after) {
+  const std::lock_guard<std::mutex> held(one_at_a_time);
   static std::string text;
   text.clear();
   for (size_t at = 0; at < launched.size(); at += launched[at] + 1) {
