@@ -71,11 +71,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def bytes_of(mask: Slot | None) -> Any:
-    return None if mask is None else mask.plan.compute(_bytes, mask)
-
-
-def _bytes(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.uint8 else mask.view(torch.uint8).contiguous()
+    return None if mask is None else mask.bytes()
 
 
 def plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:

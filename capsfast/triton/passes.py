@@ -13,7 +13,15 @@ from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms, OutputGradients, Vectors
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import join_row_norms_kernel, row_norm_kernel
-from .kernels.update import add_up_kernel, arrange_kernel, restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import (
+    add_up_kernel,
+    arrange_kernel,
+    bias_gradient_kernel,
+    inverse_counts_kernel,
+    restore_kernel,
+    update_gradient_kernel,
+    update_kernel,
+)
 from .launch import Call, cdiv, compiled_in
 from .plan import Slot
 
@@ -46,12 +54,9 @@ def uniform_factor(call: Call) -> tuple[Slot | None, float]:
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
-    return call.compute(_inverse_counts, valid, extra), 0.0
-
-
-def _inverse_counts(valid: Tensor, extra: int) -> Tensor:
-    counts = valid.sum(1, dtype=torch.float32)
-    return torch.where(counts > 0, 1 / (counts + extra), 0.0)
+    factor = call.new(B)
+    call.x.plan.launch(inverse_counts_kernel, (B,), valid, factor, count, EXTRA=extra, WIDTH=512, num_warps=1)
+    return factor, 0.0
 
 
 def _rows(lse: Tensor) -> Tensor:
@@ -288,14 +293,40 @@ def gradients(
     if need_x or need_weight:
         dx, parts = _gradient(call, state, pairs, uniform, (need_x, need_weight), dx, dsecond)
     if need_logits:
-        dlogits = call.compute(_sum_of_db, pairs, call.shared_logits, dtype or call.parameters.logits.dtype)
+        assert pairs is not None
+        dlogits = _sum_of_db(call, pairs, dtype or call.parameters.logits.dtype)
     return dx, None if parts is None else _add_up(call, parts, dtype), dlogits
 
 
-def _sum_of_db(pairs: Tensor, shared: bool, dtype: torch.dtype) -> Tensor:
-    """Sums db over iterations and, if samples share logits [I, J], over samples."""
-    db = pairs[..., 1]
-    return db.sum((0, 1, *range(4, db.dim())) if shared else 0).to(dtype)
+def _sum_of_db(call: Call, pairs: Slot, dtype: torch.dtype) -> Slot:
+    """dlogits: sums db over iterations and, if samples share logits [I, J], over samples."""
+    logits = call.parameters.logits
+    if call.shared_logits and call.positions is not None:
+        found: Slot = call.compute(_sum_over_positions, pairs, dtype)
+        return found
+    total = call.new(*logits.shape, dtype=dtype)
+    # Without samples there are no logits of samples.
+    if n := total.numel():
+        count, at_once = pairs.numel() // (2 * n), 64 if call.shared_logits else 4
+        width = 2048 // at_once
+        grid = (cdiv(n, width),)
+        call.x.plan.launch(add_up_kernel, grid, pairs[..., 1], total, n, count, STEP=2, WIDTH=width, SB=at_once)
+    return total
+
+
+def _sum_over_positions(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    return pairs[..., 1].sum((0, 1, 4)).to(dtype)
+
+
+def bias_gradient(call: Call, ds: Slot, dtype: torch.dtype) -> Slot:
+    """dbias: the sum over samples and iterations of ds, which is a part of a state, [strips, J, T, fours, 16, 4]."""
+    B, _, J, D, _ = call.sizes
+    DP = max(4, power_of_two(D))
+    total = call.new(J, D, dtype=dtype)
+    L = compiled_in(Vectors(J, D, call.poses, call.strip))
+    constants = {"L": L, "DP": DP, "SB": max(1, 2048 // DP), "T": ds.shape[2], "R": call.iterations}
+    call.x.plan.launch(bias_gradient_kernel, (J,), ds, total, B, **constants)
+    return total
 
 
 def _add_up(call: Call, parts: Slot, dtype: torch.dtype | None) -> Slot:

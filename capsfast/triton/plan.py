@@ -88,6 +88,11 @@ class Slot:
         """Bytes from the start of the memory to the slot."""
         return int(self.ghost.storage_offset()) * self.element_size()
 
+    def bytes(self) -> "Slot":
+        """The slot of bools as bytes, contiguous."""
+        slot = self.contiguous()
+        return Slot(self.plan, slot.memory, slot.ghost.view(torch.uint8))
+
     def contiguous(self) -> "Slot":
         slot: Slot = self.plan.compute(Tensor.contiguous, self)
         return slot
@@ -229,6 +234,23 @@ def again(compiled: Any, grid: tuple[int, ...]) -> Any:
         return None
 
 
+class Zeros:
+    """Fills new memory with zeros."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def finish(self, place: Callable[[Any], Any]) -> None:
+        self.place: Place = place(self.slot)
+        self.bytes = self.slot.numel() * self.slot.element_size()
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
+        self.place.tensor(tensors).zero_()
+
+    def described(self) -> dict[str, Any]:
+        return {"addresses": [(0, *self.place[:2])], "zero_bytes": self.bytes}
+
+
 class Compute:
     """A call of a function of torch. result: where a run keeps the returned tensor."""
 
@@ -249,7 +271,7 @@ class Plan:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memories: list[Memory] = []
-        self.steps: list[Launch | Compute] = []
+        self.steps: list[Launch | Zeros | Compute] = []
         self.new_forms: list[Form] = []
         self.given_count = self.results = 0
         self.done: list[list[int]] = []  # for each step the results that no later step needs
@@ -266,8 +288,12 @@ class Plan:
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._slot("new", form_of(torch.empty(size, dtype=dtype, device="meta")))
 
-    def zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> Any:
-        return self.compute(functools.partial(torch.zeros, size, dtype=dtype, device=self.device))
+    def zeros(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
+        slot = self.new(*size, dtype=dtype)
+        if slot.numel():
+            self._use([slot])
+            self.steps.append(Zeros(slot))
+        return slot
 
     def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The slot of what a function of torch returns. The function must not change its arguments.
@@ -357,8 +383,8 @@ class Plan:
     @functools.cached_property
     def described(self) -> tuple[Any, ...] | None:
         """The arguments of keep_plan() in csrc/plans/serve.cpp, None if C++ can't run the plan. Call it after a run."""
-        launches = [step.described() for step in self.steps if isinstance(step, Launch)]
-        if len(launches) < len(self.steps) or None in launches:
+        steps = [None if isinstance(step, Compute) else step.described() for step in self.steps]
+        if None in steps:
             return None
         made, outputs = [*self.new_forms], []
         for place in self.outputs:
@@ -376,7 +402,7 @@ class Plan:
         return (
             self.given_count,
             [(str(dtype), size, stride) for dtype, size, stride in made],
-            launches,
+            steps,
             outputs,
             [step.compiled for step in self.steps if isinstance(step, Launch)],
         )

@@ -9,7 +9,6 @@ from torch import Tensor
 from ..options import Options
 from ..positions import to_samples
 from . import passes
-from .config import power_of_two
 from .kernels.arguments import Norms, OutputGradients
 from .launch import Call
 from .plan import Slot
@@ -92,7 +91,7 @@ def backward(
     dbias = None
     if needed[3]:
         assert call.bias is not None
-        dbias = call.compute(_dbias, state[:, :, start:, 1], call.sizes, call.poses, dtype or call.bias.dtype)
+        dbias = passes.bias_gradient(call, state[:, :, start:, 1], dtype or call.bias.dtype)
     return passes.returned(call, tensors, needed, (*found, dbias), dtype)
 
 
@@ -111,11 +110,3 @@ def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
     """sum_i c dcoupling [iterations, B, J], which is 0 for all iterations but the last."""
     last = coupled(coupling, dcoupling)
     return torch.cat([last.new_zeros(iterations - 1, *last.shape), last[None]])
-
-
-def _dbias(ds: Tensor, sizes: tuple[int, ...], poses: int, dtype: torch.dtype) -> Tensor:
-    """The sum over samples and iterations of ds in the order of kernels/strips.py, [strips, J, r, fours, 16, 4]."""
-    B, _, _, D, _ = sizes
-    rows = ds.permute(0, 4, 1, 2, 3, 5).flatten(4).flatten(0, 1).unflatten(0, (-1, power_of_two(poses)))
-    found: Tensor = rows[:B, :poses, ..., : D // poses].sum((0, 3))
-    return found.transpose(0, 1).flatten(1).to(dtype)

@@ -31,13 +31,16 @@ constexpr int kCooperative = 2, kProgrammaticStreamSerialization = 6;
 
 struct Driver {
   int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;
+  int (*fill)(uint64_t, unsigned char, size_t, void*) = nullptr;
   int (*name_of_error)(int, const char**) = nullptr;
   int (*current_context)(void**) = nullptr;
   int (*primary_context)(void**, int) = nullptr;
   int (*set_context)(void*) = nullptr;
   int32_t (*current_stream)(int32_t, void**) = nullptr;  // of torch
 
-  bool complete() const { return launch && name_of_error && current_context && primary_context && set_context; }
+  bool complete() const {
+    return launch && fill && name_of_error && current_context && primary_context && set_context;
+  }
 };
 
 #if defined(__linux__)
@@ -51,6 +54,7 @@ Driver load(const char* path) {
   Driver found;
   void* const driver = dlopen(path, RTLD_NOW);
   find(driver, "cuLaunchKernelEx", &found.launch);
+  find(driver, "cuMemsetD8Async", &found.fill);
   find(driver, "cuGetErrorString", &found.name_of_error);
   find(driver, "cuCtxGetCurrent", &found.current_context);
   find(driver, "cuDevicePrimaryCtxRetain", &found.primary_context);
@@ -116,6 +120,10 @@ void launch(const Kernel& kernel, void* stream, void** arguments) {
   if (kernel.early) ask(kProgrammaticStreamSerialization);
   if (kernel.cooperative) ask(kCooperative);
   check(driver().launch(&config, kernel.function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
+void fill_with_zeros(void* address, size_t bytes, void* stream) {
+  check(driver().fill(reinterpret_cast<uintptr_t>(address), 0, bytes, stream), "cuMemsetD8Async");
 }
 
 }  // namespace capsfast::plans

@@ -2,6 +2,7 @@
 // CUDA toolkit launches them too.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -20,6 +21,7 @@ struct Kernel {
 // arguments: the addresses of the arguments. A grid without blocks is not launched.
 // Throws std::runtime_error with the driver's words if it refuses.
 void launch(const Kernel& kernel, void* stream, void** arguments);
+void fill_with_zeros(void* address, size_t bytes, void* stream);
 
 // torch's current stream of a GPU. Makes the device's context current if the thread has none.
 void* stream_of(int32_t device);

@@ -46,7 +46,12 @@ std::vector<Tensor> Plan::run(std::vector<char*> addresses, Device device) const
   void* const stream = gpu ? stream_of(device.index) : nullptr;
   std::vector<uint64_t> values;
   std::vector<void*> pointers;
-  for (const Launch& each : launches) {
+  for (const Step& each : steps) {
+    if (each.zero_bytes > 0) {
+      const Address& at = each.addresses.front();
+      fill_with_zeros(addresses[at.tensor] + at.offset, each.zero_bytes, stream);
+      continue;
+    }
     values = each.arguments;
     for (const Address& at : each.addresses) {
       values[at.argument] = reinterpret_cast<uintptr_t>(addresses[at.tensor] + at.offset);

@@ -28,17 +28,19 @@ struct Address {
   int64_t offset;
 };
 
-struct Launch {
+// A launch of a kernel or, with zero_bytes, bytes that are set to 0 at the only address.
+struct Step {
   Kernel kernel;
   std::vector<uint64_t> arguments;  // addresses are filled in by a run
   std::vector<Address> addresses;
+  size_t zero_bytes = 0;
 };
 
 // A run has the tensors of the call first, then those that it makes.
 struct Plan {
   size_t given = 0;
   std::vector<Form> made;
-  std::vector<Launch> launches;
+  std::vector<Step> steps;
   std::vector<size_t> outputs;  // indices into made
 
   // The outputs; none if torch's allocator returned memory that is not aligned as the kernels expect. addresses: of

@@ -317,26 +317,31 @@ int32_t dtype_of(const std::string& name) {
 
 // Keeps a plan for the signature that this thread plans. False if no op asked for a plan, or there is no driver.
 bool keep(size_t given, const std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>>& made,
-          const std::vector<py::dict>& launches, const std::vector<size_t>& outputs, py::object kernels) {
+          const std::vector<py::dict>& steps, const std::vector<size_t>& outputs, py::object kernels) {
   if (planning == nullptr || !has_driver()) return false;
   auto* const kept = new Kept{{given, {}, {}, outputs}, std::move(kernels)};
   const std::shared_ptr<const Kept> shared(kept, free_kept);
   for (const auto& [dtype, sizes, strides] : made) kept->plan.made.push_back({dtype_of(dtype), sizes, strides});
-  for (const py::dict& each : launches) {
-    Launch launch;
-    launch.kernel.function = reinterpret_cast<void*>(each["function"].cast<uintptr_t>());
-    const auto grid = each["grid"].cast<std::array<unsigned, 3>>();
-    std::copy(grid.begin(), grid.end(), launch.kernel.grid);
-    launch.kernel.threads = each["threads"].cast<unsigned>();
-    launch.kernel.shared_bytes = each["shared_bytes"].cast<unsigned>();
-    launch.kernel.cooperative = each["cooperative"].cast<bool>();
-    launch.kernel.early = each["early"].cast<bool>();
-    launch.arguments = each["arguments"].cast<std::vector<uint64_t>>();
+  for (const py::dict& each : steps) {
+    Step step;
     for (const auto& [argument, tensor, offset] :
          each["addresses"].cast<std::vector<std::tuple<size_t, size_t, int64_t>>>()) {
-      launch.addresses.push_back({argument, tensor, offset});
+      step.addresses.push_back({argument, tensor, offset});
     }
-    kept->plan.launches.push_back(std::move(launch));
+    if (each.contains("zero_bytes")) {
+      step.zero_bytes = each["zero_bytes"].cast<size_t>();
+      kept->plan.steps.push_back(std::move(step));
+      continue;
+    }
+    step.kernel.function = reinterpret_cast<void*>(each["function"].cast<uintptr_t>());
+    const auto grid = each["grid"].cast<std::array<unsigned, 3>>();
+    std::copy(grid.begin(), grid.end(), step.kernel.grid);
+    step.kernel.threads = each["threads"].cast<unsigned>();
+    step.kernel.shared_bytes = each["shared_bytes"].cast<unsigned>();
+    step.kernel.cooperative = each["cooperative"].cast<bool>();
+    step.kernel.early = each["early"].cast<bool>();
+    step.arguments = each["arguments"].cast<std::vector<uint64_t>>();
+    kept->plan.steps.push_back(std::move(step));
   }
   Table& all = table();
   std::shared_ptr<const Kept> oldest;  // freed after the lock

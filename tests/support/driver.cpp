@@ -46,6 +46,7 @@ int64_t until_refusal = -1;      // launches until one is refused; negative: non
 // These names, because cuda.h declares the functions otherwise.
 extern "C" {
 int launch(const Config*, void*, void**, void**) __asm__("cuLaunchKernelEx");
+int fill(uint64_t, unsigned char, size_t, void*) __asm__("cuMemsetD8Async");
 int name_of_error(int, const char**) __asm__("cuGetErrorString");
 int current_context(void**) __asm__("cuCtxGetCurrent");
 int primary_context(void**, int) __asm__("cuDevicePrimaryCtxRetain");
@@ -70,6 +71,12 @@ int launch(const Config* config, void* function, void** parameters, void**) {
     std::memcpy(&value, parameters[n], static_cast<size_t>(about[1 + n]));
     launched.push_back(value);
   }
+  return 0;
+}
+
+// The addresses are of the CPU.
+int fill(uint64_t address, unsigned char value, size_t bytes, void*) {
+  std::memset(reinterpret_cast<void*>(address), value, bytes);
   return 0;
 }
 

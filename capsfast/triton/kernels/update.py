@@ -284,12 +284,51 @@ def arrange_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def add_up_kernel(
-    p_partial,  # [splits, n] float32
+    p_partial,  # [splits, n] float32, or the first of [splits, n, STEP]
     p_sum,  # [n], out
     n, splits,
-    WIDTH: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr = False,
+    WIDTH: tl.constexpr, SB: tl.constexpr, STEP: tl.constexpr = 1, PDL: tl.constexpr = False,
 ):
     """A program has WIDTH of the n sums."""
     begin(PDL)
     o_tile = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(p_sum + o_tile, sum_splits(p_partial, o_tile, o_tile < n, splits, n, (None,), SB), mask=o_tile < n)
+    plane = tl.cast(n, tl.int64) * STEP
+    b_total = sum_splits(p_partial, o_tile * STEP, o_tile < n, splits, plane, (None,), SB)
+    tl.store(p_sum + o_tile, b_total, mask=o_tile < n)
+
+
+@triton.jit(do_not_specialize=["B"])
+def bias_gradient_kernel(
+    p_ds,  # ds of the first of T iterations, in a state of R iterations
+    p_dbias,  # [J, D], out
+    B,
+    L: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, T: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
+):
+    """A program has an output, whose ds it sums over iterations and samples, SB samples at once."""
+    begin(PDL)
+    o_d = tl.arange(0, DP)
+    b_total = tl.zeros([SB, DP], tl.float32)
+    for start in range(0, B, SB):
+        o_b = tl.cast(start, tl.int64) + tl.arange(0, SB)
+        m_b = o_b < B
+        o_tile, m_tile = in_strips(RowTile(o_b * L.J + tl.program_id(0), m_b, o_d, o_b, m_b), L, 2 * R)
+        for t in range(T):
+            b_total += tl.load(p_ds + 2 * t * numbers(L.D // L.P, L.ROWS) + o_tile, mask=m_tile, other=0.0)
+    tl.store(p_dbias + tl.program_id(0) * L.D + o_d, tl.sum(b_total, 0), mask=o_d < L.D)
+
+
+@triton.jit(do_not_specialize=["n"])
+def inverse_counts_kernel(
+    p_valid,  # [B, n] bytes
+    p_inverse,  # [B] float32, out: 1 / (how many are valid + EXTRA), 0 if none is
+    n,
+    WIDTH: tl.constexpr, EXTRA: tl.constexpr, PDL: tl.constexpr = False,
+):
+    begin(PDL)
+    b = tl.cast(tl.program_id(0), tl.int64)
+    b_count = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, n, WIDTH):
+        o_n = start + tl.arange(0, WIDTH)
+        b_count += (tl.load(p_valid + b * n + o_n, mask=o_n < n, other=0) != 0).to(tl.int32)
+    count = tl.sum(b_count, 0)
+    tl.store(p_inverse + b, tl.where(count > 0, 1.0 / (count + EXTRA), 0.0))
