@@ -416,8 +416,9 @@ class Plan:
 
 def hooked() -> bool:
     """Whether a profiler's hooks want to see every launch of Triton."""
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    runtime = triton.knobs.runtime  # every call of an op asks
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def arrange(memories: list[Memory]) -> int:
