@@ -254,7 +254,7 @@ def _fixed_seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
-# Also fills the scratch memory of the kernels. They read this once, when they first allocate.
+# Also fills the scratch memory and the results of the kernels. They read this once, when they first allocate.
 os.environ["CAPSFAST_POISON"] = "1"
 
 

@@ -2,15 +2,12 @@
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
-#include "../out_of_memory.h"
+#include "../new_tensor.h"
 #include "check.h"
 
 // Weak, because only a CUDA build of torch has this function and the extension loads without one. From torch 2.13 on
@@ -60,10 +57,8 @@ Context::Context(const torch::stable::Tensor& like)
 Context::~Context() = default;
 
 unsigned char* Context::scratch(int64_t bytes) const {
-  try {
-    held_->scratch.push_back(
-        torch::stable::new_empty(held_->like, {std::max<int64_t>(bytes, 1)}, torch::headeronly::ScalarType::Byte));
-  } catch (const std::exception&) { throw_no_tensor(double(bytes)); }
+  const int64_t size = std::max<int64_t>(bytes, 1);
+  held_->scratch.push_back(new_tensor(held_->like, &size, 1, aoti_torch_dtype_uint8(), 1));
   return static_cast<unsigned char*>(held_->scratch.back().data_ptr());
 }
 
