@@ -28,6 +28,10 @@ tracing_state = torch._C._get_tracing_state
 # The level of forward-mode differentiation, -1 outside of it. torch.autograd.forward_ad has no public function for it.
 forward_level = partial(getattr, forward_ad, "_current_level")
 
+# "tf32" if float32 products on CUDA devices may be rounded to TF32: torch.backends.cuda.matmul.fp32_precision, whose
+# look-up takes five times as long.
+matmul_precision = partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
 

@@ -163,9 +163,9 @@ def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
     """
     if isinstance(u, Tensor) and isinstance(weight, Tensor) and u.dim() == 3 and weight.dim() == 4:
         # The quick check, which nearly every call passes.
-        alike = u.dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
-        fits = weight.shape[3] == u.shape[2] and (weight.shape[0] == u.shape[1] or weight.shape[0] == 1)
-        if alike and fits and u.dtype in checks.FLOATING:
+        dtype, (_, I, K), (rows, _, _, size) = u.dtype, u.shape, weight.shape
+        alike = dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
+        if alike and size == K and (rows == I or rows == 1) and dtype in checks.FLOATING:
             return u, weight
     if isinstance(u, Tensor) and u.dim() == 4:
         u, weight = checks.tensor(op, "u", u, "[B, I, P, Q]"), checks.tensor(op, "weight", weight, "[I, J, Q, R]")

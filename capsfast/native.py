@@ -94,7 +94,8 @@ def why_no_cuda() -> str:
     if extension is None:
         return why_absent
     # This reason goes first, because a build can't change it.
-    if not torch.cuda.is_available():
+    # torch.cuda.is_available() takes longer, because it reads the environment at each call.
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         return "there is no CUDA device that this torch can use"
     if not _BUILD.get("cuda"):
         return f"the extension was built without CUDA kernels; install a CUDA toolkit (CUDA_HOME) and {_REMEDY}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import constant_while_tracing
+from ._torch import constant_while_tracing, matmul_precision
 from .arguments import Call
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
@@ -21,7 +21,7 @@ def tf32_allowed() -> bool:
     Reading ``allow_tf32`` would raise an error if ``fp32_precision`` was set. torch.compile keeps the answer and
     compiles again when the setting changes.
     """
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return bool(matmul_precision() == "tf32")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

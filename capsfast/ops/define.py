@@ -237,11 +237,17 @@ def _backward_by(contract: Contract, op: Function) -> Function:
 
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         # A result that was not requested is an empty vector. torch may pass zeros of this shape as its gradient.
-        received = [g if g is None or g.dim() > 1 else None for g in given[:differentiable]]
-        needed = list(ctx.needs_input_grad[:may_need])
-        gradients = op(*received, *ctx.saved_tensors, *ctx.options, needed)
-        others = (None,) * (len(ctx.needs_input_grad) - may_need)
-        return (*[g if wanted else None for g, wanted in zip(gradients, needed, strict=True)], *others)
+        received = list(given[:differentiable])
+        for n, g in enumerate(received):
+            if g is not None and g.dim() < 2:
+                received[n] = None
+        needs = ctx.needs_input_grad
+        gradients = op(*received, *ctx.saved_tensors, *ctx.options, list(needs[:may_need]))
+        found: list[Tensor | None] = [None] * len(needs)
+        for n, g in enumerate(gradients):
+            if needs[n]:
+                found[n] = g
+        return tuple(found)
 
     return backward
 
@@ -314,13 +320,14 @@ def _called(
                     return Transformed.apply(*cast(inputs, torch.get_autocast_dtype(device), count))
             if casting:
                 return op(*inputs)
-            differentiated = False
+            # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.
+            differentiated = forward_level() >= 0
             if torch.is_grad_enabled():
                 for value in inputs[:tensors]:
                     if value is not None and value.requires_grad:
                         differentiated = True
-            # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.
-            if differentiated or forward_level() >= 0:
+                        break
+            if differentiated:
                 return Eager.apply(*inputs[:tensors], inputs[tensors:])
             with below_autograd():
                 return op(*inputs)

@@ -43,10 +43,11 @@ BOTH = (0, 1)  # run() returns v and c in the dtype of u
 def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend; c is empty if it is not wanted."""
     weight = call.weight
-    if weight is not None and (weight.shape[0] == 1 or weight.shape[1] != call.J):
+    rows, columns = (0, call.J) if weight is None else weight.shape[:2]
+    if rows == 1 or columns != call.J:
         if factored_routing.serves(call, backend):
             return factored_routing.run(call, return_coupling)
-        if weight.shape[1] != call.J:
+        if columns != call.J:
             v, c = with_votes(run, BOTH, call, return_coupling, backend)
             return v, c
         # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
