@@ -22,6 +22,7 @@ __all__ = [
     "diagnose",
     "dynamic_routing",
     "export",
+    "graphed",
     "identify",
     "models",
     "nn",
@@ -35,9 +36,11 @@ __all__ = [
 if TYPE_CHECKING:
     from . import adopt, compat, export, models
     from .adopt import accelerate, identify
+    from .graphs import graphed
 
 # Imported at first use: a public name, and the module that it is or that defines it.
-_LATER = {name: name for name in ("adopt", "compat", "export", "models")} | {"accelerate": "adopt", "identify": "adopt"}
+_LATER = {name: name for name in ("adopt", "compat", "export", "models")}
+_LATER |= {"accelerate": "adopt", "identify": "adopt", "graphed": "graphs"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from torch._ops import OpOverload as OpOverload  # the type of torch.ops.capsfas
 from torch.autograd import forward_ad
 from torch.jit._trace import TracerWarning as TracerWarning  # torch.jit.trace warns of comparisons with it
 from torch.utils._pytree import _register_namedtuple
+from torch.utils._pytree import tree_flatten as tree_flatten  # the tensors in a result, and back
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # The autograd that torch.library adds to an op takes most of the host time of a small call. This context skips it
 # and runs the kernel alone.

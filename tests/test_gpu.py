@@ -24,6 +24,7 @@ from capsfast.bench.memory import cuda_growth
 
 from .support.accuracy import relative_l2
 from .support.backends import Backend, Shape, assert_path, available, named, recorded_ops
+from .support.graphs import assert_graphed_like_eager, layers, own_routing
 from .support.on_gpu import (
     assert_as_accurate_as_einsum,
     assert_replays,
@@ -147,6 +148,36 @@ def test_compiled_with_cuda_graphs(gpu: Backend) -> None:
         for eager, got in zip(*found, strict=True):
             torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-6)
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("name", layers("cpu"))
+def test_graphed_like_eager(gpu: Backend, name: str) -> None:
+    """tests/test_graphs.py has what is refused."""
+    with capsfast.use_backend(None if name == "em" else gpu.name):  # "cuda" serves no EM routing
+        assert_graphed_like_eager(*layers("cuda")[name])
+
+
+def test_what_waits_for_the_gpu_cannot_be_captured() -> None:
+    with pytest.raises(RuntimeError, match="must not wait for the GPU"):
+        capsfast.graphed(lambda u: u * u.sum().item(), torch.ones(3, device="cuda"))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("default")  # the compiler's advice
+def test_an_own_routing_compiled_with_cuda_graphs(gpu: Backend) -> None:
+    compiled = torch.compile(own_routing, mode="reduce-overhead", fullgraph=True)
+    _, example = layers("cuda")["passes"]
+    for _ in range(6):
+        args = [torch.randn_like(value).requires_grad_() for value in example]
+        found = []
+        with capsfast.use_backend(gpu.name):
+            for function in (own_routing, compiled):
+                torch.compiler.cudagraph_mark_step_begin()
+                v, label, _ = function(*args)
+                gradients = torch.autograd.grad(v.square().sum(), args)
+                found.append([value.detach().clone() for value in (v, label, *gradients)])
+        for eager, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_tf32_only_where_torch_allows_it(gpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
