@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks, positions
 from .axes import AXES, axes_of
 from .checks import shape_of
-from .options import Options, PassOptions
+from .options import PassOptions, RoutingOptions
 
 OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
 
@@ -65,7 +65,7 @@ class Call:
     u: Tensor
     weight: Tensor | None
     parameters: Any  # RoutingParameters or PassParameters
-    options: Any  # Options or PassOptions
+    options: Any  # RoutingOptions or PassOptions
     J: int
     D: int
     P: int = 1
@@ -112,7 +112,7 @@ def check(
     u: Any,
     weight: Any,
     parameters: RoutingParameters | PassParameters,
-    options: Options | PassOptions,
+    options: PassOptions | RoutingOptions,
     J_needed: bool = False,
 ) -> tuple[Call, Callable[[Tensor], Tensor] | None]:
     """The checked arguments of a routing or a pass, and what restores the axes of positions of a result, if there are.

@@ -11,7 +11,7 @@ from . import _keywords, arguments, checks
 from ._overrides import instead
 from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
-from .options import SQUASH, OptionKeywords, Options
+from .options import SQUASH, OptionKeywords, Options, RoutingOptions
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
@@ -181,11 +181,42 @@ def dynamic_routing(
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last).checked(op)
     if type(return_coupling) is not bool:
         checks.boolean(op, "return_coupling", return_coupling)
-    call, restore = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
+    return _routed(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options, return_coupling, backend)
+
+
+def _routed(
+    op: str,
+    u: Tensor,
+    weight: Tensor,
+    parameters: RoutingParameters,
+    options: RoutingOptions,
+    return_coupling: bool,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    call, restore = arguments.check(op, u, weight, parameters, options)
     v, c = _dynamic_routing.run(call, return_coupling, backend)
     if restore is not None:
         v, c = restore(v), restore(c) if return_coupling else c
     return (v, c) if return_coupling else v
+
+
+def agree(
+    u: Tensor,
+    weight: Tensor,
+    options: RoutingOptions,
+    *,
+    logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    return_coupling: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`dynamic_routing` with all options of the op, already checked; weight: GIVEN if u are votes."""
+    if has_torch_function((u, weight, logits, bias, mask, out_mask)):
+        return instead(agree, locals(), 3)  # type: ignore[no-any-return]
+    op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
+    return _routed(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options, return_coupling, backend)
 
 
 @overload

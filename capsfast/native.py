@@ -24,8 +24,8 @@ def _schemas() -> tuple[str, ...]:
     """The op schemas, which csrc/library.cpp includes too: in both languages a list of strings, once the macros are
     replaced."""
     text = Path(__file__).with_name("ops").joinpath("schemas.inc").read_text(encoding="utf-8")
-    for macro, name, value in re.findall(r"(#define (\w+) \\\n(.+)\n)", text):
-        text = text.replace(macro, "").replace(name, value)
+    for macro, name, lines in re.findall(r"(#define (\w+) ((?:\\\n.+?)+)\n)", text):
+        text = text.replace(macro, "").replace(name, lines.replace("\\\n", ""))
     return ast.literal_eval(f"({text})")  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,6 @@
 """The options of the ops, their permitted values and their checks."""
 
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from . import checks
 
@@ -10,8 +10,29 @@ GRADIENT = ("full", "last")
 SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
 
 
+class RoutingOptions(NamedTuple):
+    """Static options of the routing ops, in the order in which the op schemas list them.
+
+    num_iterations, softmax, gradient, leaky: see :class:`Options`.
+    squash, last_squash: the kinds of squash before and in the last iteration. eps: of both.
+    sharpness: factor of v before the last iteration, and so of the agreement.
+    accumulate: the logits of an iteration are the given logits plus all agreements so far. False: the last agreement
+        alone, without the given logits after the first iteration.
+    """
+
+    num_iterations: int
+    softmax: str
+    gradient: str
+    leaky: bool
+    squash: str
+    last_squash: str
+    eps: float
+    sharpness: float = 1.0
+    accumulate: bool = True
+
+
 class Options(NamedTuple):
-    """Static options of dynamic routing, in the order in which the op schema lists them.
+    """Static options of dynamic routing, as the public functions take them.
 
     num_iterations: r >= 1, the number of weighted sums.
     softmax: the axis the coupling coefficients sum to one over: "out" (the output capsules,
@@ -31,32 +52,60 @@ class Options(NamedTuple):
     eps: float = 1e-8
     squash_last: bool = True
 
-    def checked(self, op: str) -> "Options":
-        """The options with Python's numbers in the place of NumPy's.
+    def checked(self, op: str) -> RoutingOptions:
+        """The options of the op, with Python's numbers in the place of NumPy's.
 
         Raises:
             TypeError, ValueError: an option that is not admissible.
         """
         number, softmax, gradient, leaky, squash, eps, squash_last = self
         # The quick check, which nearly every call passes.
-        if type(number) is int and type(softmax) is type(gradient) is type(squash) is str and type(eps) is float:
-            known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
-            if (
-                known
-                and 0 < number <= checks.MOST
-                and checks.SMALLEST_EPS <= eps < 1.0
-                and type(leaky) is type(squash_last) is bool
-            ):
-                return self
-        number, *_, eps, _ = options = Options(*map(checks.plain, self))
-        checks.integer(op, "num_iterations", number)
-        checks.choice(op, "softmax", softmax, SOFTMAX)
-        checks.choice(op, "gradient", gradient, GRADIENT)
-        checks.boolean(op, "leaky", leaky)
-        checks.choice(op, "squash", squash, SQUASH)
-        checks.positive_eps(op, eps)
-        checks.boolean(op, "squash_last", squash_last)
-        return options
+        if not (
+            type(number) is int
+            and type(softmax) is type(gradient) is type(squash) is str
+            and type(eps) is float
+            and type(leaky) is type(squash_last) is bool
+            and 0 < number <= checks.MOST
+            and softmax in SOFTMAX
+            and gradient in GRADIENT
+            and squash in SQUASH
+            and checks.SMALLEST_EPS <= eps < 1.0
+        ):
+            number, softmax, gradient, leaky, squash, eps, squash_last = map(checks.plain, self)
+            checks.integer(op, "num_iterations", number)
+            checks.choice(op, "softmax", softmax, SOFTMAX)
+            checks.choice(op, "gradient", gradient, GRADIENT)
+            checks.boolean(op, "leaky", leaky)
+            checks.choice(op, "squash", squash, SQUASH)
+            checks.positive_eps(op, eps)
+            checks.boolean(op, "squash_last", squash_last)
+        return RoutingOptions(number, softmax, gradient, leaky, squash, squash if squash_last else "identity", eps)
+
+
+# Keywords of routing_options() that the public functions do not have.
+STEPS = frozenset(("last_squash", "sharpness", "accumulate"))
+
+
+def routing_options(
+    op: str,
+    num_iterations: int,
+    *,
+    last_squash: str | None = None,
+    sharpness: float = 1.0,
+    accumulate: bool = True,
+    **options: Any,
+) -> RoutingOptions:
+    """The options of a routing op from keywords: those of :class:`Options`, and its own.
+
+    Raises:
+        TypeError, ValueError: an option that is not admissible.
+    """
+    checked = Options(num_iterations, **options).checked(op)
+    if last_squash is not None:
+        # What a class calls squash if it chooses the squash of all other iterations.
+        checks.choice(op, "squash", last_squash, SQUASH)
+        checked = checked._replace(last_squash=last_squash)
+    return checked._replace(sharpness=sharpness, accumulate=accumulate)
 
 
 class OptionKeywords(TypedDict, total=False):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import capsfast
 from capsfast.nn import ROUTINGS, CosineRouting, RoutedCaps, VariationalRouting, couplings
+from capsfast.nn.couplings import recorded
 
 from .support import plain
-from .support.backends import Backend
+from .support.backends import Backend, recorded_ops
 from .support.layers import without_samples
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
@@ -35,6 +36,71 @@ def test_exact_cosine_of_given_votes(by: Backend, options: dict[str, Any]) -> No
     found = routing(votes)
     wanted = ROWS["cosine"].definition(votes, votes[..., 0, 0], routing, votes)
     plain.assert_alike(found, wanted, [votes, *routing.parameters()], 1e-8)
+
+
+def by_passes(routing: Any, *given: Tensor, **masks: Tensor) -> tuple[Tensor, Tensor]:
+    """k-means or cosine routing as single passes over a pair (u, weight) or votes."""
+    moments = partial(capsfast.routing_pass if len(given) > 1 else capsfast.votes_pass, *given, **masks)
+    unit = partial(capsfast.squash, kind="unit", eps=routing.eps)
+    if isinstance(routing, CosineRouting):
+        query: Tensor | None = None
+        for _ in range(routing.num_iterations):
+            s = moments(query=query).first
+            s = s if routing.bias is None else s + routing.bias
+            query = unit(s) if query is None else query + unit(s)
+    else:
+        s = moments(normalize=routing.softmax).first
+        for _ in range(routing.num_iterations):
+            s = moments(query=routing.sharpness * unit(s), normalize=routing.softmax).first
+    v = capsfast.squash(s, kind=routing.squash, eps=routing.eps).masked_fill(~masks["out_mask"][..., None], 0.0)
+    return v, torch.linalg.vector_norm(v, dim=2)
+
+
+# The sizes of u and weight, or of votes.
+GIVEN = {
+    "a weight": ((B, I, K), (I, J, D, K)),
+    "a shared weight": ((B, I, K), (1, J, D, K)),
+    "a weight of all outputs": ((B, I, K), (I, 1, D, K)),
+    "pose matrices": ((B, I, 2, 3), (I, J, 3, 3)),
+    "votes": ((B, I, J, D),),
+    "shared votes": ((B, I, 1, D),),
+    "a large batch": ((37, I, K), (I, J, D, K)),
+}
+
+
+@plain.on_cpu
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("k-means", {"sharpness": 3.0, "squash": "half"}),
+        ("k-means", {"softmax": "in", "num_iterations": 1, "eps": 1e-3}),
+        ("cosine", {"squash": "exp", "eps": 1e-3}),
+        ("cosine", {"num_iterations": 1, "bias": False}),
+    ],
+    ids=str,
+)
+def test_one_op_is_the_loop_of_passes(by: Backend, name: str, options: dict[str, Any], given: str) -> None:
+    routing = ROUTINGS[name](I, J, K, D, dtype=torch.float64, backend=by.name, **options)
+    randomize(routing)
+    tensors = [torch.randn(size, dtype=torch.float64).requires_grad_() for size in GIVEN[given]]
+    batch = len(tensors[0])
+    masks = {"mask": torch.rand(batch, I) < 0.8, "out_mask": torch.rand(batch, J) < 0.8}
+    votes, leaves = tensors[0] if len(tensors) == 1 else tuple(tensors), [*tensors, *routing.parameters()]
+    with recorded_ops() as ops:
+        plain.gradients(routing(votes, **masks), leaves)
+    assert len([op for op in ops if op.startswith("capsfast::")]) == 2 * by.fused
+    plain.assert_alike(routing(votes, **masks), by_passes(routing, *tensors, **masks), leaves)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("k-means", 4), ("cosine", 3)])
+def test_every_pass_has_its_coupling(name: str, passes: int) -> None:
+    layer, u = RoutedCaps(I, J, K, D, routing=name), torch.randn(B, I, K)
+    found = couplings(layer, u)
+    assert [*map(Tensor.size, found)] == [torch.Size([B, I, J])] * passes
+    with recorded(layer) as last:
+        layer(u)
+    torch.testing.assert_close(last[-1], found[-1])
 
 
 def test_exact_cosine_with_masks() -> None:
@@ -165,12 +231,11 @@ def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capsfast.nn.routing.votes.routing_pass", counted)
     for name, (_, kind, _, passes, _) in rows.items():
         assert kind.strip("`") == ROUTINGS[name].__name__
-        if name == "dynamic":
-            continue
         layer = RoutedCaps(I, J, K, D, routing=name)
         count = 0
         layer(torch.randn(B, I, K))
-        assert count == eval(passes.strip("`"), {"num_iterations": getattr(layer.routing, "num_iterations", None)})
+        wanted = "0" if passes == "one fused op" else passes.strip("`")
+        assert count == eval(wanted, {"num_iterations": getattr(layer.routing, "num_iterations", None)})
 
 
 @pytest.mark.parametrize("name", ["em", "self", "variational"])

@@ -44,7 +44,7 @@ def test_the_first_calls_of_a_family_have_all_its_cases() -> None:
 
 
 def test_a_case_has_the_defaults_of_the_options() -> None:
-    assert RoutingCase().options == Options()
+    assert RoutingCase().options == Options().checked("")
 
 
 @needs_extension

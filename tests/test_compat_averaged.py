@@ -26,8 +26,8 @@ def call(problem: Problem, **changed: Tensor) -> tuple[Tensor, Tensor]:
     given: dict[str, Any] = {**problem.inputs, **problem.masks, **changed}
     u, weight = given.pop("votes", None), given.pop("weight", None)
     u = given.pop("u", u)
-    options = problem.case.options._asdict()
-    return averaged_routing(u, weight, **given, **options, return_coupling=True)  # type: ignore[no-any-return]
+    options = problem.case.arguments
+    return averaged_routing(u, weight, **given, **(options | {"return_coupling": True}))  # type: ignore[no-any-return]
 
 
 def gradients(problem: Problem) -> tuple[Tensor, ...]:

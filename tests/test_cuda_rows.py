@@ -35,6 +35,7 @@ CASES = (
     Case(num_iterations=1, coupling=False),
     Case(num_iterations=2, bias=True, squash="half", coupling=False),
     Case(shared=True, coupling=False),
+    Case(squash="unit", last_squash="paper", sharpness=2.0, accumulate=False, coupling=False),
 )
 # Each of them alone sends a call to the general kernels.
 OPTIONS = (

@@ -19,14 +19,14 @@ from capsfast.options import Options
 from .support import plain
 from .support.accuracy import assert_accurate, check
 from .support.backends import named, recorded_ops
-from .support.problems import CASES, LAYOUTS, LOADED, LOADED_OUT, Case, Problem, call, laid_out, make, run
+from .support.problems import CASES, LAYOUTS, LOADED, LOADED_OUT, STEPPED, Case, Problem, call, laid_out, make, run
 
 pytestmark = pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the extension is not built")
 
 CPP = named("cpp")
 # Sizes that fill no vector, some vectors, sizes of 1, and more samples than a block has.
 SIZES = ((3, 21, 3, 5, 7), (2, 64, 4, 16, 16), (1, 1, 1, 1, 1), (11, 50, 6, 9, 33), (70, 13, 2, 8, 8))
-PLAIN = Options(3, "out", "full", False, "paper", 1e-8)
+PLAIN = Options().checked("")
 LOGITS = Case(logits="IJ", shared=True)
 FUSED = "capsfast::factored_routing"
 
@@ -53,7 +53,7 @@ def checked(given: Problem) -> None:
     assert FUSED in ops
 
 
-EVERY_CASE = list(dict.fromkeys(replace(case, shared=True) for case in CASES))
+EVERY_CASE = list(dict.fromkeys(replace(case, shared=True) for case in (*CASES, *STEPPED)))
 
 
 @pytest.mark.rows(4)
@@ -77,14 +77,13 @@ def test_other_dtypes(size: tuple[int, ...], dtype: torch.dtype, own: bool, alwa
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("gradient", ["full", "last"])
 def test_logits_that_do_not_add_up(size: tuple[int, ...], gradient: str) -> None:
-    """An option that dynamic_routing does not have."""
+    """Logits of the first iteration alone, which dynamic_routing does not serve."""
     case = Case(gradient=gradient, logits="BIJ", bias=True)
 
-    def fused(given: Problem, inputs: dict[str, Tensor], _: str | None, **more: Any) -> Any:
+    def fused(given: Problem, inputs: dict[str, Tensor], _: str | None, accumulate: bool) -> Any:
         parameters = RoutingParameters(inputs["logits"], inputs["bias"])
-        return factored_routing.run(
-            unchecked(inputs["u"], inputs["weight"], parameters, case.options, size[2]), True, **more
-        )
+        options = case.options._replace(accumulate=accumulate)
+        return factored_routing.run(unchecked(inputs["u"], inputs["weight"], parameters, options, size[2]), True)
 
     def definition(given: Problem, inputs: dict[str, Tensor], _: str | None, accumulate: bool) -> Any:
         votes, start = plain.votes(inputs["u"], inputs["weight"]), inputs["logits"]
@@ -182,7 +181,7 @@ def test_opcheck(columns: int) -> None:
     given = make((3, 12, 2, 4, 5), replace(LOADED_OUT, shared=True))
     given.inputs["weight"] = given.inputs["weight"][:, :columns]
     tensors = [*given.inputs.values(), *given.masks.values()]
-    options = (2, *PLAIN, False, True)
+    options = (2, *PLAIN, False)
     op = torch.ops.capsfast.factored_routing.default
     torch.library.opcheck(op, (*tensors, *options, True))
     needing = [each.clone().requires_grad_() for each in tensors[:4]]

@@ -31,6 +31,7 @@ CASES = (
     LOADED_OUT,
     Case(softmax="in", logits="IJ"),
     Case(gradient="last", squash_last=False, coupling=False),
+    Case(squash="unit", last_squash="half", sharpness=2.0, accumulate=False),
 )
 # The functions expand tensors without positions. A graph that was traced with many positions may run with one.
 POSITIONS = (
@@ -47,6 +48,13 @@ def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
 
 def small(backend: Backend, case: Case | PassCase) -> Shape:
     return Shape(3, 3 if backend.emulated else 9, 4, 3 if case.spatial else 5, 6)
+
+
+@pytest.mark.parametrize("case", [Case(logits=axes, accumulate=False) for axes in ("IJ", "BIJ")], ids=str)
+def test_logits_of_the_first_iteration_alone_are_refused(backend: Backend, op: Op, case: Case) -> None:
+    problem = op.make(small(backend, case), case, torch.float32, backend.device)
+    with pytest.raises(RuntimeError, match="logits must accumulate"):
+        backend.op(op.name)(*registered(problem))
 
 
 @pytest.mark.rows((3, 6), triton=(1, 2))

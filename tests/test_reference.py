@@ -19,6 +19,7 @@ from .support.problems import (
     LOADED_OUT,
     OPS,
     PASS_OPS,
+    STEPPED,
     Case,
     Op,
     PassCase,
@@ -46,7 +47,7 @@ def by_definition(problem: Problem, **more: Any) -> Any:
 
 @pytest.mark.rows(20)
 @pytest.mark.parametrize("op", [*OPS, *PASS_OPS], ids=str)
-@pytest.mark.parametrize("case", [*CASES, *EACH_WAY], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *STEPPED, *EACH_WAY], ids=str)
 def test_results_and_gradients_are_those_of_the_definition(case: Case | PassCase, op: Op) -> None:
     def definition(problem: Problem, inputs: dict[str, Tensor], _: str | None) -> Any:
         return by_definition(replace(problem, inputs=inputs))

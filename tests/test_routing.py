@@ -26,6 +26,7 @@ from .support.problems import (
     LOADED,
     LOADED_OUT,
     PLAIN,
+    STEPPED,
     AnyCase,
     Case,
     Op,
@@ -93,6 +94,7 @@ POSES = tuple(
         LOADED,
         Case(gradient="last", logits="IJ", coupling=False),
         Case(shared=True, mask=True, squash_last=False),
+        Case(squash="unit", last_squash="paper", sharpness=2.0, accumulate=False),
         PassCase(),
         PassCase(query=True, shared="I"),
         PassCase(query=True, precision=True, mask=True, shared="J", second=True),
@@ -112,6 +114,7 @@ POSITIONS = tuple(
             LOADED_OUT,
             Case(gradient="last", logits="IJ", coupling=False),
             Case(softmax="in", squash_last=False),
+            Case(squash="unit", last_squash="half", sharpness=2.0, accumulate=False, out_mask=True),
             QUADRATIC,
             PassCase(),
             PassCase(logits="IJ", activation=True, weights=True, lse=True),
@@ -143,7 +146,7 @@ def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape
 
 
 @pytest.mark.rows(triton=(2, 6))
-@pytest.mark.parametrize("case", [*CASES, *PASS_CASES, *POSES, *POSITIONS], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *STEPPED, *PASS_CASES, *POSES, *POSITIONS], ids=str)
 @pytest.mark.against_reference
 def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
     few, many = (5, 11, 4, 6, 3), (19, 9, 3, 16, 8)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import functional, passes
-from ..options import Options, PassOptions
+from ..arguments import GIVEN
+from ..options import STEPS, Options, PassOptions, RoutingOptions, routing_options
 
 
 class Shape(NamedTuple):
@@ -59,6 +60,9 @@ class RoutingCase(Shown):
     squash: str = "paper"
     eps: float = 1e-8
     squash_last: bool = True
+    last_squash: str | None = None
+    sharpness: float = 1.0
+    accumulate: bool = True
     logits: str = ""
     bias: bool = False
     mask: bool = False
@@ -74,13 +78,15 @@ class RoutingCase(Shown):
         return not self.poses and not self.spatial
 
     @property
-    def options(self) -> Options:
-        return Options(**{name: getattr(self, name) for name in Options._fields})
+    def options(self) -> RoutingOptions:
+        return routing_options("capsfast", **{name: getattr(self, name) for name in (*Options._fields, *STEPS)})
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call besides tensors."""
-        return {**self.options._asdict(), "return_coupling": self.coupling}
+        """The arguments of a call besides tensors: of the public function, or of :func:`capsfast.functional.agree`."""
+        public = {name: getattr(self, name) for name in Options._fields}
+        own = self.options != Options(**public).checked("capsfast")
+        return {**({"options": self.options} if own else public), "return_coupling": self.coupling}
 
     @property
     def requests(self) -> tuple[bool, ...]:
@@ -323,6 +329,9 @@ PASS_OPS = (Op("routing_pass", ("u", "weight"), PassCase), Op("votes_pass", ("vo
 def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **other: Any) -> Any:
     """The result of the problem's function. other: arguments that replace arguments of the problem."""
     arguments = {**inputs, **problem.masks, **problem.case.arguments, **problem.overrides, **other}
+    if "options" in arguments:  # which the public functions do not have
+        u, weight = (arguments.pop(name, GIVEN) for name in ("votes" if "votes" in inputs else "u", "weight"))
+        return functional.agree(u, weight, **arguments, backend=backend)
     return FUNCTIONS[problem.op](**arguments, backend=backend)
 
 

@@ -11,7 +11,7 @@ from .._torch import OpOverload
 from ..arguments import PassParameters, RoutingParameters, unchecked
 from ..ops import dynamic_routing, routing_pass
 from ..ops.define import PREFIX, Op, overload
-from ..options import Options, PassOptions
+from ..options import PassOptions, RoutingOptions
 from ..precision import wide_dtype
 
 
@@ -28,7 +28,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """
     found: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.digamma.default: digamma}
     for op, parameters, options in (
-        (dynamic_routing.OP, RoutingParameters, Options),
+        (dynamic_routing.OP, RoutingParameters, RoutingOptions),
         (routing_pass.OP, PassParameters, PassOptions),
     ):
         for prefix in PREFIX.values():
@@ -42,7 +42,7 @@ def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple
 
     def run(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         given, J = options(*rest[first + 1 : last]), rest[first]
-        if options is Options:
+        if options is RoutingOptions:
             given = given._replace(gradient="full")  # other runtimes have no detach()
         call = unchecked(u, weight, parameters(*rest[:first]), given, J)
         results = op.run_definition(call, rest[last + 1 :])

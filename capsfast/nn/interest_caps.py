@@ -1,6 +1,6 @@
 """Interest capsules: several vectors for the interests of a user, from the items that the user has clicked."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,13 @@ from .. import arguments, checks
 from .._torch import result
 from ..arguments import RoutingParameters, unchecked
 from ..ops import factored_routing
-from ..options import Options
+from ..options import routing_options
 from ..precision import as_under_autocast, wide_dtype
 from . import _arguments
 from ._arguments import Made
 from ._histories import Count, interests_of, of_lengths, padded, sized, within
 from ._layer import Layer
-from .routing.votes import PassVotes, Votes
+from .routing.votes import PassVotes
 
 
 @result
@@ -197,20 +197,19 @@ class InterestCapsules(Layer):
         if logits is not None and checks.autocast_dtype(u.device) is not None:
             logits = logits.to(wide_dtype(u.dtype))
         (u, weight), no_autocast = as_under_autocast(u, weight)
-        accumulate = self.update == "accumulate"
-        fused = Options(self.num_iterations, self.softmax, self.gradient, False, self.squash, self.eps)
+        names = ("num_iterations", "softmax", "gradient", "squash", "eps")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options |= {} if self.update == "accumulate" else {"accumulate": False}
         with no_autocast:
             if self.weight == "shared":
                 parameters = RoutingParameters(logits, None, mask, out_mask)
+                fused = routing_options(self._op, **options)
                 call = unchecked(u, weight, parameters, fused, self.num_interests, self._op)
                 if factored_routing.serves(call, self.backend):
-                    return factored_routing.run(call, False, accumulate)[0]
+                    return factored_routing.run(call)[0]
             J, backend = self.num_interests, self.backend
             votes = PassVotes(self._op, u, weight, J=J, mask=mask, out_mask=out_mask, backend=backend)
-            if accumulate:
-                return votes.agree(**fused._asdict(), logits=logits)  # type: ignore[no-any-return]
-            v: Tensor = Votes.agree(votes, **fused._asdict(), logits=logits, accumulate=False)
-            return v.to(u.dtype)
+            return votes.agree(**options, logits=logits)  # type: ignore[no-any-return]
 
     def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:
         J = self.num_interests

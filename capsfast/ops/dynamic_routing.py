@@ -16,6 +16,7 @@ too. Votes ``[B, I, J, D, S]`` have S positions. Then every tensor with an axis 
 empty, because with few input capsules they would take as much memory as the votes (r / I of it). The backward computes
 them again, for a part of the positions at a time.
 
+The options are those of :class:`capsfast.options.RoutingOptions`. Logits need accumulate, except in factored_routing.
 tf32: float32 products may be rounded to TF32; no effect on the CPU.
 
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.

@@ -5,8 +5,7 @@ A weighted sum of votes ``W_j u_i`` is ``s_j = W_j z_j`` with ``z_j = sum_i c_ij
 matrix and by its transpose; forming votes multiplies I J vectors.
 
 ``capsfast::factored_routing`` is ``capsfast::dynamic_routing`` for a weight ``[1, J or 1, D, K]``, except that s
-``[r, B, J, K]`` holds z and norm is empty. accumulate: the logits of an iteration are the given logits plus all
-agreements so far; otherwise the last agreement alone.
+``[r, B, J, K]`` holds z and norm is empty.
 
 ``capsfast::factored_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
@@ -58,10 +57,10 @@ def _pays(call: Call) -> bool:
     return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
 
 
-def run(call: Call, return_coupling: bool = False, accumulate: bool = True) -> tuple[Tensor, Tensor]:
+def run(call: Call, return_coupling: bool = False) -> tuple[Tensor, Tensor]:
     """v ``[B, J, D]`` and c ``[B, I, J]``, c empty if it is not wanted. Call it only if :func:`serves` is true."""
     kernel = OP.kernels["cpp"]
-    v, c, *_ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, return_coupling)
+    v, c, *_ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, return_coupling)
     return v, c.to(v.dtype)
 
 

@@ -1,7 +1,6 @@
 """Routing by agreement (Sabour, Frosst, Hinton 2017, procedure 1) as a loop over passes."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from .._torch import forward_level
 from ..arguments import Call
-from ..options import Options
+from ..options import RoutingOptions
 from .coupling import coupling_coefficients, valid_pairs
 from .routing_pass import Moments
 from .squash import squash
@@ -18,14 +17,13 @@ from .votes import votes
 
 def agree(
     moments: Callable[..., Moments],
-    options: Options,
+    options: RoutingOptions,
     *,
     logits: Tensor | None,
     bias: Tensor | None,
     out_mask: Tensor | None = None,
     agreement: Callable[[Tensor], Tensor | None] | None = None,
-    shrink: Callable[[Tensor], Tensor] | None = None,
-    accumulate: bool = True,
+    shrink: Callable[[Tensor, str], Tensor] | None = None,
     return_weights: bool = False,
     **passed: Any,
 ) -> tuple[Tensor, Moments]:
@@ -36,13 +34,15 @@ def agree(
         out_mask: takes output capsules out of the result; ``moments`` takes them out of the coupling.
         agreement: takes a query and returns its products with the votes, ``[B, I, J]``; default: the weights of a pass
             with this query alone.
-        shrink: a squash that replaces the one in the options.
-        accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
+        shrink: takes a sum and the kind of its squash, and replaces :func:`squash`.
         passed: more keywords for the passes.
     """
     o, constant = options, options.gradient == "last"
     if shrink is None:
-        shrink = partial(squash, dim=-1, eps=o.eps, kind=o.squash)
+
+        def shrink(s: Tensor, kind: str) -> Tensor:
+            return squash(s, eps=o.eps, kind=kind)
+
     if agreement is None:
 
         def agreement(query: Tensor) -> Tensor | None:
@@ -51,7 +51,7 @@ def agree(
     query: Tensor | None = None
     for t in range(o.num_iterations):
         last = t + 1 == o.num_iterations
-        score, prior = query, logits if accumulate or t == 0 else None
+        score, prior = query, logits if o.accumulate or t == 0 else None
         if constant and last and query is not None and (torch.is_grad_enabled() or forward_level() >= 0):
             # As a query, the agreement would be differentiated with respect to the votes as well.
             agreed = agreement(query)
@@ -60,10 +60,11 @@ def agree(
         asked = {**passed, "return_weights": True} if return_weights and last else passed
         found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
         v = found.first if bias is None else found.first + bias
-        v = shrink(v) if o.squash_last or not last else v
+        v = shrink(v, o.last_squash if last else o.squash)
         v = v if out_mask is None else v.masked_fill(~out_mask[:, :, None], 0.0)
         v = v.detach() if constant and not last else v
-        query = query + v if accumulate and query is not None else v
+        v = v if last or o.sharpness == 1 else o.sharpness * v
+        query = query + v if o.accumulate and query is not None else v
     return v, found
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import PassParameters
-from ..options import Options
+from ..options import RoutingOptions
 from ..positions import as_positions, as_samples, to_samples
 from . import routing
 from .launch import Call, cdiv
@@ -22,10 +22,13 @@ SAMPLES = (0, 0, 0, None, 0, None, 0, 0, 0, 1, 2)
 
 
 def _call(u: Slot, weight: Slot | None, *rest: Any) -> Call:
-    logits, bias, mask, out_mask, J, *options, tf32 = rest
+    logits, bias, mask, out_mask, J, *given, tf32 = rest
+    options = RoutingOptions(*given)
+    if logits is not None and not options.accumulate:
+        raise RuntimeError("capsfast: logits must accumulate")
     mask, out_mask = (u.plan.compute(as_samples, each, u.shape[4:]) for each in (mask, out_mask))
     parameters: Any = PassParameters(logits=logits, mask=mask, out_mask=out_mask)
-    return Call(u, weight, parameters, Options(*options), tf32, J, bias)
+    return Call(u, weight, parameters, options, tf32, J, bias)
 
 
 @planned
@@ -44,7 +47,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     tensors, rest = args[:11], args[11:]
     (u, weight, logits, bias), s, needed = tensors[2:6], tensors[9], rest[-1]
     J, D = (u if u.dim() == 5 else s).shape[2:4]
-    step = _samples_at_once(u, J, D, Options(*rest[1:-2]), logits)
+    step = _samples_at_once(u, J, D, RoutingOptions(*rest[1:-2]), logits)
     if step >= u.shape[0] or not any(needed[:3]):
         return _backward(*tensors, *rest)
     # The parts of dx are written where they belong: dvotes are as large as the votes.
@@ -61,7 +64,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     return (*joined,) if dx is None else (dx, *joined)
 
 
-def _samples_at_once(u: Slot, J: int, D: int, options: Options, logits: Slot | None) -> int:
+def _samples_at_once(u: Slot, J: int, D: int, options: RoutingOptions, logits: Slot | None) -> int:
     """How many samples of the batch have coefficients at the same time. The coefficients of all iterations take at most
     half the size of the float32 votes, or MOST_COEFFICIENTS if that is more."""
     B, I, *_ = u.shape

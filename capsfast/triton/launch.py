@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..arguments import PassParameters
-from ..options import SOFTMAX, Options, PassOptions
+from ..options import SOFTMAX, PassOptions, RoutingOptions
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 from .kernels.arguments import Shape
@@ -101,15 +101,16 @@ class Call:
     positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
     output capsules have the same votes. of_pass: the call is a pass, not a routing; second: it makes second moments.
     normalize, iterations: of a pass, or of a routing. squashes: of an iteration, and of the last. numbers: arguments of
-    every step between passes. query: votes are scored with a query or with V. quadratic: the call takes more from the
-    votes than a dot product and the first moment. agreement: the votes have a gradient through the logits.
-    uniform_start: the first coupling of a sample is one number for all (i, j), because nothing scores the votes.
+    every step between passes. accumulate: V is the sum of all v so far, not the last v. query: votes are scored with a
+    query or with V. quadratic: the call takes more from the votes than a dot product and the first moment. agreement:
+    the votes have a gradient through the logits. uniform_start: the first coupling of a sample is one number for all
+    (i, j), because nothing scores the votes.
     """
 
     x: Slot
     weight: Slot | None
     parameters: Any
-    options: Options | PassOptions
+    options: PassOptions | RoutingOptions
     tf32: bool = False
     outputs: int | None = None
     bias: Slot | None = None
@@ -153,7 +154,8 @@ class Call:
         self.of_pass = isinstance(options, PassOptions)
         if isinstance(options, PassOptions):
             self.normalize, self.iterations, self.second = options.normalize, 1, options.second
-            self.squashes, self.numbers = ("identity", "identity"), (0.0,)
+            self.squashes, self.numbers = ("identity", "identity"), (0.0, 1.0)
+            self.accumulate = True
             self.query = query is not None
             self.quadratic = options.second or precision is not None or center is not None
             self.agreement = self.query or precision is not None
@@ -161,8 +163,8 @@ class Call:
             self.uniform_start = not scored and options.normalize in SOFTMAX
         else:
             self.normalize, self.iterations, self.second = options.softmax, options.num_iterations, False
-            self.squashes = (options.squash, options.squash if options.squash_last else "identity")
-            self.numbers = (options.eps,)
+            self.squashes = (options.squash, options.last_squash)
+            self.numbers, self.accumulate = (options.eps, options.sharpness), options.accumulate
             self.query, self.quadratic, self.agreement = True, False, options.gradient == "full"
             self.uniform_start = logits is None
 

@@ -130,7 +130,8 @@ def weighted_sums(
     partial = partial_sums(merged, "accumulate", call.of_pass, call.second)
     online = call.new(2, partial.first.shape[0], B, J) if kind == "in" else None
     _accumulate(merged, kind, V, Norms(rows), partial, online, None if inward else coupling, lse)
-    sums = update(call, partial, online, uniform_factor(call) if uniform else (None, 1.0), norm, V, **step)
+    before = V if call.accumulate else None
+    sums = update(call, partial, online, uniform_factor(call) if uniform else (None, 1.0), norm, before, **step)
     if inward and coupling is not None:
         assert norm is not None
         _accumulate(call, kind="in", V=V, norms=Norms(None, *norm), coupling=coupling)
@@ -236,7 +237,8 @@ def restore(call: Call, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
     state = call.vectors(R, 2)
     ordered = call.vectors(R) if call.normalize == "in" else None
     arguments = (s, dv, call.bias, call.parameters.out_mask, state, ordered, B)
-    _step(call, restore_kernel, *arguments, summing=False, LAST=call.squashes[1], R=R)
+    constants = {"LAST": call.squashes[1], "ACCUMULATE": call.accumulate, "R": R}
+    _step(call, restore_kernel, *arguments, summing=False, **constants)
     return state, ordered
 
 

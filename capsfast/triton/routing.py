@@ -6,7 +6,7 @@ All launches go to the current stream, and nothing waits for a result, so that a
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import RoutingOptions
 from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms, OutputGradients
@@ -36,7 +36,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     return v, coupling or call.new(0, dtype=dtype), s, norm or call.new(0)
 
 
-def first_iterations(options: Options, logits: object) -> tuple[int, int]:
+def first_iterations(options: RoutingOptions, logits: object) -> tuple[int, int]:
     """The first iteration that has a gradient, and from there on the first whose couplings differ."""
     start = 0 if options.gradient == "full" else options.num_iterations - 1
     return start, start + (start == 0 and logits is None)
@@ -69,7 +69,7 @@ def backward(
         delta = None if dcoupling is None else call.compute(_delta, coupling, dcoupling, r)
         norms = Norms(None, norm[0], norm[1], delta)
 
-    assert isinstance(call.options, Options)
+    assert isinstance(call.options, RoutingOptions)
     start, first = first_iterations(call.options, call.parameters.logits)
     pairs = passes.new_coefficients(call, r - first) if r > first and any(needed[:3]) else None
     G: Slot | None = None
@@ -82,8 +82,8 @@ def backward(
             passes.accumulate_gradient(call, state[:, :, t], of_t, douts, kept, sums)
         if sums is not None:
             partial = sums.first
-            if G is None:
-                # The first of these passes adds its parts to its own last part, so G needs no zeros.
+            if G is None or not call.accumulate:
+                # A pass without earlier ones in G adds its parts to its own last part, so G needs no zeros.
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 

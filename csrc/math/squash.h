@@ -60,19 +60,24 @@ CAPSFAST_HOST_DEVICE inline T radial_slope(Squash kind, T n, T eps, T s_dv) {
   return 0;
 }
 
-// How an iteration squashes x, its weighted sum plus the bias: v = factor(last, |x|^2) x.
+// How an iteration squashes x, its weighted sum plus the bias: v = factor(last, |x|^2) x. Before the last iteration the
+// factor includes the sharpness. The next iteration scores with the sum of all v so far or, unless they accumulate, with
+// this v alone.
 struct Squashing {
   Squash kind = Squash::paper, last = Squash::paper;  // last: of the last iteration
-  double eps = 1e-8;
+  double eps = 1e-8, sharpness = 1;
+  bool accumulate = true;
 
   template <class T>
   CAPSFAST_HOST_DEVICE T factor(bool is_last, T n) const {
-    return radial<T>(is_last ? last : kind, n, T(eps));
+    const T f = radial<T>(is_last ? last : kind, n, T(eps));
+    return is_last ? f : T(sharpness) * f;
   }
   // ds = factor dv + slope x, with x_dv = x . dv.
   template <class T>
   CAPSFAST_HOST_DEVICE T slope(bool is_last, T n, T x_dv) const {
-    return radial_slope<T>(is_last ? last : kind, n, T(eps), x_dv);
+    const T of_v = radial_slope<T>(is_last ? last : kind, n, T(eps), x_dv);
+    return is_last ? of_v : T(sharpness) * of_v;
   }
 };
 

@@ -18,15 +18,14 @@ struct RoutingArguments {
   OptionalTensor out_mask;  // [B, J]
   std::optional<int64_t> J;
   int64_t num_iterations = 1;
-  std::string softmax, gradient, squash;
-  bool leaky = false, squash_last = true, tf32 = false;
-  bool accumulate = true;  // only of factored_routing
-  double eps = 0;
+  std::string softmax, gradient, squash, last_squash;
+  bool leaky = false, accumulate = true, tf32 = false;
+  double eps = 0, sharpness = 1;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> bias >> mask >> out_mask; }
-  void take_options(Stack& stack, bool factored) {
-    stack >> J >> num_iterations >> softmax >> gradient >> leaky >> squash >> eps >> squash_last >> tf32;
-    if (factored) stack >> accumulate;
+  void take_options(Stack& stack) {
+    stack >> J >> num_iterations >> softmax >> gradient >> leaky;
+    stack >> squash >> last_squash >> eps >> sharpness >> accumulate >> tf32;
   }
 };
 
@@ -40,7 +39,7 @@ class DynamicRouting : Arguments<Engine> {
     RoutingArguments a;
     bool return_coupling;
     a.take_tensors(stack);
-    a.take_options(stack, Engine::kFactored);
+    a.take_options(stack);
     stack >> return_coupling;
     const Problem p = problem(a);
     const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u), of_coupling = p.softmax_in() ? wide : type;
@@ -68,7 +67,7 @@ class DynamicRouting : Arguments<Engine> {
     stack >> dv >> dcoupling;
     a.take_tensors(stack);
     stack >> coupling >> s >> norm;
-    a.take_options(stack, Engine::kFactored);
+    a.take_options(stack);
     const std::vector<bool> needed = stack.needed(4);
     const Problem p = problem(a);
     const bool positions = p.positions >= 0;
@@ -95,6 +94,10 @@ class DynamicRouting : Arguments<Engine> {
   static int64_t kept_size(const Problem& p) { return Engine::kFactored ? p.K : p.D; }
   static bool keeps_norm(const Problem& p) { return p.softmax_in() && p.positions < 0 && !Engine::kFactored; }
 
+  static Squash squash_of(const char* name, const std::string& kind) {
+    return choice_of<Squash>(name, kind, {"paper", "half", "eps_outside", "exp", "unit", "identity"});
+  }
+
   static Problem problem(const RoutingArguments& a) {
     Problem p = problem_of(a.u, a.weight, a.J);
     if (Engine::kFactored) {
@@ -104,15 +107,18 @@ class DynamicRouting : Arguments<Engine> {
       STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
     }
     STD_TORCH_CHECK(a.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
+    // The gradient kernels have one b = logits + votes . V for all iterations.
+    STD_TORCH_CHECK(a.accumulate || !a.logits.has_value() || Engine::kFactored, "capsfast: logits must accumulate");
     p.iterations = a.num_iterations;
     p.normalize = choice_of<Normalize>("softmax", a.softmax, {"out", "in"});
     p.gradient_last = choice_of<bool>("gradient", a.gradient, {"full", "last"});
     p.leaky = a.leaky;
-    p.squash.kind = choice_of<Squash>("squash", a.squash, {"paper", "half", "eps_outside", "exp", "unit", "identity"});
-    p.squash.last = a.squash_last ? p.squash.kind : Squash::identity;
+    p.squash.kind = squash_of("squash", a.squash);
+    p.squash.last = squash_of("last_squash", a.last_squash);
     p.squash.eps = a.eps;
+    p.squash.sharpness = a.sharpness;
+    p.squash.accumulate = a.accumulate;
     p.tf32 = a.tf32;
-    p.accumulate = a.accumulate;
     add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
     if (a.bias.has_value()) {
       expect("bias", *a.bias, {p.J, p.D});

@@ -1,7 +1,8 @@
 // What dynamic_routing computes, as plain structs: shapes, strides, options, inputs, outputs.
 //
 // Symbols: u [B, I, K], weight [I, J, D, K], votes [B, I, J, D], v and s [B, J, D], r iterations.
-// With V_0 = 0, V_t = V_{t-1} + squash(s_t), iteration t is one pass over the input capsules:
+// With V_0 = 0, V_t = V_{t-1} + squash(s_t), iteration t is one pass over the input capsules (Squashing::accumulate
+// tells of another V):
 //   b_t = logits + votes . V_{t-1};  c_t = softmax(b_t);  s_t = sum_i c_t votes + bias.
 #pragma once
 
@@ -63,9 +64,6 @@ struct Problem {
   View bias;                       // [J, D]
   MaskView mask;                   // [B, I]
   MaskView out_mask;               // [B, J]
-
-  // Only for the op factored_routing: logits are the given logits plus all agreements; else the last agreement alone.
-  bool accumulate = true;
 
   // Only for the op routing_pass.
   bool moments = false;    // this is a routing_pass: it has mass, activation and lse

@@ -62,13 +62,16 @@ def route(
     leaky: bool = False,
     mask: Tensor | None = None,
     out_mask: Tensor | None = None,
-    squash_last: bool = True,
+    last_squash: str | None = None,
+    sharpness: float = 1.0,
+    accumulate: bool = True,
     gradient: str = "full",
     averaged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sabour, Frosst, Hinton 2017, procedure 1: ``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf masks the pair.
 
-    averaged: the logits of a batch are their mean.
+    averaged: the logits of a batch are their mean. last_squash: of the last iteration, by default kind. sharpness: a
+    factor of the agreement. accumulate: False takes the last agreement as the logits.
     """
     b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
     for t in range(num_iterations):
@@ -76,10 +79,11 @@ def route(
         c = couple(scores, softmax, leaky)
         s = (c[..., None] * votes).sum(1)
         s = s if bias is None else s + bias
-        v = squash(s, kind, eps) if squash_last or t + 1 < num_iterations else s
+        v = squash(s, kind if t + 1 < num_iterations else last_squash or kind, eps)
         v = v if out_mask is None else v * out_mask[..., None]
-        agreement = (votes * v[:, None]).sum(-1) * (1 if mask is None else mask[..., None])
-        b = b + (agreement.detach() if gradient == "last" else agreement)
+        agreement = sharpness * (votes * v[:, None]).sum(-1) * (1 if mask is None else mask[..., None])
+        agreement = agreement.detach() if gradient == "last" else agreement
+        b = b + agreement if accumulate else agreement
     return v, c
 
 

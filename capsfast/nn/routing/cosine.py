@@ -47,11 +47,15 @@ class KMeansRouting(IterativeRouting):
         self.squash, self.eps = squash, eps
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        center = votes.moments(normalize=self.softmax).first
-        for _ in range(self.num_iterations):
-            query = self.sharpness * _squash(center, kind="unit", eps=self.eps)
-            center = votes.moments(query=query, normalize=self.softmax).first
-        v = _squash(center, kind=self.squash, eps=self.eps)
+        v = votes.agree(
+            1 + self.num_iterations,
+            softmax=self.softmax,
+            squash="unit",
+            last_squash=self.squash,
+            eps=self.eps,
+            sharpness=self.sharpness,
+            accumulate=False,
+        )
         return Capsules(v, lengths(v))
 
 
@@ -107,15 +111,18 @@ class CosineRouting(IterativeRouting):
             nn.init.constant_(self.bias, 0.1)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        agreed: dict[str, Any] = {}
-        for t in range(self.num_iterations):
-            s = votes.moments(**agreed).first
-            if self.bias is not None:
-                s = s + self.bias
-            if t + 1 < self.num_iterations:
-                direction = _squash(s, kind="unit", eps=self.eps)
-                # Both are linear in the direction: its sum stands for all iterations.
-                name, value = ("logits", votes.cosines(direction)) if self.exact else ("query", direction)
-                agreed = {name: agreed[name] + value if agreed else value}
-        v = _squash(s, kind=self.squash, eps=self.eps)
+        if self.exact:
+            v = self._by_cosines(votes)
+        else:
+            v = votes.agree(self.num_iterations, bias=self.bias, squash="unit", last_squash=self.squash, eps=self.eps)
         return Capsules(v, lengths(v))
+
+    def _by_cosines(self, votes: Votes) -> Tensor:
+        logits: Tensor | None = None
+        for t in range(self.num_iterations):
+            s = votes.moments(logits=logits).first
+            s = s if self.bias is None else s + self.bias
+            if t + 1 < self.num_iterations:
+                cosines = votes.cosines(_squash(s, kind="unit", eps=self.eps))
+                logits = cosines if logits is None else logits + cosines
+        return _squash(s, kind=self.squash, eps=self.eps)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 from ... import arguments, checks, positions
 from ...arguments import GIVEN
 from ...axes import AXES, axes_of
-from ...functional import dynamic_routing
-from ...options import Options
+from ...functional import agree, dynamic_routing
+from ...options import STEPS, routing_options
 from ...passes import Moments, routing_pass
 from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
 
+OP = "capsfast.dynamic_routing"  # which errors about options name
 # The cosine of a shorter vote goes to 0 with its length.
 LEAST_LENGTH = 1e-8
 
@@ -81,28 +83,24 @@ class Votes(ABC):
         logits: Tensor | None = None,
         bias: Tensor | None = None,
         squash: str | Callable[[Tensor], Tensor] = "paper",
-        accumulate: bool = True,
         return_coupling: bool = False,
         **options: Any,
     ) -> Any:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
         :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
 
-        A function as ``squash`` and the following argument need single passes; the fused op does not take them.
+        A function as ``squash`` needs single passes; the fused op does not take it.
 
         Args:
-            accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
-            options: softmax and so on, as keywords.
+            options: softmax and so on, as keywords, and those that :class:`capsfast.options.RoutingOptions` adds.
         """
-        kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
-
+        kind, shrink = (squash, None) if isinstance(squash, str) else ("paper", partial(_squashed_by, squash))
         v, last = agree_by_passes(
             self.moments,
-            Options(num_iterations, squash=kind, **options),
+            routing_options(OP, num_iterations, squash=kind, **options),
             logits=logits,
             bias=bias,
             shrink=shrink,
-            accumulate=accumulate,
             return_weights=return_coupling,
         )
         cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
@@ -237,9 +235,24 @@ class PassVotes(Votes):
             weight = weight[::step]
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
-    def agree(self, num_iterations: int, **options: Any) -> Any:
+    def agree(
+        self,
+        num_iterations: int,
+        *,
+        logits: Tensor | None = None,
+        bias: Tensor | None = None,
+        return_coupling: bool = False,
+        **options: Any,
+    ) -> Any:
+        given: Any = {"logits": logits, "bias": bias, "return_coupling": return_coupling}
+        if logits is not None and not options.get("accumulate", True):  # the fused op scores every iteration with them
+            return super().agree(num_iterations, **given, **options)
         u, weight = self.tensors
-        found = dynamic_routing(u, weight, num_iterations, **options, **self.given)
+        given |= self.given
+        if STEPS.isdisjoint(options):
+            found = dynamic_routing(u, weight, num_iterations, **options, **given)
+        else:
+            found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)
         return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
@@ -369,6 +382,10 @@ class GroupedVotes(Votes):
                 whole = name == "logits" and run.shape[-1] == self.J
                 found[group][name] = run.chunk(self.groups, -1)[group] if whole else run
         return found
+
+
+def _squashed_by(squash: Callable[[Tensor], Tensor], s: Tensor, kind: str) -> Tensor:
+    return s if kind == "identity" else squash(s)
 
 
 def _every(step: int, value: Tensor | None) -> Tensor | None:

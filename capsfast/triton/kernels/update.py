@@ -126,12 +126,12 @@ def update_kernel(
     p_factor,  # [B] float32 or None: the coupling of a uniform pass
     p_bias,  # [J, D] contiguous or None
     p_out_mask,
-    p_V,  # V of the pass, see strips.py, or None for zero
+    p_V,  # V of the pass, see strips.py, which p_next adds to, or None
     p_s, p_mass, p_second,  # [B, J, D], [B, J], [B, J, D] float32, out; None if the partial sums are None
     p_norm, p_inverse,  # [B, J] float32, out for softmax "in"
-    p_next,  # V of the next iteration, out: V + v, or None
+    p_next,  # V of the next iteration, out: V + sharpness v, or None
     p_v,  # [B, J, D], out, or None
-    B, splits, factor, eps,
+    B, splits, factor, eps, sharpness,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     LEAKY: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
@@ -158,6 +158,7 @@ def update_kernel(
         if p_v is not None:
             tl.store(p_v + tile.o_tile, b_v, mask=tile.m_tile)
         if p_next is not None:
+            b_v *= sharpness
             if p_V is not None:
                 o_tile, m_tile = in_strips(tile, L, 1)
                 b_v += tl.load(p_V + o_tile, mask=m_tile, other=0.0)
@@ -206,9 +207,9 @@ def restore_kernel(
     p_out_mask,
     p_state,  # V and ds of R iterations, see strips.py, out: V of every iteration, ds of the last
     p_vectors,  # s of R iterations in the order of strips.py, out, or None
-    B, eps,
+    B, eps, sharpness,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
-    KIND: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr = False,
+    KIND: tl.constexpr, LAST: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """KIND: the squash of all iterations but the last; LAST: the squash of the last iteration."""
     begin(PDL)
@@ -221,7 +222,8 @@ def restore_kernel(
         b_s = load_rows(p_s + t * plane, tile)
         if p_vectors is not None:
             store_vector(p_vectors + t * numbers(L.D // L.P, L.ROWS), b_s, tile, L, R)
-        b_V += tl.where(m_valid[:, None], squash(add_bias(b_s, p_bias, tile, L), eps, KIND), 0.0)
+        b_v = sharpness * tl.where(m_valid[:, None], squash(add_bias(b_s, p_bias, tile, L), eps, KIND), 0.0)
+        b_V = b_V + b_v if ACCUMULATE else b_v
     b_s = load_rows(p_s + (R - 1) * plane, tile)
     p_last = p_state + 2 * (R - 1) * numbers(L.D // L.P, L.ROWS)
     store_vector(p_last, b_V, tile, L, 2 * R)
@@ -239,7 +241,7 @@ def update_gradient_kernel(
     p_out_mask,
     p_s,  # [B, J, D] float32, of the iteration whose ds is computed
     p_ds,  # ds of that iteration, in a state of R iterations, out
-    B, splits, eps,
+    B, splits, eps, sharpness,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
@@ -249,7 +251,7 @@ def update_gradient_kernel(
     b_dv = load_rows(p_G, tile)
     b_dv += sum_splits(p_partial, tile.o_tile, tile.m_tile, splits, tl.cast(B, tl.int64) * L.J * L.D, (None,), SB)
     tl.store(p_G + tile.o_tile, b_dv, mask=tile.m_tile)
-    store_ds(b_s, b_dv, p_bias, p_out_mask, p_ds, tile, eps, L, R, KIND)
+    store_ds(b_s, sharpness * b_dv, p_bias, p_out_mask, p_ds, tile, eps, L, R, KIND)
 
 
 @triton.jit
@@ -267,7 +269,7 @@ def arrange_kernel(
     p_query, p_dfirst, p_precision, p_center, p_dsecond, p_s,  # [B, J, D] float32, or None for 0
     # Out, or None: the vectors in the order of strips.py.
     p_V, p_ds, p_precision_strips, p_center_strips, p_dsecond_strips, p_s_strips,
-    B, eps,
+    B, eps, sharpness,
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
 ):
     """With ds, V and ds are a state of one iteration."""

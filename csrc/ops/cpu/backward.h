@@ -45,9 +45,6 @@ class Backward {
       restore(begin, end);
       differentiate(r - 1, begin, end, true);
     });
-    // The sums go on over the iterations: each v is part of every later V, so its gradient G is the sum over all passes
-    // so far.
-    sums.clear();
     // A pass for the iteration without a G corrects c_dc, which the gradient of the logits alone needs there.
     const bool corrects_first = p.softmax_in() && out.dlogits.data != nullptr;
     for (int64_t t = r - 1; t > first || (t == first && corrects_first); --t) {
@@ -62,6 +59,8 @@ class Backward {
         db.clear();
       }
       if (t == r - 1) pass.dcoupling = in.dcoupling;
+      // If each v is part of every later V, its gradient G is the sum over all passes so far: the sums go on.
+      if (t == r - 1 || !p.squash.accumulate) sums.clear();
       if (t > first) pass.first = sums.sum();
       context.accumulate(pass);
       if (p.softmax_in()) correct(t);

@@ -227,7 +227,7 @@ struct Factored : Products<T> {
   static CAPSFAST_ONCE void normalize(const Block& block, int64_t n, int64_t t, Span span, T* c, T* inverse) {
     const Problem& p = block.p;
     const int64_t J = p.J;
-    const bool prior = p.logits.data != nullptr && (p.accumulate || t == 0);
+    const bool prior = p.logits.data != nullptr && (p.squash.accumulate || t == 0);
     const T masked = Couplings::masked_logit(p.normalize);
     for (int64_t k = span.from; k < span.to; ++k) {
       T* const b = c + k * J * L;
@@ -340,7 +340,7 @@ struct Factored : Products<T> {
           for (int64_t d = 0; d < Dp; d += L) store<L>(at.s + m * Dp + d, load<L>(at.s + m * Dp + d) * factor);
         }
         // With logits that add up, the outputs of an iteration count in all that follow.
-        if (t < block.last()) by_W(call, block.samples, at.s, at.q, p.accumulate && t > 0);
+        if (t < block.last()) by_W(call, block.samples, at.s, at.q, p.squash.accumulate && t > 0);
       }
       for (int64_t m = 0; m < block.rows(); ++m) {
         const View& v = call.out.v;
@@ -427,7 +427,7 @@ struct Factored : Products<T> {
     }
     if (last > 0) by_W(block.call, last * block.samples, block.outputs(0), block.q(1));
     // With logits that add up, the outputs of an iteration count in all that follow.
-    for (int64_t t = 2; t <= last && p.accumulate; ++t) {
+    for (int64_t t = 2; t <= last && p.squash.accumulate; ++t) {
       for (int64_t k = 0; k < M * Kp; k += L)
         store<L>(block.q(t) + k, load<L>(block.q(t) + k) + load<L>(block.q(t - 1) + k));
     }
@@ -451,8 +451,8 @@ struct Factored : Products<T> {
     const Problem& p = block.p;
     const int64_t J = p.J, Kp = block.call.Kp, size = block.size();
     const View& dcoupling = block.call.in.dcoupling;
-    const bool prior = block.call.need_logits && (p.accumulate || t == 0);
-    const bool add = p.accumulate && t < block.last();
+    const bool prior = block.call.need_logits && (p.squash.accumulate || t == 0);
+    const bool add = p.squash.accumulate && t < block.last();
     for (int64_t n = 0; n < block.samples; ++n) {
       T *const c = block.coupling(n, t), *const dl = block.dl(n, t), *const total = block.at.dlogits + n * size;
       const auto coefficients = [&](Span span) {

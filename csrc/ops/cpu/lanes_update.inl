@@ -59,6 +59,9 @@ struct LanesUpdate {
       store<L>(v + row * L, where(ok > V{}, f * (load<L>(s + row * L) + at.bias[row]), V{}));
   }
 
+  // What the next iteration scores with, from what this one scored with and its v.
+  static V following(const Problem& p, V before, V v) { return p.squash.accumulate ? before + v : v; }
+
   static void outputs(const Update<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
@@ -74,7 +77,7 @@ struct LanesUpdate {
       }
       squash(at, tile, j, at.v.data != nullptr, s, v);
       for (int64_t row = j * D; row < (j + 1) * D && at.V != nullptr; ++row)
-        store<L>(V_t + row * L, load<L>(V_t + row * L) + load<L>(v + row * L));
+        store<L>(V_t + row * L, following(p, load<L>(V_t + row * L), load<L>(v + row * L)));
     }
     write_sums(at, tile, s);
     if (at.v.data == nullptr) return;
@@ -82,14 +85,15 @@ struct LanesUpdate {
     B_::store_samples(v, tile * L, samples(at, tile), p.J, D, s, at.v);
   }
 
-  // V_{t+1} = V_t + squash(s_t + bias). at.V points to V_t; V_{t+1} follows one iteration later in memory.
+  // V_{t+1} from V_t and squash(s_t + bias). at.V points to V_t; V_{t+1} follows one iteration later in memory.
   static void restore(const Update<T>& at, int64_t tile) {
     const int64_t J = at.problem->J, JD = J * at.problem->D;
     const T* const before = at.V + rows_of(at, tile);
     T* const after = at.V + at.plan->tiles * JD * L + rows_of(at, tile);
     read_sums(at, tile, after);
     for (int64_t j = 0; j < J; ++j) squash(at, tile, j, false, after, after);
-    for (int64_t n = 0; n < JD * L; n += L) store<L>(after + n, load<L>(before + n) + load<L>(after + n));
+    for (int64_t n = 0; n < JD * L; n += L)
+      store<L>(after + n, following(*at.problem, load<L>(before + n), load<L>(after + n)));
   }
 
   // ds = d(squash) dv, dv given or the sum of the passes; c_dc [tiles][J][L], if wanted, gets ds . s.

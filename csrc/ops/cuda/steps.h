@@ -18,7 +18,7 @@ struct ForwardSteps {
   int64_t iterations;
   Operand coupling, v;  // written: [B, I, J], [B, J, D]
   VectorOrder order;    // of V
-  Global<T> V;          // [B, J, D], the sum of the outputs so far
+  Global<T> V;          // [B, J, D], the sum of the outputs so far, or the last output
   Global<T> s;          // [r, B, J, D]
   Global<T> norm;       // [2, r, B, J], softmax over the input capsules
   Parts<T> parts;
@@ -77,7 +77,7 @@ struct ForwardSteps {
         v.template write<T>(at.row * in.D + d, out);
       } else {
         T& to = V[order.at(at.b, at.j, d)];
-        to = t == 0 ? out : to + out;
+        to = t == 0 || !squash.accumulate ? out : to + out;
       }
     });
   }
@@ -99,7 +99,7 @@ struct BackwardSteps {
   Global<const T> s;            // [r, B, J, D], without bias
   VectorOrder order;            // of V and ds
   Global<T> V, ds;              // [r, B, J, D]; iteration t scored with V of iteration t
-  Global<T> G;                  // [B, J, D], the gradient of v so far: the sum over the passes
+  Global<T> G;                  // [B, J, D], the gradient of v so far
   Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
   Global<T> mean;               // [r, B, J], the memory of columns.mean, which the updates write
   Parts<T> parts;
@@ -161,13 +161,13 @@ struct BackwardSteps {
       const T f = squash.factor(false, lane_sum(n, UpdateCoord::kLanes));
       at.for_components(in.D, [&](int64_t d) {
         const T v = valid ? f * squash.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
-        V[element(t + 1, at, d)] = V[element(t, at, d)] + v;
+        V[element(t + 1, at, d)] = squash.accumulate ? V[element(t, at, d)] + v : v;
       });
     }
   }
 
   // Computes ds_t from the gradient of v_t. In the last iteration this is dv, else the sum of all passes so far, down
-  // to iteration t + 1, because v_t is part of V of all later iterations.
+  // to iteration t + 1, because v_t is part of V of all later iterations; or the pass of iteration t + 1 alone.
   CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j);
     const Global<const T> s_t = saved(t, at);
@@ -183,7 +183,8 @@ struct BackwardSteps {
       at.for_components(in.D, [&](int64_t d) { add(d, dv.template read<T>(dv.at(at.b, at.j, d))); });
     } else {
       for_sums<T>(in, in.D, parts, at, false, T(0), [&](int64_t d, double sum) {
-        add(d, static_cast<T>(t + 2 == iterations ? sum : static_cast<double>(g_t[d]) + sum));
+        const bool alone = t + 2 == iterations || !squash.accumulate;
+        add(d, static_cast<T>(alone ? sum : static_cast<double>(g_t[d]) + sum));
       });
     }
     n = lane_sum(n, UpdateCoord::kLanes);
