@@ -143,20 +143,24 @@ def test_what_is_no_number_stays_none(by: By, nonlinearity: str) -> None:
 
 @pytest.mark.slow
 def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only eager calls have the op. Programs, transforms and the reference run the definition."""
+    """Eager calls have the op, between single passes. Programs, transforms and the reference run the definition."""
     calls: list[None] = []
     real = em_update.OP.kernels["cpp"]
     monkeypatch.setitem(em_update.OP.kernels, "cpp", lambda *args: calls.append(None) or real(*args))
     routing, by_definition = (EMRouting(6, 3, 4, 5, dtype=f64, backend=name) for name in (None, "reference"))
     compiled = torch.compile(routing, fullgraph=True, backend="aot_eager")
 
+    def by_single_passes() -> None:
+        routing(RecordedVotes(PassVotes("test", u, weight)))
+
     def by_choice() -> None:
         with capsfast.use_backend("reference"):
             routing((u, weight))
 
     for count, function in (
-        (3, lambda: routing((u, weight))),
-        (3, torch.autocast("cpu")(lambda: routing((u, weight)))),
+        (3, by_single_passes),
+        (3, torch.autocast("cpu")(by_single_passes)),
+        (0, lambda: routing((u, weight))),
         (0, by_choice),
         (0, lambda: by_definition((u, weight))),
         (0, lambda: compiled((u, weight))),

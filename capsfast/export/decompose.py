@@ -23,8 +23,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
     Returns:
         For each op of ``torch.ops.capsfast`` in exported programs, a function with the same arguments. Like the ops, it
-        forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing`` and ``em_update``. Also for
-        ``torch.digamma``, which variational routing needs and ONNX lacks.
+        forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing``, ``em_update`` and
+        ``em_routing``. Also for ``torch.digamma``, which variational routing needs and ONNX lacks.
     """
     found: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.digamma.default: digamma}
     for op, parameters, options in (

@@ -66,16 +66,16 @@ def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str |
     if name == "cpp" and on_cpu and native.extension is not None:
         return name
     _, J, D = first.shape
-    fits = first.dtype == torch.float32 and 0 < _padded(J) * _padded(D) <= toolchain.LARGEST_UPDATE
-    if name != "triton" or not fits or toolchain.why_no_triton():
+    if name != "triton" or first.dtype != torch.float32 or not fits_triton(J, D) or toolchain.why_no_triton():
         return "reference"
     if on_cpu:
         return name if toolchain.interpreting() else "reference"
     return "reference" if toolchain.too_old_for_triton(first.device) else name
 
 
-def _padded(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n else 0
+def fits_triton(J: int, D: int) -> bool:
+    """Whether one program of Triton can update J output capsules of D components."""
+    return J * D > 0 and 1 << ((J - 1).bit_length() + (D - 1).bit_length()) <= toolchain.LARGEST_UPDATE
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:

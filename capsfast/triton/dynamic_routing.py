@@ -47,7 +47,8 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     tensors, rest = args[:11], args[11:]
     (u, weight, logits, bias), s, needed = tensors[2:6], tensors[9], rest[-1]
     J, D = (u if u.dim() == 5 else s).shape[2:4]
-    step = _samples_at_once(u, J, D, RoutingOptions(*rest[1:-2]), logits)
+    options = RoutingOptions(*rest[1:-2])
+    step = samples_at_once(u, J, D, options.num_iterations - routing.first_iterations(options, logits)[1])
     if step >= u.shape[0] or not any(needed[:3]):
         return _backward(*tensors, *rest)
     # The parts of dx are written where they belong: dvotes are as large as the votes.
@@ -58,19 +59,18 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
         b = slice(lo, lo + step)
         part = (_part(each, axis, b) for each, axis in zip(tensors, SAMPLES, strict=True))
         found.append(_backward(*part, *rest, dtype=torch.float32, dx=None if dx is None else dx[b]))
-    joins = (_cat, _sum, _sum if logits is not None and logits.dim() == 2 else _cat, _sum)
+    joins = (joined, added, added if logits is not None and logits.dim() == 2 else joined, added)
     columns = [*zip(joins, (u, weight, logits, bias), zip(*found, strict=True), strict=True)][whole:]
-    joined = (plan.compute(join, (u if like is None else like).dtype, *parts) for join, like, parts in columns)
-    return (*joined,) if dx is None else (dx, *joined)
+    whole_batch = (plan.compute(join, (u if like is None else like).dtype, *parts) for join, like, parts in columns)
+    return (*whole_batch,) if dx is None else (dx, *whole_batch)
 
 
-def _samples_at_once(u: Slot, J: int, D: int, options: RoutingOptions, logits: Slot | None) -> int:
-    """How many samples of the batch have coefficients at the same time. The coefficients of all iterations take at most
-    half the size of the float32 votes, or MOST_COEFFICIENTS if that is more."""
+def samples_at_once(u: Slot, J: int, D: int, kept: float) -> int:
+    """How many samples of the batch have coefficients at the same time. The coefficients of ``kept`` iterations take at
+    most half the size of the float32 votes, or MOST_COEFFICIENTS if that is more."""
     B, I, *_ = u.shape
     pairs = B * I * J * math.prod(u.shape[4:])
-    kept = options.num_iterations - routing.first_iterations(options, logits)[1]
-    step = cdiv(B, max(cdiv(8 * kept * pairs, max(2 * D * pairs, MOST_COEFFICIENTS)), 1))
+    step = cdiv(B, max(cdiv(int(8 * kept * pairs), max(2 * D * pairs, MOST_COEFFICIENTS)), 1))
     return step if u.dim() == 5 else cdiv(step, FULL) * FULL
 
 
@@ -81,11 +81,11 @@ def _part(value: Any, axis: int | None, b: slice) -> Any:
     return value[(slice(None),) * axis + (b,)]
 
 
-def _sum(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+def added(dtype: torch.dtype, *parts: Tensor) -> Tensor:
     return torch.stack(parts).sum(0).to(dtype)
 
 
-def _cat(dtype: torch.dtype, *parts: Tensor) -> Tensor:
+def joined(dtype: torch.dtype, *parts: Tensor) -> Tensor:
     return torch.cat(parts).to(dtype)
 
 

@@ -1,5 +1,6 @@
 """The kernel of ``capsfast::triton_em_update`` and its backward; the contract is in ops/em_update.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,23 +15,33 @@ from .plan import Plan, Slot, planned
 NUMBERS_OF_A_WARP = 512
 
 
-def _launch(
-    plan: Plan, tensors: tuple[Slot | None, ...], rest: tuple[Any, ...], of_results: Any, gradients: Any = (None,) * 7
+def step(
+    plan: Plan,
+    tensors: Sequence[Slot | None],
+    out_mask: Slot | None,
+    o: EMOptions,
+    of_results: Sequence[Slot | None],
+    of_scores: tuple[Slot | None, Slot | None] = (None, None),
+    gradients: Sequence[Slot | None] = (None,) * 7,
+    routing: bool = False,
 ) -> None:
-    """tensors: mass, first, second, center, beta_a, beta_u, last. rest: the mask and the options."""
+    """tensors: mass, first, second, center, beta_a, beta_u, last. The others: as the kernel has them."""
     mass, first, second, center, beta_a, beta_u, last, *of_results = (
         None if value is None else value.contiguous() for value in (*tensors, *of_results)
     )
     assert first is not None
-    (B, J, D), o = first.shape, EMOptions(*rest[1:])
+    B, J, D = first.shape
     JP, DP = power_of_two(J), power_of_two(D)
     if not B:
         return
-    given = (mass, first, second, center, last, beta_a, beta_u, bytes_of(rest[0]))
+    given = (mass, first, second, center, last, beta_a, beta_u, bytes_of(out_mask), *of_results, *of_scores)
     numbers = (float(o.floor), float(o.momentum), float(o.cost_scale), float(o.inverse_temperature))
-    sizes = {"J": J, "D": D, "JP": JP, "DP": DP, "num_warps": min(8, max(1, JP * DP // NUMBERS_OF_A_WARP))}
-    chosen = {"ISOTROPIC": o.isotropic, "VARIANCE": o.cost == "variance", "SOFTMAX": o.nonlinearity == "softmax"}
-    plan.launch(em_update_kernel, (B,), *given, *of_results, *gradients, *numbers, **sizes, **chosen, FINAL=o.final)
+    plan.launch(
+        em_update_kernel, (B,), *given, *gradients, *numbers, J=J, D=D, JP=JP, DP=DP,
+        ISOTROPIC=o.isotropic, VARIANCE=o.cost == "variance", SOFTMAX=o.nonlinearity == "softmax", FINAL=o.final,
+        MOMENTUM=bool(o.momentum) if routing else last is not None, ROUTING=routing,
+        num_warps=min(8, max(1, JP * DP // NUMBERS_OF_A_WARP)),
+    )  # fmt: skip
 
 
 @planned
@@ -39,7 +50,7 @@ def forward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     first, final = args[1], args[-1]
     poses, score = plan.new(*first.shape), plan.new(*first.shape[:2])
     precision = plan.new(*((0,) if final else first.shape))
-    _launch(plan, args[:7], args[7:], (poses, None if final else precision, score))
+    step(plan, args[:7], args[7], EMOptions(*args[8:]), (poses, None if final else precision, score))
     return poses, precision, score
 
 
@@ -47,12 +58,12 @@ def forward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
 def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # args: three gradients of results, seven tensors, the mask, the options, and which gradients are needed.
     dposes, dprecision, dscore, *tensors = args[:10]
-    rest, needed = args[10:-1], args[-1]
+    out_mask, *options, needed = args[10:]
     first = tensors[1]
     dmass, dbeta_a, dbeta_u = (plan.new(*first.shape[:2]) for _ in range(3))
     dfirst, dsecond, dcenter, dlast = (plan.new(*first.shape) for _ in range(4))
     gradients = (dmass, dfirst, dsecond, dcenter, dlast, dbeta_a, dbeta_u)
-    _launch(plan, tuple(tensors), rest, (dposes, dprecision, dscore), gradients)
+    step(plan, tensors, out_mask, EMOptions(*options), (dposes, dprecision, dscore), gradients=gradients)
     dbeta_a, dbeta_u = (plan.compute(Tensor.sum, each, 0) for each in (dbeta_a, dbeta_u))
     found = (dmass, dfirst, dsecond, dcenter, dbeta_a, dbeta_u, dlast)
     return tuple(

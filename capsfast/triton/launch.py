@@ -95,6 +95,8 @@ class Call:
     outputs: J, if x does not show it. With votes [B, I, J, D, S] every position is a sample, and all parameters but
     logits have a row for every sample. Logits [B, I, J, S] stay as they are.
 
+    own_parameters: query, precision, center and prior are from kernels, so no copy makes them 0 for masked capsules.
+
     together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
 
     Attributes: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
@@ -115,22 +117,19 @@ class Call:
     outputs: int | None = None
     bias: Slot | None = None
     together: int = 1
+    own_parameters: bool = False
 
     def __post_init__(self) -> None:
         x, weight, options = self.x, self.weight, self.options
         query, precision, center, prior, given_logits, activation, lse, mask, out_mask = self.parameters
         self.bias = None if self.bias is None else self.bias.contiguous()
         logits: Any = None if given_logits is None else given_logits.contiguous()
-        scores: Any = (
-            (query, out_mask),
-            (precision, out_mask),
-            (center, out_mask),
-            (prior, out_mask),
-            (activation, None),
-        )
-        query, precision, center, prior, activation = (
-            None if each is None else each.plan.compute(plain, each, hidden) for each, hidden in scores
-        )
+        if not self.own_parameters:
+            query, precision, center, prior = (
+                None if each is None else each.plan.compute(plain, each, out_mask)
+                for each in (query, precision, center, prior)
+            )
+        activation = None if activation is None else activation.plan.compute(plain, activation)
         self.parameters = PassParameters(
             query, precision, center, prior, logits, activation, lse, bytes_of(mask), bytes_of(out_mask)
         )

@@ -211,16 +211,18 @@ def update(
     V: Slot | None = None,
     *,
     s: Slot | None = None,
+    mass: Slot | None = None,
+    second: Slot | None = None,
     following: Slot | None = None,
     v: Slot | None = None,
 ) -> Sums:
-    """Adds up the splits and multiplies the sums by factor. Fills norm and, if given, s with the first sums. An
-    iteration also fills following, V of the next iteration; the last iteration fills v, the output, instead."""
+    """Adds up the splits and multiplies the sums by factor. Fills norm and, if given, s, mass and second with the sums.
+    An iteration also fills following, V of the next iteration; the last iteration fills v, the output, instead."""
     B, _, J, D, _ = call.sizes
     sums = Sums(
-        call.new(B, J, D) if s is None else s,
-        None if partial.mass is None else call.new(B, J),
-        None if partial.second is None else call.new(B, J, D),
+        s or call.new(B, J, D),
+        None if partial.mass is None else mass or call.new(B, J),
+        None if partial.second is None else second or call.new(B, J, D),
     )
     _step(
         call, update_kernel,
@@ -256,8 +258,19 @@ def arrange(call: Call, gradients: tuple[Slot | None, ...] | None = None) -> tup
         ordered[:2] = state[:, :, 0, 0], state[:, :, 0, 1]
     call.arranged = ordered[2], ordered[3]
     if any(ordered):
-        _step(call, arrange_kernel, *vectors, *ordered, call.sizes[0], summing=False)
+        _step(call, arrange_kernel, *vectors, *ordered, call.sizes[0], summing=False, R=1)
     return (state or ordered[0], *ordered[4:])
+
+
+def arrange_iteration(call: Call, t: int, dfirst: Slot, dsecond: Slot, state: Slot, vectors: tuple[Slot, ...]) -> None:
+    """As arrange(), for iteration t of several passes. state, vectors: V and ds, and precision, center and dsecond, of
+    all of them."""
+    _, precision, center, *_ = call.parameters
+    ordered = [each[:, :, t] for each in vectors]
+    call.arranged = None if precision is None else ordered[0], ordered[1]
+    given = (None, dfirst, precision, center, dsecond, None)
+    of_t = (None, state[:, :, t, 1], *ordered, None)
+    _step(call, arrange_kernel, *given, *of_t, call.sizes[0], summing=False, R=call.iterations)
 
 
 def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:

@@ -40,12 +40,16 @@ def routing(*shape: int, **more: Any) -> Row:
     return call("dynamic_routing", *shape, **more)
 
 
+OF_EM = ["em_update_kernel", "add_terms_kernel"]
+
+
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
     "float32": routing(case=PLAIN),
     "coupling": routing(case={"softmax": "in"}, need=[], kernels=["accumulate_kernel"]),
     "moments": call("routing_pass", case=EM, need=[]),
     "update": call("em_update", 32, 10, 16),
+    "routing by EM": call("em_routing", kernels=["gradient_kernel", *OF_EM]),
     # With few input capsules the batch is split.
     "partial dW": routing(128, 1, 10, 16, 8, case=PLAIN, kernels=["add_up_kernel"]),
 }
@@ -72,6 +76,9 @@ MORE_CALLS: dict[str, Row] = {
     "EM, in": call("routing_pass", case={**EM, "query": True, "normalize": "in", "weights": True, "lse": True}),
     "EM, votes": call("votes_pass", 32, 64, 10, 16, 1, case={**EM, "shared": "J", "query": True}, dtype="bfloat16"),
     "largest update": call("em_update", 32, 128, 32, case=UPDATE),
+    "EM, masked": call("em_routing", case={"masked": True, "r": 6}, kernels=[*LOOPS, *OF_EM, "inverse_counts_kernel"]),
+    "EM, J=32": call("em_routing", 32, 64, 32, 16, 16, dtype="bfloat16", kernels=["gradient_kernel"]),
+    "EM, positions": call("em_routing", 2, 64, 10, 16, 1, case={"spatial": [256]}, kernels=[*LOOPS, *OF_EM]),
 }
 STEPS = (
     "arrange_kernel",
@@ -116,16 +123,17 @@ def rows() -> list[Row]:
 
 
 def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
-    kernels = {*LOOPS, *STEPS, "em_update_kernel"}
+    kernels = {*LOOPS, *STEPS, *OF_EM, "inverse_counts_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
-        of_groups = {"row_norm_kernel", "join_row_norms_kernel"}
+        of_groups = {"row_norm_kernel", "join_row_norms_kernel", "inverse_counts_kernel"}
         assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - of_groups
 
 
 def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
     for row in rows:
-        if row["kernel"] not in LOOPS or row["op"] in ("route_votes", "votes_pass"):
+        given = row["op"] in ("route_votes", "votes_pass") or row["name"] == "EM, positions"
+        if row["kernel"] not in LOOPS or given:
             assert not row["mma"], row
             continue
         operands = {"bfloat16": "bf16.bf16", "float16": "f16.f16"}.get(row["dtype"], "tf32.tf32")

@@ -61,6 +61,9 @@ def record(call: Row) -> list[Launched]:
         if call["op"] == "em_update":
             _update(call["shape"], options)
             return launched
+        if call["op"] == "em_routing":
+            _routing(call["shape"], options, dtype)
+            return [each for each in launched if each[0].fn.__name__ in call["kernels"]]
         case = (PassCase if call["op"].endswith("_pass") else Case)(**options)
         problem = make(call["shape"], case, call["op"], dtype)
         if call.get("tf32"):
@@ -90,6 +93,26 @@ def _update(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     rest = (torch.ones(B, J, dtype=torch.bool) if options else None, *plain._replace(**options))
     em_update.forward(*tensors, *rest)
     em_update.backward(vector, vector, pair, *tensors, *rest, (True,) * 7)
+
+
+def _routing(shape: tuple[int, int, int, int, int], options: dict[str, Any], dtype: Any) -> None:
+    """Forward and backward of em_routing with every gradient. options: r, and whether there are masks and positions."""
+    import torch
+
+    from capsfast.triton import em_routing
+
+    (B, I, J, D, K), S = shape, options.get("spatial", [])
+    u, weight = torch.zeros(B, I, K, dtype=dtype), torch.zeros(I, J, D, K, dtype=dtype)
+    x = (torch.zeros(B, I, J, D, *S, dtype=dtype), None) if S else (u, weight)
+    masked = options.get("masked", False)
+    masks = [torch.ones(B, n, *S, dtype=torch.bool) if masked else None for n in (I, J)]
+    activation = torch.zeros(B, I, *S) if options.get("activation", True) else None
+    tensors = (*x, activation, torch.zeros(J), torch.zeros(J), *masks)
+    rates = (1.0,) * options.get("r", 3)
+    rest = (J if S else None, rates, 1.0, 0.1, False, "variance", 0.0, "sigmoid", masked, 1, False)
+    poses, activations, state = em_routing.forward(*tensors, *rest)
+    needed = (True, not S, activation is not None, True, True)
+    em_routing.backward(poses, activations, *tensors, state, *rest, needed)
 
 
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

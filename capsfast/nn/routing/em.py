@@ -107,10 +107,14 @@ class EMRouting(IterativeRouting):
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self._op, "activation", activation)
-        center = votes.origin(activation)  # the result does not depend on it
-        last = torch.zeros_like(center) if self.momentum else None
         beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
         beta_u = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
+        betas, temperatures = (self.beta_a, beta_u), self.inverse_temperatures
+        routed = votes.gaussians(activation, betas, temperatures, self._update(votes, 0), self.leaky)
+        if routed is not None:
+            return Capsules(*routed)
+        center = votes.origin(activation)  # the result does not depend on it
+        last = torch.zeros_like(center) if self.momentum else None
         precision = found = None
         for t in range(self.num_iterations):
             # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.

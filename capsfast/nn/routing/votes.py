@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ... import arguments, checks, positions
-from ...arguments import GIVEN
+from ...arguments import GIVEN, PassParameters
 from ...axes import AXES, axes_of
 from ...functional import agree, dynamic_routing
-from ...options import STEPS, routing_options
+from ...ops import em_routing
+from ...options import STEPS, EMOptions, PassOptions, routing_options
 from ...passes import Moments, routing_pass
 from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
@@ -107,6 +108,20 @@ class Votes(ABC):
         v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
         return (v, last.weights) if return_coupling else v
 
+    def gaussians(
+        self,
+        activation: Tensor | None,
+        betas: tuple[Tensor, Tensor],
+        inverse_temperatures: tuple[float, ...],
+        options: EMOptions,
+        leaky: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """EM routing as one op, ``(poses, activations)``; None if it needs single passes.
+
+        options: of the update after a pass.
+        """
+        return None
+
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
 
@@ -122,9 +137,12 @@ class Votes(ABC):
         part of them is used, if it is known to have enough of the mass of every sample.
         """
         with torch.no_grad():
-            few = self.I >= STRIDE**2 and self._stand_for_all(activation)
-            found = self._some(STRIDE if few else 1, activation)
+            found = self._some(self._stride(activation), activation)
             return found.first * inverse(found.mass)[..., None]
+
+    def _stride(self, activation: Tensor | None) -> int:
+        """Every so many input capsules one has a part in the origin."""
+        return STRIDE if self.I >= STRIDE**2 and self._stand_for_all(activation) else 1
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
         """Whether every STRIDE-th input capsule has enough of the mass; False if that can't be read at no cost."""
@@ -254,6 +272,27 @@ class PassVotes(Votes):
         else:
             found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)
         return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
+
+    def gaussians(
+        self,
+        activation: Tensor | None,
+        betas: tuple[Tensor, Tensor],
+        inverse_temperatures: tuple[float, ...],
+        options: EMOptions,
+        leaky: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        u, weight = self.tensors
+        given = None if activation is None else self.restore(activation)
+        parameters = PassParameters(activation=given, mask=self.given["mask"], out_mask=self.given["out_mask"])
+        op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"  # as the passes say
+        call, restore = arguments.check(op, u, weight, parameters, PassOptions("out", leaky, True), J_needed=True)
+        backend = em_routing.backend_of(call, betas, self.backend)
+        if backend is None:
+            return None
+        stride = 1 if self.spatial else self._stride(activation)
+        found = em_routing.run(call, betas, inverse_temperatures, options, stride, backend)
+        poses, activations = found if restore is None else map(restore, found)
+        return self._sampled(poses), self._sampled(activations)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:

@@ -184,7 +184,7 @@ def accumulate_gradient_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,
     p_dcoupling, p_dmass, p_dsecond, p_dlse,
-    p_state,  # V and ds of this iteration, of a state of R iterations
+    p_state,  # V and ds of this iteration, of a state of R iterations, as precision, center and dsecond are
     p_rows,  # see arguments.Norms, of this iteration
     p_norm, p_inverse, p_delta, p_s,  # see arguments.Norms, of this iteration, for MODE "in"
     p_pairs,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None
@@ -242,15 +242,15 @@ def accumulate_gradient_kernel(
                 # Keeping the mask, as the forward does, would take registers that are scarce here.
                 m_outputs_n = valid_outputs(reread(p_out_mask, i32, True), rows, rows.m_rows, n0 + n, T)
             m_pairs = m_pairs + (m_outputs_n & capsule.m_rows[:, None],)
-            b_x = b_x + (votes_about_center(inputs, rows, o_again, capsule, n0 + n, m_pairs[n], T),)
+            b_x = b_x + (votes_about_center(inputs, rows, o_again, capsule, n0 + n, m_pairs[n], T, R),)
             b_V, b_ds = load_state(p_state_i, o_again, o_states, n0 + n, T, 2 * R)
             b_logits = b_logits + (routing_logits(
                 inputs, b_x[n], b_V, rows, o_again, capsule, n0 + n, m_pairs[n], T,
-                0.0 if MODE == "none" else float("-inf")
+                0.0 if MODE == "none" else float("-inf"), R
             ),)
             b_s = None if norms.s is None else load_vectors(norms.s, o_again, n0 + n, T, R)
             b_dc = b_dc + (
-                coupling_gradient(inputs, douts, b_x[n], b_s, b_ds, rows, o_again, capsule, n0 + n, m_pairs[n], T),
+                coupling_gradient(inputs, douts, b_x[n], b_s, b_ds, rows, o_again, capsule, n0 + n, m_pairs[n], T, R),
             )
         b_c, _, _ = couple(b_logits, norms, inputs, rows, capsule, m_outputs, n0, T, MODE)
         if p_terms is not None:

@@ -54,17 +54,26 @@ def activate(logit, m_j, m_valid, SOFTMAX: tl.constexpr):
 def em_update_kernel(
     p_mass,  # [B, J] float32, as all tensors but the mask
     p_first, p_second, p_center,  # [B, J, D]
-    p_last,  # [B, J, D], or None without momentum
+    p_last,  # [B, J, D], or None for 0
     p_beta_a, p_beta_u,  # [J]
     p_out_mask,  # [B, J] bytes or None
     p_poses, p_precision, p_score,  # the results; in the backward their gradients, or None for 0
+    p_next_precision, p_dscore,  # in the backward of a routing: see below
     p_dmass, p_dfirst, p_dsecond, p_dcenter, p_dlast,  # results of the backward; None in the forward
     p_dbeta_a, p_dbeta_u,  # [B, J]: shares of the samples
     floor, momentum, cost_scale, rate,
     J: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr,
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, SOFTMAX: tl.constexpr, FINAL: tl.constexpr,
-    PDL: tl.constexpr = False,
+    MOMENTUM: tl.constexpr, ROUTING: tl.constexpr, PDL: tl.constexpr = False,
 ):
+    """ROUTING: this step is part of a routing, so the poses before are center, and last from the second iteration on.
+
+    A routing has 0 for masked outputs in the precision, in the prior and in gradients, because their votes may be NaN.
+    In its backward p_precision and p_dscore hold sum_i db x^2 and sum_i db x of the next pass, whose precision is
+    p_next_precision. p_dcenter, None in the first iteration, gets the gradient of the poses before: by last, and as
+    the new poses of a capsule without mass. Otherwise moments about another center make the same Gaussian; in the
+    passes alone, dcenter of this step and of the pass before it cancel.
+    """
     begin(PDL)
     o_j, o_d = tl.arange(0, JP), tl.arange(0, DP)
     m_j = o_j < J
@@ -80,7 +89,7 @@ def em_update_kernel(
     n = inverse(mass)
     shift = first * n[:, None]
     held = tl.zeros_like(shift)
-    if p_last is not None:
+    if MOMENTUM:
         held = momentum * (load(p_last, o_tile, m_tile) - (center + shift))
     raw = second * n[:, None] - shift * shift + held * held
     # Rounding alone makes it negative, so the backward ignores the cut. tl.maximum would hide NaN.
@@ -98,13 +107,14 @@ def em_update_kernel(
     scale = tl.where(cost_scale > 0.0, cost_scale, of_mean)
     logit = rate * (load(p_beta_a, o_j, m_j) - mass * scale * cost)
     activation, complement, log_activation = activate(logit, m_j, m_valid, SOFTMAX)
+    m_kept = m_valid if ROUTING else m_j
     if p_dmass is None:
         tl.store(p_poses + o_tile, center + shift + held, mask=m_tile)
         score = activation
         if not FINAL:
-            tl.store(p_precision + o_tile, precision, mask=m_tile)
+            tl.store(p_precision + o_tile, tl.where(m_kept[:, None], precision, 0.0), mask=m_tile)
             HALF_LOG_TWO_PI: tl.constexpr = 0.9189385332046727
-            score = log_activation - (log_sigma + D * HALF_LOG_TWO_PI)
+            score = tl.where(m_kept, log_activation - (log_sigma + D * HALF_LOG_TWO_PI), 0.0)
         tl.store(p_score + o_row, score, mask=m_j)
     else:
         dlog_activation = load(p_score, o_row, m_j)
@@ -125,19 +135,30 @@ def em_update_kernel(
         dscale = tl.sum(dcost * mass * cost, 0)
         dmass = dcost * scale * cost - tl.where(cost_scale > 0.0, 0.0, dscale * of_mean * of_total)
 
-        dvariance = precision * (0.5 * dlog_sigma[:, None] - load(p_precision, o_tile, m_tile) * precision)
+        dprecision = load(p_precision, o_tile, m_tile)
+        dpose = load(p_poses, o_tile, m_tile)
+        if ROUTING:
+            dprecision *= -0.5
+            dpose += load(p_next_precision, o_tile, m_tile) * load(p_dscore, o_tile, m_tile)
+        dvariance = precision * (0.5 * dlog_sigma[:, None] - dprecision * precision)
         if ISOTROPIC:
             dvariance = mean(dvariance, m_tile, D)
-        dpose = load(p_poses, o_tile, m_tile)
         dcenter = dpose
-        if p_last is not None:
+        dlast = tl.zeros_like(dpose)
+        if MOMENTUM:
             dlast = momentum * (2.0 * held * dvariance + dpose)
             dcenter -= dlast
-            tl.store(p_dlast + o_tile, dlast, mask=m_tile)
         dshift = dcenter - 2.0 * shift * dvariance
         dn = tl.sum(tl.where(m_tile, dvariance * second + dshift * first, 0.0), 1)
         # Without mass the gradient is 0, even where dn is NaN.
-        tl.store(p_dmass + o_row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=m_j)
-        tl.store(p_dfirst + o_tile, dshift * n[:, None], mask=m_tile)
-        tl.store(p_dsecond + o_tile, dvariance * n[:, None], mask=m_tile)
-        tl.store(p_dcenter + o_tile, dcenter, mask=m_tile)
+        dmass -= tl.where(n == 0.0, 0.0, n * n * dn)
+        m_kept_tile = m_tile & m_kept[:, None]
+        tl.store(p_dmass + o_row, tl.where(m_kept, dmass, 0.0), mask=m_j)
+        tl.store(p_dfirst + o_tile, tl.where(m_kept_tile, dshift * n[:, None], 0.0), mask=m_tile)
+        tl.store(p_dsecond + o_tile, tl.where(m_kept_tile, dvariance * n[:, None], 0.0), mask=m_tile)
+        if ROUTING:
+            dcenter = tl.where(m_kept_tile, dlast + tl.where((n == 0.0)[:, None], dcenter, 0.0), 0.0)
+        if p_dcenter is not None:
+            tl.store(p_dcenter + o_tile, dcenter, mask=m_tile)
+        if p_dlast is not None:
+            tl.store(p_dlast + o_tile, dlast, mask=m_tile)

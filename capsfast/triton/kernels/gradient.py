@@ -7,7 +7,8 @@ batch add to what the program stored before. So there are no atomics, and no sum
 run. passes.py adds up the splits of dW in order. A weight that all input capsules share has a partial dW per program.
 
 A routing pass is one iteration. V is its query, ds the gradient of its first moment. With x = votes - center,
-dvotes = c (ds + 2 dsecond x) + db (V - precision x). Only a pass with dsecond or precision needs the votes.
+dvotes = c (ds + 2 dsecond x) + db (V - precision x). Only a pass with dsecond or precision needs the votes. Several
+passes, as of EM routing, are as many iterations, each with its own center, precision and dsecond.
 
 dvotes of an input capsule stay in registers from one iteration to the next. If HELD, V and ds of all iterations also
 stay in registers, from one input capsule to the next; there is room for few outputs at a time. Otherwise the kernel
@@ -23,7 +24,7 @@ from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
 from .tiles import batch_rows, batch_tiles, first_tile, load_coefficients, per_input, valid_outputs, where_valid
 from .vectors import add_scaled, load_state, load_vectors, no_terms, slope, vector_step, vector_tile, whole
-from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
+from .votes import input_capsule, pose_tile, valid_votes, weight_tile
 
 
 @triton.jit
@@ -48,19 +49,30 @@ def states_of(p_state, o_vectors, o_states, n0, T: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
+def about_center(b_votes, inputs, t, o_vectors, n, T: tl.constexpr, R: tl.constexpr):
+    """x of iteration t: the votes, minus the center of this iteration if there is one."""
+    if inputs.p_center is not None:
+        b_votes -= load_vectors(inputs.p_center + t * vector_step(T), o_vectors, n, T, R)
+    return b_votes
+
+
+@triton.jit
 def add_iteration(
-    b_dxs, b_V, b_ds, p_pairs, inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0,
-    T: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr,
+    b_dxs, b_V, b_ds, p_pairs, t, inputs, p_dsecond, b_votes, m_pairs, rows, o_vectors, capsule, n0,
+    T: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr, R: tl.constexpr,
 ):
-    """Adds dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), to all tiles of b_dxs. p_pairs points
+    """Adds dvotes of iteration t, c (ds + 2 dsecond x) + db (V - precision x), to all tiles of b_dxs. p_pairs points
     to c and db of this iteration."""
     b_next = ()
+    step = t * vector_step(T)
     for n in tl.static_range(T.NT):
         b_c, b_db = load_coefficients(p_pairs, inputs, rows, capsule.i, n0 + n, m_pairs[n], T)
-        b_dx_n = add_scaled(b_dxs[n], b_c, slope(b_ds[n], b_x[n], p_dsecond, 2.0, o_vectors, n0 + n, T), T, PARTED)
+        b_x = about_center(b_votes[n], inputs, t, o_vectors, n0 + n, T, R)
+        b_slope = slope(b_ds[n], b_x, p_dsecond, 2.0, o_vectors, n0 + n, T, R, step)
+        b_dx_n = add_scaled(b_dxs[n], b_c, b_slope, T, PARTED)
         if AGREEMENT:
             b_V_n = b_V[n] if T.QUERY else None
-            b_slope = slope(b_V_n, b_x[n], inputs.p_precision, -1.0, o_vectors, n0 + n, T)
+            b_slope = slope(b_V_n, b_x, inputs.p_precision, -1.0, o_vectors, n0 + n, T, R, step)
             b_dx_n = add_scaled(b_dx_n, b_db, b_slope, T, PARTED)
         b_next = b_next + (b_dx_n,)
     return b_next
@@ -68,16 +80,18 @@ def add_iteration(
 
 @triton.jit
 def uniform_slopes(
-    b_dxs, b_ds, b_factor, b_a, p_dsecond, b_x, m_pairs, o_vectors, n0, T: tl.constexpr, PARTED: tl.constexpr
+    b_dxs, b_ds, b_factor, b_a, t, inputs, p_dsecond, b_votes, m_pairs, o_vectors, n0,
+    T: tl.constexpr, PARTED: tl.constexpr, R: tl.constexpr,
 ):
-    """Adds dvotes of an iteration with equal couplings to b_dxs. b_factor: the coupling of every row, [BB]; b_a: the
+    """Adds dvotes of iteration t, with equal couplings, to b_dxs. b_factor: the coupling of every row, [BB]; b_a: the
     activation, or None."""
     b_next = ()
     for n in tl.static_range(T.NT):
         b_c = where_valid(m_pairs[n], tl.broadcast_to(b_factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
         if b_a is not None:
             b_c *= b_a[:, None]
-        b_slope = slope(b_ds[n], b_x[n], p_dsecond, 2.0, o_vectors, n0 + n, T)
+        b_x = about_center(b_votes[n], inputs, t, o_vectors, n0 + n, T, R)
+        b_slope = slope(b_ds[n], b_x, p_dsecond, 2.0, o_vectors, n0 + n, T, R, t * vector_step(T))
         b_next = b_next + (add_scaled(b_dxs[n], b_c, b_slope, T, PARTED),)
     return b_next
 
@@ -138,8 +152,9 @@ def add_products(
 @triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["p_pairs"])
 def gradient_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
-    p_precision, p_center, p_prior, p_activation,
-    p_dsecond,  # vectors, see strips.py, or None
+    p_precision, p_center,  # R vectors, see strips.py, or None
+    p_prior, p_activation,
+    p_dsecond,  # R vectors or None
     p_state,  # state of R iterations, see passes.restore(): V and ds, at constant offsets
     p_pairs,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
     p_factor,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
@@ -206,15 +221,15 @@ def gradient_kernel(
                     )
             for i32 in range(lo, hi):
                 capsule = input_capsule(inputs, rows, i32, T)
-                b_x = ()
+                b_votes = ()
                 m_pairs = ()
                 b_dxs = ()
                 for n in tl.static_range(T.NT):
                     m_pairs = m_pairs + (m_outputs[n] & capsule.m_rows[:, None],)
                     if T.QUADRATIC:
-                        b_x = b_x + (votes_about_center(inputs, rows, o_vectors, capsule, n0 + n, m_pairs[n], T),)
+                        b_votes = b_votes + (valid_votes(inputs, rows, capsule, n0 + n, m_pairs[n], T),)
                     else:
-                        b_x = b_x + (0.0,)  # not used
+                        b_votes = b_votes + (0.0,)  # not used
                     b_dxs = b_dxs + (no_terms(T, PARTED),)
                 if UNIFORM:
                     b_a = None
@@ -222,20 +237,21 @@ def gradient_kernel(
                         b_a = per_input(p_activation, rows, capsule.m_rows, capsule.i, inputs)
                     b_ds = b_ds_uniform if HELD else tiles_of(p_ds_uniform, o_vectors, n0, T, 2 * R)
                     b_dxs = uniform_slopes(
-                        b_dxs, b_ds, b_factor, b_a, p_dsecond, b_x, m_pairs, o_vectors, n0, T, PARTED
+                        b_dxs, b_ds, b_factor, b_a, START - 1, inputs, p_dsecond, b_votes, m_pairs, o_vectors, n0,
+                        T, PARTED, R
                     )
                 if HELD:
                     for t in tl.static_range(START, R):
                         b_dxs = add_iteration(
-                            b_dxs, b_states[t - START][0], b_states[t - START][1], p_pairs + (t - START) * plane,
-                            inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED
+                            b_dxs, b_states[t - START][0], b_states[t - START][1], p_pairs + (t - START) * plane, t,
+                            inputs, p_dsecond, b_votes, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED, R
                         )
                 else:
                     for t in range(START, R):
                         b_V, b_ds = states_of(p_state + 2 * t * vector_step(T), o_vectors, o_states, n0, T, 2 * R)
                         b_dxs = add_iteration(
-                            b_dxs, b_V, b_ds, p_pairs + (t - START) * plane,
-                            inputs, p_dsecond, b_x, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED
+                            b_dxs, b_V, b_ds, p_pairs + (t - START) * plane, t,
+                            inputs, p_dsecond, b_votes, m_pairs, rows, o_vectors, capsule, n0, T, AGREEMENT, PARTED, R
                         )
                 b_dx = ()
                 for n in tl.static_range(T.NT):

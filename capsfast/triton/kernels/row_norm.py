@@ -41,7 +41,7 @@ def row_norm_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,
     p_dcoupling, p_dmass, p_dsecond, p_dlse,
-    p_state,  # V or, if WITH_DS, V and ds of this iteration of a state
+    p_state,  # V or, if WITH_DS, V and ds of this iteration, of a state of R, as precision, center and dsecond are
     p_parts,  # [2 or 3, groups, B, I] float32, out: maximum, sum of exponentials and, if WITH_DS, of those times dc
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
@@ -64,15 +64,16 @@ def row_norm_kernel(
     group = tl.program_id(2)
     n0 = first_tile(group, T)
     o_vectors = vector_tile(rows, T)
-    S: tl.constexpr = 2 * R if WITH_DS else 1
+    S: tl.constexpr = R if WITH_DS else 1
+    STATES: tl.constexpr = 2 * R if WITH_DS else 1
     b_V = ()
     b_ds = ()
     m_outputs = ()
     for n in tl.static_range(T.NT):
         if T.QUERY:
-            b_V = b_V + (load_vectors(p_state, o_vectors, n0 + n, T, S),)
+            b_V = b_V + (load_vectors(p_state, o_vectors, n0 + n, T, STATES),)
         if WITH_DS:
-            b_ds = b_ds + (load_vectors(p_state + vector_step(T), o_vectors, n0 + n, T, S),)
+            b_ds = b_ds + (load_vectors(p_state + vector_step(T), o_vectors, n0 + n, T, STATES),)
         m_outputs = m_outputs + (valid_outputs(p_out_mask, rows, rows.m_rows, n0 + n, T),)
     p_part = p_parts + (group * tl.cast(B, tl.int64) + rows.start) * I
     lo = tl.program_id(1) * chunk
@@ -82,12 +83,14 @@ def row_norm_kernel(
         b_dc = ()
         for n in tl.static_range(T.NT):
             m_pairs = m_outputs[n] & capsule.m_rows[:, None]
-            b_x = votes_about_center(inputs, rows, o_vectors, capsule, n0 + n, m_pairs, T)
+            b_x = votes_about_center(inputs, rows, o_vectors, capsule, n0 + n, m_pairs, T, S)
             b_V_n = b_V[n] if T.QUERY else b_x
-            b_logits = b_logits + (routing_logits(inputs, b_x, b_V_n, rows, o_vectors, capsule, n0 + n, m_pairs, T),)
+            b_logits = b_logits + (
+                routing_logits(inputs, b_x, b_V_n, rows, o_vectors, capsule, n0 + n, m_pairs, T, S=S),
+            )
             if WITH_DS:
                 b_dc_n = coupling_gradient(
-                    inputs, douts, b_x, None, b_ds[n], rows, o_vectors, capsule, n0 + n, m_pairs, T
+                    inputs, douts, b_x, None, b_ds[n], rows, o_vectors, capsule, n0 + n, m_pairs, T, S
                 )
                 b_dc = b_dc + (where_valid(m_pairs, b_dc_n, 0.0, T.MASKED),)
         b_max = finite_or_zero(row_maximum(b_logits, T))

@@ -270,18 +270,39 @@ def arrange_kernel(
     # Out, or None: the vectors in the order of strips.py.
     p_V, p_ds, p_precision_strips, p_center_strips, p_dsecond_strips, p_s_strips,
     B, eps, sharpness,
-    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr = False,
+    L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
-    """With ds, V and ds are a state of one iteration."""
+    """Each is one of R vectors. With ds, V and ds are one iteration of a state of R iterations."""
     begin(PDL)
     tile = row_tile(B, L, DP, RB)
-    S: tl.constexpr = 1 if p_ds is None else 2
+    S: tl.constexpr = R if p_ds is None else 2 * R
     arrange(p_query, p_V, tile, L, S)
     arrange(p_dfirst, p_ds, tile, L, S)
-    arrange(p_precision, p_precision_strips, tile, L, 1)
-    arrange(p_center, p_center_strips, tile, L, 1)
-    arrange(p_dsecond, p_dsecond_strips, tile, L, 1)
-    arrange(p_s, p_s_strips, tile, L, 1)
+    arrange(p_precision, p_precision_strips, tile, L, R)
+    arrange(p_center, p_center_strips, tile, L, R)
+    arrange(p_dsecond, p_dsecond_strips, tile, L, R)
+    arrange(p_s, p_s_strips, tile, L, R)
+
+
+@triton.jit(do_not_specialize=["n", "J", "S", "terms", "plane"])
+def add_terms_kernel(
+    p_terms,  # [R, rows, J, S] float32
+    p_sum,  # [rows, S], out: sums over the iterations and j
+    n, J, S, terms, plane,  # n = rows S, terms = R J, plane = rows J S
+    WIDTH: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr = False,
+):
+    """The gradient of the activations from its terms. A program has WIDTH of the n sums and reads SB terms at once."""
+    begin(PDL)
+    o_sum = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    p_row = p_terms + o_sum // S * (tl.cast(J, tl.int64) * S) + o_sum % S
+    b_total = tl.zeros([WIDTH, SB], tl.float32)
+    for start in range(0, terms, SB):
+        term = start + tl.arange(0, SB)
+        o_term = tl.cast(term // J, tl.int64) * plane + tl.cast(term % J, tl.int64) * S
+        m_tile = (o_sum < n)[:, None] & (term < terms)[None, :]
+        b_total += tl.load(p_row[:, None] + o_term[None, :], mask=m_tile, other=0.0)
+    tl.store(p_sum + o_sum, tl.sum(b_total, 1), mask=o_sum < n)
 
 
 @triton.jit(do_not_specialize=["splits"])

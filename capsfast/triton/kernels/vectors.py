@@ -243,11 +243,14 @@ def spread(b_c, T: tl.constexpr):
 
 
 @triton.jit
-def slope(b_linear, b_x, p_curvature, FACTOR: tl.constexpr, o_vectors, n, T: tl.constexpr):
-    """linear + FACTOR curvature x for tile n. b_linear: a tile or None; curvature: float32 [B, J, D] or None."""
+def slope(
+    b_linear, b_x, p_curvature, FACTOR: tl.constexpr, o_vectors, n, T: tl.constexpr, S: tl.constexpr = 1, step=0
+):
+    """linear + FACTOR curvature x for tile n. b_linear: a tile or None; curvature: one of S vectors, or None. step: to
+    the vector from p_curvature, which may be None."""
     b_slope = b_linear
     if p_curvature is not None:
-        b_slope = FACTOR * load_vectors(p_curvature, o_vectors, n, T) * b_x
+        b_slope = FACTOR * load_vectors(p_curvature + step, o_vectors, n, T, S) * b_x
         if b_linear is not None:
             b_slope += b_linear
     return b_slope

@@ -89,16 +89,25 @@ def votes_tile(inputs, rows, capsule, n, T: tl.constexpr):
 
 
 @triton.jit
-def votes_about_center(inputs, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr):
-    """Tile n of x: the votes, minus the center if there is one.
+def valid_votes(inputs, rows, capsule, n, m_pairs, T: tl.constexpr):
+    """Tile n of the votes, 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0
+    times NaN is NaN."""
+    b_votes = votes_tile(inputs, rows, capsule, n, T)
+    if inputs.p_mask is not None or inputs.p_out_mask is not None:
+        b_votes = tl.where(spread(m_pairs, T), b_votes, 0.0)
+    return b_votes
 
-    If QUADRATIC, x is 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0 times
-    NaN is NaN.
+
+@triton.jit
+def votes_about_center(inputs, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr, S: tl.constexpr = 1):
+    """Tile n of x: the votes, minus the center if there is one, which is one of S vectors.
+
+    If QUADRATIC, x is 0 for masked pairs, as valid_votes() is.
     """
     b_x = votes_tile(inputs, rows, capsule, n, T)
     if T.QUADRATIC:
         if inputs.p_center is not None:
-            b_x -= load_vectors(inputs.p_center, o_vectors, n, T)
+            b_x -= load_vectors(inputs.p_center, o_vectors, n, T, S)
         if inputs.p_mask is not None or inputs.p_out_mask is not None:
             b_x = tl.where(spread(m_pairs, T), b_x, 0.0)
     return b_x
@@ -106,13 +115,14 @@ def votes_about_center(inputs, rows, o_vectors, capsule, n, m_pairs, T: tl.const
 
 @triton.jit
 def routing_logits(
-    inputs, b_x, b_V, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr, NOTHING: tl.constexpr = float("-inf")
+    inputs, b_x, b_V, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr, NOTHING: tl.constexpr = float("-inf"),
+    S: tl.constexpr = 1,
 ):
     """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING outside m_pairs. b_V: a tile, if there is
-    a QUERY."""
+    a QUERY. The precision is one of S vectors."""
     b_logits = tl.zeros([T.BB, T.JT], tl.float32)
     if T.QUERY or inputs.p_precision is not None:
-        b_logits = score(b_x, slope(b_V if T.QUERY else None, b_x, inputs.p_precision, -0.5, o_vectors, n, T), T)
+        b_logits = score(b_x, slope(b_V if T.QUERY else None, b_x, inputs.p_precision, -0.5, o_vectors, n, T, S), T)
     if inputs.p_prior is not None:
         b_logits += load_numbers(inputs.p_prior, rows, m_pairs, n, T)
     if inputs.p_logits is not None:
@@ -121,8 +131,10 @@ def routing_logits(
 
 
 @triton.jit
-def coupling_gradient(inputs, douts, b_x, b_s, b_ds, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr):
-    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n.
+def coupling_gradient(
+    inputs, douts, b_x, b_s, b_ds, rows, o_vectors, capsule, n, m_pairs, T: tl.constexpr, S: tl.constexpr
+):
+    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dsecond is one of S vectors.
 
     b_s: sum_i c x, or None. With s, dc excludes s . ds + s^2 . dsecond: kernels sum (x - s) (ds + (x + s) dsecond).
     """
@@ -131,7 +143,7 @@ def coupling_gradient(inputs, douts, b_x, b_s, b_ds, rows, o_vectors, capsule, n
         b_about = b_x - b_s
         if douts.dsecond is not None:
             b_x += b_s
-    b_dc = score(b_about, slope(b_ds, b_x, douts.dsecond, 1.0, o_vectors, n, T), T)
+    b_dc = score(b_about, slope(b_ds, b_x, douts.dsecond, 1.0, o_vectors, n, T, S), T)
     if douts.dmass is not None:
         b_dc += load_numbers(douts.dmass, rows, m_pairs, n, T)
     if douts.dcoupling is not None:

@@ -1,0 +1,94 @@
+"""The op of EM routing (Hinton, Sabour, Frosst 2018, procedure 1): all passes and updates of a call.
+
+``capsfast::em_routing`` returns ``(poses [B, J, D], activations [B, J], state)``, all in the dtype that sums are
+formed in, which beta_a and beta_u, both [J], have too; beta_u is a sum over the components. u, weight, votes and tf32
+are as in dynamic_routing.py. With positions, activation and masks end in an axis S, as poses and activations do.
+
+A call computes what :class:`capsfast.nn.EMRouting` computes with routing_pass and em_update: one iteration for each of
+``inverse_temperatures``, the first about the mean of every stride-th input capsule's votes, with equal coupling. That
+mean has no gradient. cost_scale 0 is 1 / the mean of the mass.
+
+``state`` is for the backward. For each iteration it holds, with a row for each sample or (b, s): mass and prior
+``[rows, J]``; first, second, center and precision ``[rows, J, D]``. The first iteration has no prior and no precision.
+
+``capsfast::em_routing_backward`` returns the gradients of the float tensors, empty if not needed.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from .. import checks
+from .._torch import forward_level
+from ..arguments import Call
+from ..backend import choose, demanded
+from ..options import EMOptions
+from ..precision import tf32_allowed, wide_dtype
+from . import flops
+from .define import Op, check_fake, fake_sizes
+from .em_update import fits_triton
+
+
+def backend_of(call: Call, betas: tuple[Tensor, Tensor], backend: str | None) -> str | None:
+    """The backend whose op takes a call, as a pass with second moments; None if the passes have to.
+
+    Compiled programs, transforms and tensors without elements have passes, as the backends "cuda" and "reference" do.
+
+    Raises:
+        RuntimeError: the demanded backend cannot serve the call.
+    """
+    if demanded(call.op, backend) in ("cuda", "reference") or forward_level() >= 0:
+        return None
+    given = (call.u, call.weight, call.parameters.activation, *betas)
+    if not all(each is None or checks.is_eager(each) for each in given):
+        return None
+    if not call.u.numel() * call.J * call.D or (call.weight is not None and call.weight.shape[1] != call.J):
+        return None
+    chosen = choose(call, backend)
+    serves = chosen == "cpp" or (chosen == "triton" and fits_triton(call.J, call.D))
+    return chosen if serves else None
+
+
+def run(
+    call: Call,
+    betas: tuple[Tensor, Tensor],
+    inverse_temperatures: tuple[float, ...],
+    options: EMOptions,
+    stride: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """``(poses, activations)``. options: of an update."""
+    given, wide = call.parameters, wide_dtype(call.u.dtype)
+    beta_a, beta_u = (beta if beta.dtype == wide else beta.to(wide) for beta in betas)
+    J = call.J if call.weight is None else None
+    poses, activations, *_ = OP.kernels[backend](
+        call.u, call.weight, given.activation, beta_a, beta_u, given.mask, given.out_mask, J, inverse_temperatures,
+        *options[:6], call.options.leaky, stride, backend != "cpp" and tf32_allowed(),
+    )  # fmt: skip
+    return poses, activations
+
+
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    (B, I, J, D), S = fake_sizes(a.u, a.weight, a.J)
+    check_fake({name: getattr(a, name) for name in ("activation", "mask", "out_mask")}, (B, I, J, D), S)
+    wide, numbers = wide_dtype(a.u.dtype), len(a.inverse_temperatures) * B * math.prod(S) * J * (4 * D + 2)
+    return tuple(a.u.new_empty(size, dtype=wide) for size in ((B, J, D, *S), (B, J, *S), (numbers,)))
+
+
+def _flops(a: Any) -> Any:
+    """As the passes that the call replaces: of the origin, of the scores, and of two moments in every iteration."""
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    return votes + once // a.stride + once * (3 * len(a.inverse_temperatures) - 1)
+
+
+def _flops_backward(a: Any) -> Any:
+    votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
+    u, weight, activation, *_ = a.needed
+    scores = len(a.inverse_temperatures) - 1
+    return votes * (u + weight) + 2 * once * ((scores + 1) * (u or weight) + scores + activation + scores)
+
+
+# Errors name the passes, as they do where passes run alone.
+PUBLIC = ("capsfast.routing_pass", "capsfast.votes_pass")
+OP = Op("em_routing", PUBLIC, _fake, flops=(_flops, _flops_backward), sharded=False)
