@@ -1,0 +1,422 @@
+// The op em_routing and its backward: EM routing (Hinton, Sabour, Frosst 2018, procedure 1), which em_update.h describes
+// a step of. The first pass has the mean of the votes at equal coupling as its center, a constant.
+//
+// A part of the batch runs all iterations before the next part: so a small batch makes its votes once, and given votes
+// are read from memory once. In the backward, tiles run an iteration of the whole batch after the other, because dW is
+// a sum over the batch.
+//
+// The state has, for each iteration and with a row for each sample: mass and prior [rows, J]; first, second, center and
+// precision [rows, J, D]. The first pass has no prior and no precision; the result of the final step lies there.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "em_update.h"
+#include "engine.h"
+#include "parts.h"
+#include "pass_backward.h"
+#include "pass_forward.h"
+
+namespace capsfast {
+
+namespace {
+
+using namespace driver;
+
+struct EMArguments {
+  Tensor u;                         // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
+  OptionalTensor weight;            // [I or 1, J, R, K]
+  OptionalTensor activation, mask;  // [B, I]
+  Tensor beta_a, beta_u;            // [J]
+  OptionalTensor out_mask;          // [B, J]
+  std::optional<int64_t> J;
+  std::vector<double> inverse_temperatures;  // of each iteration
+  em::Options options;
+  bool leaky = false, tf32 = false;
+  int64_t stride = 1;  // every stride-th input capsule gives the center of the first pass
+
+  void take_tensors(Stack& stack) { stack >> u >> weight >> activation >> beta_a >> beta_u >> mask >> out_mask; }
+  void take_options(Stack& stack) {
+    stack >> J >> inverse_temperatures;
+    options.take(stack);
+    stack >> leaky >> stride >> tf32;
+  }
+};
+
+// A call: the problem of its passes, and what the steps read.
+struct Routing : Arguments<CpuEngine> {
+  Problem p;
+  em::Options options;
+  std::vector<double> inverse_temperatures;
+  int64_t last, stride;  // last: the last iteration
+  Tensor beta_a, beta_u;
+
+  explicit Routing(const EMArguments& a)
+      : p(problem_of(a.u, a.weight, a.J)),
+        options(a.options),
+        inverse_temperatures(a.inverse_temperatures),
+        last(static_cast<int64_t>(a.inverse_temperatures.size()) - 1),
+        stride(a.stride),
+        beta_a(a.beta_a),
+        beta_u(a.beta_u) {
+    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
+    STD_TORCH_CHECK(last >= 0, "capsfast: inverse_temperatures must not be empty");
+    STD_TORCH_CHECK(stride >= 1, "capsfast: stride must be at least 1");
+    p.moments = p.quadratic = true;
+    p.leaky = a.leaky;
+    p.tf32 = a.tf32;
+    add_logits_and_masks(p, {}, a.mask, a.out_mask);
+    p.activation = view("activation", a.activation, p, {p.B, p.I});
+    for (Tensor* beta : {&beta_a, &beta_u}) saved("beta_a and beta_u", *beta, a.u, {p.J});
+  }
+
+  int64_t state_size() const { return (last + 1) * p.samples() * p.J * (4 * p.D + 2); }
+};
+
+// An iteration in the state, from a row on.
+template <class T>
+struct Iteration {
+  T *mass, *prior, *first, *second, *center, *precision;
+
+  Iteration(const Routing& call, T* state, int64_t t, int64_t row) {
+    const Problem& p = call.p;
+    const int64_t scalars = p.samples() * p.J, vectors = scalars * p.D;
+    mass = state + t * (2 * scalars + 4 * vectors) + row * p.J;
+    prior = mass + scalars;
+    first = state + t * (2 * scalars + 4 * vectors) + 2 * scalars + row * p.J * p.D;
+    second = first + vectors, center = second + vectors, precision = center + vectors;
+  }
+};
+
+// Contiguous rows as arguments of a pass.
+template <class T>
+View scalars(const Problem& p, T* rows) {
+  return {rows, kStorage<T>, {p.J, 1}};
+}
+template <class T>
+View vectors(const Problem& p, T* rows) {
+  return {rows, kStorage<T>, {p.J * p.D, p.D, 1}};
+}
+
+// The passes and the steps of some samples, from `row` on.
+template <class T>
+struct Samples {
+  const Routing& call;
+  T* state;
+  int64_t row = 0;
+
+  Iteration<T> iteration(int64_t t) const { return {call, state, t, row}; }
+
+  PassInputs inputs(const Problem& p, int64_t t) const {
+    const Iteration<T> at = iteration(t);
+    if (t == 0) return {{}, {}, vectors(p, at.center), {}};
+    return {{}, vectors(p, at.precision), vectors(p, at.center), scalars(p, at.prior)};
+  }
+
+  em::Step<T> step(const Problem& p, int64_t t) const {
+    const Iteration<T> at = iteration(t);
+    em::Step<T> step{call.options, call.inverse_temperatures[static_cast<size_t>(t)]};
+    step.final = t == call.last;
+    step.held = call.options.momentum != 0;
+    step.B = p.B, step.J = p.J, step.D = p.D;
+    step.mass = at.mass, step.first = at.first, step.second = at.second, step.center = at.center;
+    step.last = t > 0 ? at.center : nullptr;
+    step.beta_a = static_cast<const T*>(call.beta_a.data_ptr());
+    step.beta_u = static_cast<const T*>(call.beta_u.data_ptr());
+    step.out_mask = p.out_mask;
+    return step;
+  }
+};
+
+// The moments at equal coupling, in the place of the first iteration's, become its center.
+template <class T>
+void make_center(const Iteration<T>& at, int64_t rows, int64_t D) {
+  parallel(rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, D)), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin * D; n < end * D; ++n) at.center[n] = at.first[n] * em::inverse(at.mass[n / D]);
+  });
+}
+
+// The problem of the pass at equal coupling.
+Problem at_equal_coupling(Problem p, int64_t stride) {
+  p.quadratic = p.leaky = false;
+  p.I = (p.I + stride - 1) / stride;
+  p.weight.stride[0] *= stride;
+  for (int64_t* along : {p.u.stride, p.votes.stride, p.activation.stride, p.mask.stride}) along[1] *= stride;
+  return p;
+}
+
+template <class T>
+struct EMForward {
+  Samples<T> samples;
+  View poses, activations;  // [B, J, D] and [B, J]
+  BackwardOutputs gradients = {};
+
+  EMForward from(const Problem& p, int64_t n) const {
+    return {{samples.call, samples.state, samples.row + n},
+            driver::samples(p, poses, n),
+            driver::samples(p, activations, n)};
+  }
+  Parts parts(const Problem& p) const { return parts_of<T>(p); }
+
+  void run(const Problem& p, const Totals<T>& totals) const {
+    const Routing& call = samples.call;
+    const Iteration<T> results = samples.iteration(0);
+    if (call.stride == 1) {
+      const Problem equal = at_equal_coupling(p, 1);
+      const PassOutputs out = outputs(p, 0, false);
+      PassForward<T>(equal, {}, out, totals.threads).run();
+      make_center(results, p.B * p.J, p.D);
+    }
+    for (int64_t t = 0; t <= call.last; ++t) {
+      const PassInputs in = samples.inputs(p, t);
+      const PassOutputs out = outputs(p, t, true);
+      PassForward<T>(p, in, out, totals.threads).run();
+      if (t == call.last) {
+        em::update<T>(samples.step(p, t), results.precision, nullptr, results.prior);
+      } else {
+        const Iteration<T> next = samples.iteration(t + 1);
+        em::update<T>(samples.step(p, t), next.center, next.precision, next.prior);
+      }
+    }
+    for (int64_t b = 0; b < p.B; ++b) {
+      scatter<T>(poses, b * poses.stride[0], {1, p.J, p.D}, {0, poses.stride[1], poses.stride[2]},
+                 results.precision + b * p.J * p.D);
+      scatter<T>(
+          activations, b * activations.stride[0], {1, 1, p.J}, {0, 0, activations.stride[1]}, results.prior + b * p.J);
+    }
+  }
+
+  PassOutputs outputs(const Problem& p, int64_t t, bool second) const {
+    const Iteration<T> at = samples.iteration(t);
+    PassOutputs out;
+    out.mass = scalars(p, at.mass), out.first = vectors(p, at.first);
+    if (second) out.second = vectors(p, at.second);
+    return out;
+  }
+};
+
+// A gradient that is a sum over iterations. The pass of the last iteration writes the sum. The others write numbers that
+// add() adds to it. If the gradient replaces the votes, that of the first iteration, whose backward is the last pass
+// over the votes, is written there, and the sum is added to it.
+template <class T>
+class Total {
+ public:
+  // gradient: contiguous, with `size` elements along its first axis; or, if lanes are positions, `rows` rows of `size`
+  // positions, which are `pitch` apart. last: the last iteration. Of an empty problem a pass may write nothing: 0.
+  Total(const Problem& p, const View& gradient, int64_t size, int64_t last, bool replaces, int64_t rows = 1,
+        int64_t pitch = 0)
+      : wanted_(gradient.data != nullptr),
+        replaces_(replaces),
+        last_(last),
+        rows_(rows),
+        pitch_(pitch),
+        count_(pitch > 0 ? size : size * gradient.stride[0]),
+        sum_memory_(wanted_ && replaces && last > 0 ? bytes_of(gradient) : 0),
+        fresh_memory_(wanted_ && last > (replaces ? 1 : 0) ? bytes_of(gradient) : 0),
+        gradient_(gradient),
+        sum_(gradient),
+        fresh_(gradient) {
+    if (!wanted_) return;
+    if (replaces && last > 0) sum_.data = sum_memory_.get();
+    fresh_.data = fresh_memory_.get();
+    if (p.empty() && last > 0) std::fill_n(fresh_memory_.get(), bytes_of(gradient), char(0));
+    for (int axis = 1; axis < 4 && pitch > 0; ++axis) fresh_.stride[axis] = gradient.stride[axis] / pitch * size;
+  }
+
+  View of(int64_t t) const { return t == last_ || !wanted_ ? sum_ : t == 0 && replaces_ ? gradient_ : fresh_; }
+
+  void add(int64_t t) const {
+    if (t == last_ || !wanted_) return;
+    t == 0 && replaces_ ? add(gradient_, sum_) : add(sum_, fresh_);
+  }
+
+ private:
+  int64_t bytes_of(const View& view) const { return rows_ * count_ * static_cast<int64_t>(size_of(view.storage)); }
+
+  void add(const View& to, const View& from) const {
+    constexpr int64_t kTogether = 512;
+    const int64_t runs = (count_ + kTogether - 1) / kTogether;
+    parallel(rows_ * runs, 32, [&](int64_t begin, int64_t end) {
+      T sums[kTogether], more[kTogether];
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t row = n / runs, at = n % runs * kTogether, size = std::min(kTogether, count_ - at);
+        gather<T>(to, row * pitch_ + at, {1, 1, size}, {0, 0, 1}, sums);
+        gather<T>(from, row * count_ + at, {1, 1, size}, {0, 0, 1}, more);
+        for (int64_t k = 0; k < size; ++k) sums[k] += more[k];
+        scatter<T>(to, row * pitch_ + at, {1, 1, size}, {0, 0, 1}, sums);
+      }
+    });
+  }
+
+  bool wanted_, replaces_;
+  int64_t last_, rows_, pitch_, count_;
+  Buffer<char> sum_memory_, fresh_memory_;
+  View gradient_, sum_, fresh_;
+};
+
+template <class T>
+struct EMBackward {
+  Samples<T> samples;
+  View dposes, dactivations;  // [B, J, D] and [B, J]; data is null if they are zero
+  T* shares;                  // [r][2][rows][J]: the samples' shares of dbeta_a and dbeta_u
+  View dactivation;           // [B, I]
+  BackwardOutputs gradients;
+
+  EMBackward from(const Problem& p, int64_t n) const {
+    return {{samples.call, samples.state, samples.row + n},
+            driver::samples(p, dposes, n),
+            driver::samples(p, dactivations, n),
+            shares,
+            driver::samples(p, dactivation, n),
+            driver::samples(p, gradients, n)};
+  }
+  // The iterations of a part of the tiles follow each other, but dW is the sum of all parts: one part, and its passes
+  // have parts. The samples of a small batch one by one, because each needs memory for dvotes of several iterations.
+  Parts parts(const Problem& p) const {
+    Parts parts;
+    parts.samples = p.B;
+    if (p.capsule_lanes) parts.count = parts.rows = p.B, parts.row = 1;
+    return parts;
+  }
+
+  void run(const Problem& p, const Totals<T>& totals) const {
+    const Routing& call = samples.call;
+    const int64_t scalar = p.B * p.J, vector = scalar * p.D, last = call.last;
+    const bool positions = p.side_by_side && !p.capsule_lanes, held = call.options.momentum != 0;
+    const int64_t vote_rows = positions ? p.I * p.J * p.D : 1, capsule_rows = positions ? p.I : 1;
+    const Total<T> du(p, gradients.du, p.B, last, false);
+    const Total<T> dweight(p, gradients.dweight, p.votes_given ? p.B : gradients.weight_rows, last, p.capsule_lanes,
+                           vote_rows, positions ? gradients.dweight.stride[3] : 0);
+    const Total<T> dactivations_in(
+        p, dactivation, p.B, last, false, capsule_rows, positions ? dactivation.stride[1] : 0);
+    const bool inputs =
+        gradients.du.data != nullptr || gradients.dweight.data != nullptr || dactivation.data != nullptr;
+
+    const Buffer<T> memory(2 * scalar + (held ? 6 : 5) * vector);
+    T *const dmass = memory.get(), *const dscore = dmass + scalar;
+    T *const dpose = dscore + scalar, *const dprecision = dpose + vector, *const dfirst = dprecision + vector;
+    T *const dsecond = dfirst + vector, *const dcenter = dsecond + vector, *const dlast = dcenter + vector;
+    load(p, dposes, p.D, dpose);
+    load(p, dactivations, 1, dscore);
+    for (int64_t t = last; t >= 0; --t) {
+      T* const share = shares + 2 * t * call.p.samples() * p.J + samples.row * p.J;
+      em::for_samples<T>(
+          samples.step(p, t), em::Gradients<T>{dpose, t == last ? nullptr : dprecision, dscore, dmass, dfirst, dsecond,
+                                               dpose, held ? dlast : nullptr, share, share + call.p.samples() * p.J});
+      if (t == 0 && !inputs) return;
+      const Iteration<T> at = samples.iteration(t);
+      const PassInputs in = samples.inputs(p, t);
+      PassSaved saved;
+      saved.dmass = scalars(p, dmass), saved.dfirst = vectors(p, dfirst), saved.dsecond = vectors(p, dsecond);
+      saved.mass = scalars(p, at.mass), saved.first = vectors(p, at.first), saved.second = vectors(p, at.second);
+      PassGradients out;
+      out.common = gradients;
+      out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivations_in.of(t);
+      if (t > 0) {
+        out.dprecision = vectors(p, dprecision), out.dcenter = vectors(p, dcenter), out.dprior = scalars(p, dscore);
+      }
+      if (p.votes_given) {
+        WeightSums<T> none;
+        PassBackward<T>(p, in, saved, out, {nullptr, nullptr, &none, totals.threads}).run();
+      } else {
+        pass_backward<T>(p, in, saved, out);
+      }
+      for (const Total<T>* total : {&du, &dweight, &dactivations_in}) total->add(t);
+      // In the order of the passes' path.
+      parallel(t > 0 ? vector : 0, 4096, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end && held; ++n) dpose[n] += dlast[n];
+        for (int64_t n = begin; n < end; ++n) dpose[n] += dcenter[n];
+      });
+    }
+  }
+
+  // Rows [J][size] of every sample; zeros if data is null.
+  static void load(const Problem& p, const View& view, int64_t size, T* to) {
+    if (view.data == nullptr) return (void)std::fill_n(to, p.B * p.J * size, T(0));
+    for (int64_t b = 0; b < p.B; ++b) {
+      gather<T>(view, b * view.stride[0], {1, p.J, size}, {0, view.stride[1], size == 1 ? 1 : view.stride[2]},
+                to + b * p.J * size);
+    }
+  }
+};
+
+void em_routing(Stack& stack) {
+  EMArguments a;
+  a.take_tensors(stack);
+  a.take_options(stack);
+  const Routing call(a);
+  const Problem& p = call.p;
+  const ScalarType wide = wide_type(a.u);
+  const Tensor poses = empty(a.u, {p.B, p.J, p.D}, wide, p.positions),
+               activations = empty(a.u, {p.B, p.J}, wide, p.positions), state = empty(a.u, {call.state_size()}, wide);
+  with_type(wide, [&](auto zero) {
+    using T = decltype(zero);
+    CpuEngine::run(p, [&] {
+      const EMForward<T> forward{{call, static_cast<T*>(state.data_ptr())},
+                                 view_of(poses, p.positions >= 0),
+                                 view_of(activations, p.positions >= 0)};
+      if (call.stride > 1) {
+        PassOutputs out = forward.outputs(p, 0, false);
+        for (View* view : {&out.mass, &out.first}) {
+          view->position = view->stride[0];
+          if (p.positions >= 0) view->stride[0] *= p.positions;
+        }
+        pass_forward<T>(at_equal_coupling(p, call.stride), {}, out);
+        make_center(forward.samples.iteration(0), p.samples() * p.J, p.D);
+      }
+      driver::run_call<T>(p, forward);
+    });
+  });
+  stack.give({poses, activations, state});
+}
+
+void em_routing_backward(Stack& stack) {
+  EMArguments a;
+  OptionalTensor dposes, dactivations;
+  Tensor state;
+  stack >> dposes >> dactivations;
+  a.take_tensors(stack);
+  stack >> state;
+  a.take_options(stack);
+  const std::vector<bool> needed = stack.needed(5);
+  const Routing call(a);
+  const Problem& p = call.p;
+  Routing::saved("state", state, a.u, {call.state_size()});
+
+  BackwardOutputs gradients;
+  View dactivation_view;
+  const auto of_votes = gradients_of(a, p, needed, gradients);
+  const Tensor dactivation = gradient_of(a.activation, a.u, needed[2], p, &dactivation_view);
+  Tensor dbeta[2];
+  for (const size_t n : {0, 1}) dbeta[n] = empty(a.beta_a, {needed[3 + n] ? p.J : 0}, wide_type(a.u));
+  with_type(wide_type(a.u), [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t rows = p.samples(), share = rows * p.J;
+    const Buffer<T> shares(2 * (call.last + 1) * share);
+    const EMBackward<T> backward{
+        {call, static_cast<T*>(state.data_ptr())},
+        Routing::view("dposes", dposes, p, {p.B, p.J, p.D}),
+        Routing::view("dactivations", dactivations, p, {p.B, p.J}),
+        shares.get(),
+        dactivation_view,
+        gradients};
+    const bool any = std::find(needed.begin(), needed.end(), true) != needed.end();
+    if (any) CpuEngine::run(p, [&] { driver::run_call<T>(p, backward); });
+    for (const int64_t n : {0, 1}) {
+      T* const total = static_cast<T*>(dbeta[n].data_ptr());
+      if (!needed[static_cast<size_t>(3 + n)]) continue;
+      std::fill_n(total, p.J, T(0));
+      for (int64_t t = call.last; t >= 0; --t) em::add_shares(shares.get() + (2 * t + n) * share, rows, p.J, total);
+    }
+  });
+  stack.give({of_votes.u, of_votes.weight, dactivation, dbeta[0], dbeta[1]});
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  m.impl("em_routing", &boxed<em_routing>);
+  m.impl("em_routing_backward", &boxed<em_routing_backward>);
+}
+
+}  // namespace capsfast
