@@ -23,51 +23,36 @@ namespace {
 
 using namespace driver;
 
-struct EMArguments {
+// A call: the problem of its passes, and what the steps read.
+struct Routing : Arguments<CpuEngine> {
   Tensor u;                         // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
   OptionalTensor weight;            // [I or 1, J, R, K]
   OptionalTensor activation, mask;  // [B, I]
   Tensor beta_a, beta_u;            // [J]
   OptionalTensor out_mask;          // [B, J]
-  std::optional<int64_t> J;
-  std::vector<double> inverse_temperatures;  // of each iteration
+  std::vector<double> inverse_temperatures;
   em::Options options;
-  bool leaky = false, tf32 = false;
-  int64_t stride = 1;  // every stride-th input capsule gives the center of the first pass
+  int64_t stride;  // every stride-th input capsule gives the center of the first pass
+  int64_t last;    // the last iteration
+  Problem p;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> activation >> beta_a >> beta_u >> mask >> out_mask; }
   void take_options(Stack& stack) {
+    std::optional<int64_t> J;
+    bool leaky, tf32;
     stack >> J >> inverse_temperatures;
     options.take(stack);
     stack >> leaky >> stride >> tf32;
-  }
-};
-
-// A call: the problem of its passes, and what the steps read.
-struct Routing : Arguments<CpuEngine> {
-  Problem p;
-  em::Options options;
-  std::vector<double> inverse_temperatures;
-  int64_t last, stride;  // last: the last iteration
-  Tensor beta_a, beta_u;
-
-  explicit Routing(const EMArguments& a)
-      : p(problem_of(a.u, a.weight, a.J)),
-        options(a.options),
-        inverse_temperatures(a.inverse_temperatures),
-        last(static_cast<int64_t>(a.inverse_temperatures.size()) - 1),
-        stride(a.stride),
-        beta_a(a.beta_a),
-        beta_u(a.beta_u) {
-    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
+    last = static_cast<int64_t>(inverse_temperatures.size()) - 1;
     STD_TORCH_CHECK(last >= 0, "capsfast: inverse_temperatures must not be empty");
     STD_TORCH_CHECK(stride >= 1, "capsfast: stride must be at least 1");
+    p = problem_of(u, weight, J);
+    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must equal the J of weight");
     p.moments = p.quadratic = true;
-    p.leaky = a.leaky;
-    p.tf32 = a.tf32;
-    add_logits_and_masks(p, {}, a.mask, a.out_mask);
-    p.activation = view("activation", a.activation, p, {p.B, p.I});
-    for (Tensor* beta : {&beta_a, &beta_u}) saved("beta_a and beta_u", *beta, a.u, {p.J});
+    p.leaky = leaky, p.tf32 = tf32;
+    add_logits_and_masks(p, {}, mask, out_mask);
+    p.activation = view("activation", activation, p, {p.B, p.I});
+    for (Tensor* beta : {&beta_a, &beta_u}) saved("beta_a and beta_u", *beta, u, {p.J});
   }
 
   int64_t state_size() const { return (last + 1) * p.samples() * p.J * (4 * p.D + 2); }
@@ -287,7 +272,7 @@ struct EMBackward {
     const Total<T> du(p, gradients.du, p.B, last, false);
     const Total<T> dweight(p, gradients.dweight, p.votes_given ? p.B : gradients.weight_rows, last, p.capsule_lanes,
                            vote_rows, positions ? gradients.dweight.stride[3] : 0);
-    const Total<T> dactivations_in(
+    const Total<T> dactivation_total(
         p, dactivation, p.B, last, false, capsule_rows, positions ? dactivation.stride[1] : 0);
     const bool inputs =
         gradients.du.data != nullptr || gradients.dweight.data != nullptr || dactivation.data != nullptr;
@@ -311,7 +296,7 @@ struct EMBackward {
       saved.mass = scalars(p, at.mass), saved.first = vectors(p, at.first), saved.second = vectors(p, at.second);
       PassGradients out;
       out.common = gradients;
-      out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivations_in.of(t);
+      out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivation_total.of(t);
       if (t > 0) {
         out.dprecision = vectors(p, dprecision), out.dcenter = vectors(p, dcenter), out.dprior = scalars(p, dscore);
       }
@@ -321,7 +306,7 @@ struct EMBackward {
       } else {
         pass_backward<T>(p, in, saved, out);
       }
-      for (const Total<T>* total : {&du, &dweight, &dactivations_in}) total->add(t);
+      for (const Total<T>* total : {&du, &dweight, &dactivation_total}) total->add(t);
       // In the order of the passes' path.
       parallel(t > 0 ? vector : 0, 4096, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end && held; ++n) dpose[n] += dlast[n];
@@ -341,14 +326,14 @@ struct EMBackward {
 };
 
 void em_routing(Stack& stack) {
-  EMArguments a;
-  a.take_tensors(stack);
-  a.take_options(stack);
-  const Routing call(a);
+  Routing call;
+  call.take_tensors(stack);
+  call.take_options(stack);
   const Problem& p = call.p;
-  const ScalarType wide = wide_type(a.u);
-  const Tensor poses = empty(a.u, {p.B, p.J, p.D}, wide, p.positions),
-               activations = empty(a.u, {p.B, p.J}, wide, p.positions), state = empty(a.u, {call.state_size()}, wide);
+  const Tensor& u = call.u;
+  const ScalarType wide = wide_type(u);
+  const Tensor poses = empty(u, {p.B, p.J, p.D}, wide, p.positions),
+               activations = empty(u, {p.B, p.J}, wide, p.positions), state = empty(u, {call.state_size()}, wide);
   with_type(wide, [&](auto zero) {
     using T = decltype(zero);
     CpuEngine::run(p, [&] {
@@ -371,25 +356,25 @@ void em_routing(Stack& stack) {
 }
 
 void em_routing_backward(Stack& stack) {
-  EMArguments a;
+  Routing call;
   OptionalTensor dposes, dactivations;
   Tensor state;
   stack >> dposes >> dactivations;
-  a.take_tensors(stack);
+  call.take_tensors(stack);
   stack >> state;
-  a.take_options(stack);
+  call.take_options(stack);
   const std::vector<bool> needed = stack.needed(5);
-  const Routing call(a);
   const Problem& p = call.p;
-  Routing::saved("state", state, a.u, {call.state_size()});
+  const ScalarType wide = wide_type(call.u);
+  Routing::saved("state", state, call.u, {call.state_size()});
 
   BackwardOutputs gradients;
   View dactivation_view;
-  const auto of_votes = gradients_of(a, p, needed, gradients);
-  const Tensor dactivation = gradient_of(a.activation, a.u, needed[2], p, &dactivation_view);
+  const auto of_votes = gradients_of(call, p, needed, gradients);
+  const Tensor dactivation = gradient_of(call.activation, call.u, needed[2], p, &dactivation_view);
   Tensor dbeta[2];
-  for (const size_t n : {0, 1}) dbeta[n] = empty(a.beta_a, {needed[3 + n] ? p.J : 0}, wide_type(a.u));
-  with_type(wide_type(a.u), [&](auto zero) {
+  for (const size_t n : {0, 1}) dbeta[n] = empty(call.u, {needed[3 + n] ? p.J : 0}, wide);
+  with_type(wide, [&](auto zero) {
     using T = decltype(zero);
     const int64_t rows = p.samples(), share = rows * p.J;
     const Buffer<T> shares(2 * (call.last + 1) * share);
