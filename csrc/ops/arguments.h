@@ -118,8 +118,6 @@ inline Storage storage_of(const Tensor& tensor) {
   return Storage::f32;
 }
 
-inline size_t size_of(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
-
 inline View view_of(const Tensor& tensor, bool positions = false) {
   View view{tensor.data_ptr(), storage_of(tensor), {0, 0, 0, 0}};
   const int64_t axes = tensor.dim() - (positions ? 1 : 0);

@@ -6,6 +6,7 @@
 //   b_t = logits + votes . V_{t-1};  c_t = softmax(b_t);  s_t = sum_i c_t votes + bias.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "../math/squash.h"
@@ -13,6 +14,7 @@
 namespace capsfast {
 
 enum class Storage : int { f32, f64, bf16, f16 };
+inline size_t size_of(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
 
 // A strided tensor; strides in elements. `data` is null if the argument is absent. If votes have positions, every
 // tensor with an axis B ends in an axis of positions, with stride `position`. Shapes in these headers leave that axis

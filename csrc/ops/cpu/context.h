@@ -100,6 +100,7 @@ template <class T>
 class WeightSums {
  public:
   explicit WeightSums(int64_t parts = 1) : parts_(parts) {}
+  int64_t parts() const { return parts_; }
 
   // Before the gradient pass of the next part.
   void begin(const Problem& p, const Plan& plan, const BackwardOutputs& out, GradientPass<T>* pass) {

@@ -13,6 +13,7 @@
 
 #include "em_update.h"
 #include "engine.h"
+#include "gradient_total.h"
 #include "parts.h"
 #include "pass_backward.h"
 #include "pass_forward.h"
@@ -180,65 +181,6 @@ struct EMForward {
   }
 };
 
-// A gradient that is a sum over iterations. The pass of the last iteration writes the sum. The others write numbers that
-// add() adds to it. If the gradient replaces the votes, that of the first iteration, whose backward is the last pass
-// over the votes, is written there, and the sum is added to it.
-template <class T>
-class Total {
- public:
-  // gradient: contiguous, with `size` elements along its first axis; or, if lanes are positions, `rows` rows of `size`
-  // positions, which are `pitch` apart. last: the last iteration. Of an empty problem a pass may write nothing: 0.
-  Total(const Problem& p, const View& gradient, int64_t size, int64_t last, bool replaces, int64_t rows = 1,
-        int64_t pitch = 0)
-      : wanted_(gradient.data != nullptr),
-        replaces_(replaces),
-        last_(last),
-        rows_(rows),
-        pitch_(pitch),
-        count_(pitch > 0 ? size : size * gradient.stride[0]),
-        sum_memory_(wanted_ && replaces && last > 0 ? bytes_of(gradient) : 0),
-        fresh_memory_(wanted_ && last > (replaces ? 1 : 0) ? bytes_of(gradient) : 0),
-        gradient_(gradient),
-        sum_(gradient),
-        fresh_(gradient) {
-    if (!wanted_) return;
-    if (replaces && last > 0) sum_.data = sum_memory_.get();
-    fresh_.data = fresh_memory_.get();
-    if (p.empty() && last > 0) std::fill_n(fresh_memory_.get(), bytes_of(gradient), char(0));
-    for (int axis = 1; axis < 4 && pitch > 0; ++axis) fresh_.stride[axis] = gradient.stride[axis] / pitch * size;
-  }
-
-  View of(int64_t t) const { return t == last_ || !wanted_ ? sum_ : t == 0 && replaces_ ? gradient_ : fresh_; }
-
-  void add(int64_t t) const {
-    if (t == last_ || !wanted_) return;
-    t == 0 && replaces_ ? add(gradient_, sum_) : add(sum_, fresh_);
-  }
-
- private:
-  int64_t bytes_of(const View& view) const { return rows_ * count_ * static_cast<int64_t>(size_of(view.storage)); }
-
-  void add(const View& to, const View& from) const {
-    constexpr int64_t kTogether = 512;
-    const int64_t runs = (count_ + kTogether - 1) / kTogether;
-    parallel(rows_ * runs, 32, [&](int64_t begin, int64_t end) {
-      T sums[kTogether], more[kTogether];
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / runs, at = n % runs * kTogether, size = std::min(kTogether, count_ - at);
-        gather<T>(to, row * pitch_ + at, {1, 1, size}, {0, 0, 1}, sums);
-        gather<T>(from, row * count_ + at, {1, 1, size}, {0, 0, 1}, more);
-        for (int64_t k = 0; k < size; ++k) sums[k] += more[k];
-        scatter<T>(to, row * pitch_ + at, {1, 1, size}, {0, 0, 1}, sums);
-      }
-    });
-  }
-
-  bool wanted_, replaces_;
-  int64_t last_, rows_, pitch_, count_;
-  Buffer<char> sum_memory_, fresh_memory_;
-  View gradient_, sum_, fresh_;
-};
-
 template <class T>
 struct EMBackward {
   Samples<T> samples;
@@ -255,12 +197,18 @@ struct EMBackward {
             driver::samples(p, dactivation, n),
             driver::samples(p, gradients, n)};
   }
-  // The iterations of a part of the tiles follow each other, but dW is the sum of all parts: one part, and its passes
-  // have parts. The samples of a small batch one by one, because each needs memory for dvotes of several iterations.
+  // The passes of all iterations and parts add to one dW, if that takes no memory. If not, tiles are one part, whose
+  // passes have parts. The samples of a small batch come one by one: each needs memory for dvotes of two iterations.
   Parts parts(const Problem& p) const {
     Parts parts;
     parts.samples = p.B;
     if (p.capsule_lanes) parts.count = parts.rows = p.B, parts.row = 1;
+    if (p.votes_given) return parts;
+    const Parts cut = parts_of<T>(p);
+    const Problem first = slice(p, 0, cut.begin(1));
+    const Plan plan = make_plan(first, kernels_for<T>(first, num_threads()).L, num_threads(), sizeof(T));
+    if (!plan.weight_in_place && !p.shared_weight) return parts;
+    parts = cut, parts.passes = samples.call.last + 1;
     return parts;
   }
 
@@ -269,10 +217,11 @@ struct EMBackward {
     const int64_t scalar = p.B * p.J, vector = scalar * p.D, last = call.last;
     const bool positions = p.side_by_side && !p.capsule_lanes, held = call.options.momentum != 0;
     const int64_t vote_rows = positions ? p.I * p.J * p.D : 1, capsule_rows = positions ? p.I : 1;
-    const Total<T> du(p, gradients.du, p.B, last, false);
-    const Total<T> dweight(p, gradients.dweight, p.votes_given ? p.B : gradients.weight_rows, last, p.capsule_lanes,
-                           vote_rows, positions ? gradients.dweight.stride[3] : 0);
-    const Total<T> dactivation_total(
+    const bool adds = !p.votes_given && totals.weights->parts() > 1;
+    const GradientTotal<T> du(p, gradients.du, p.B, last, false);
+    const GradientTotal<T> dweight(p, gradients.dweight, p.votes_given ? p.B : gradients.weight_rows, adds ? 0 : last,
+                                   p.capsule_lanes, vote_rows, positions ? gradients.dweight.stride[3] : 0);
+    const GradientTotal<T> dactivations_total(
         p, dactivation, p.B, last, false, capsule_rows, positions ? dactivation.stride[1] : 0);
     const bool inputs =
         gradients.du.data != nullptr || gradients.dweight.data != nullptr || dactivation.data != nullptr;
@@ -296,17 +245,16 @@ struct EMBackward {
       saved.mass = scalars(p, at.mass), saved.first = vectors(p, at.first), saved.second = vectors(p, at.second);
       PassGradients out;
       out.common = gradients;
-      out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivation_total.of(t);
+      out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivations_total.of(t);
       if (t > 0) {
         out.dprecision = vectors(p, dprecision), out.dcenter = vectors(p, dcenter), out.dprior = scalars(p, dscore);
       }
-      if (p.votes_given) {
-        WeightSums<T> none;
-        PassBackward<T>(p, in, saved, out, {nullptr, nullptr, &none, totals.threads}).run();
+      if (p.votes_given || adds) {
+        PassBackward<T>(p, in, saved, out, totals).run();
       } else {
         pass_backward<T>(p, in, saved, out);
       }
-      for (const Total<T>* total : {&du, &dweight, &dactivation_total}) total->add(t);
+      for (const GradientTotal<T>* total : {&du, &dweight, &dactivations_total}) total->add(t);
       // In the order of the passes' path.
       parallel(t > 0 ? vector : 0, 4096, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end && held; ++n) dpose[n] += dlast[n];

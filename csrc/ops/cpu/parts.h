@@ -109,7 +109,7 @@ void run_alike(const Problem& p, const Call& call, const BatchSums<T>& sums) {
   });
   if (slices.tasks > 0) return;
   const Parts parts = call.parts(p);
-  WeightSums<T> weights(parts.count);
+  WeightSums<T> weights(parts.count * parts.passes);
   for (int64_t part = 0; part < parts.count; ++part)
     run(0, parts.begin(part), parts.begin(part + 1) - parts.begin(part), &weights, num_threads());
 }

@@ -9,8 +9,7 @@
 namespace capsfast::driver {
 
 inline View shifted(View view, int64_t elements) {
-  const int64_t size = view.storage == Storage::f64 ? 8 : view.storage == Storage::f32 ? 4 : 2;
-  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * size;
+  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * int64_t(size_of(view.storage));
   return view;
 }
 
