@@ -129,9 +129,10 @@ def check(
     if weight is GIVEN:
         weight = None
         u, spatial = votes(op, u)
+        call = unchecked(u, weight, parameters, options, op=op)
     else:
-        u, weight = product(op, u, weight)
-    call = unchecked(u, weight, parameters, options, op=op)
+        call = of_product(op, u, weight, parameters, options)
+        u, weight = call.u, call.weight
     if call.J == 1:
         saying = [name for name in parameters._fields if "J" in AXES[name]]
         anchor, value, axis = ("votes", u, 2) if weight is None else ("weight", weight, 1)
@@ -156,17 +157,22 @@ def check(
     return call, positions.restoring(u.shape[0], spatial, as_samples)
 
 
+def of_product(op: str, u: object, weight: object, parameters: Any = None, options: Any = None) -> Call:
+    """A call of u and weight, which it checks."""
+    if isinstance(u, Tensor) and isinstance(weight, Tensor) and u.dim() == 3 and weight.dim() == 4:
+        # The quick check, which nearly every call passes.
+        dtype, (_, I, K), (rows, J, D, size) = u.dtype, u.shape, weight.shape
+        alike = dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
+        if alike and size == K and (rows == I or rows == 1) and dtype in checks.FLOATING:
+            return Call(op, u, weight, parameters, options, J, D)
+    return unchecked(*product(op, u, weight), parameters, options, op=op)
+
+
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
     """u [B, I, K] and weight [I or 1, J, D, K], or pose matrices u [B, I, P, Q] and weight [I or 1, J, Q, R].
 
     Returns both in the layout of the ops: pose matrices become u [B, I, P Q] and weight [I or 1, J, R, Q].
     """
-    if isinstance(u, Tensor) and isinstance(weight, Tensor) and u.dim() == 3 and weight.dim() == 4:
-        # The quick check, which nearly every call passes.
-        dtype, (_, I, K), (rows, _, _, size) = u.dtype, u.shape, weight.shape
-        alike = dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
-        if alike and size == K and (rows == I or rows == 1) and dtype in checks.FLOATING:
-            return u, weight
     if isinstance(u, Tensor) and u.dim() == 4:
         u, weight = checks.tensor(op, "u", u, "[B, I, P, Q]"), checks.tensor(op, "weight", weight, "[I, J, Q, R]")
         symbol, axis = "Q", 2

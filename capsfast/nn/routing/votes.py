@@ -205,7 +205,7 @@ class PassVotes(Votes):
             _, self.spatial = arguments.votes(op, u)
             self.batch, self.I, own, self.D = u.shape[:4]
         else:
-            whole = arguments.unchecked(*arguments.product(op, u, weight), None, None)
+            whole = arguments.of_product(op, u, weight)
             (self.batch, self.I), own, self.D = u.shape[:2], whole.J, whole.D
             self.u, self.mask = u, mask
         self.dtype, self.device = u.dtype, u.device
