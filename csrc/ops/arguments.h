@@ -212,7 +212,7 @@ struct Arguments {
     expect(name, tensor, sizes);
     STD_TORCH_CHECK(
         tensor.scalar_type() == wide_type(u), "capsfast: ", name, " must have the dtype sums are formed in");
-    tensor = torch::stable::contiguous(tensor);
+    if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
     return tensor.data_ptr();
   }
 

@@ -39,7 +39,7 @@ struct Call {
   static void take(const char* name, Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     Arguments<CpuEngine>::expect(name, tensor, sizes);
     STD_TORCH_CHECK(tensor.scalar_type() == dtype, "capsfast: ", name, " has a dtype that does not fit");
-    tensor = torch::stable::contiguous(tensor);
+    if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
   }
   static void take(const char* name, OptionalTensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     if (tensor.has_value()) take(name, *tensor, sizes, dtype);
