@@ -48,6 +48,7 @@ def problem(by: By, sizes: tuple[int, ...], last: float = 0, masked: bool = Fals
         second[0, 1, 0] = -100
     out_mask = mask < 0.7 if masked else torch.ones_like(mask, dtype=torch.bool)
     mass, second, betas = mass * out_mask, second * out_mask[..., None], torch.randn(2, sizes[1], dtype=f64)
+    betas[1] /= max(sizes[2], 1)  # the cost has it for each component
     tensors = (mass, mass[..., None] * first, second, center, *betas, before if last else None)
     given = [None if value is None else value.to(*by[1:]) for value in tensors]
     return given, out_mask.to(by[1]) if masked else None

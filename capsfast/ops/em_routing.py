@@ -1,7 +1,7 @@
 """The op of EM routing (Hinton, Sabour, Frosst 2018, procedure 1): all passes and updates of a call.
 
 ``capsfast::em_routing`` returns ``(poses [B, J, D], activations [B, J], state)``, all in the dtype that sums are
-formed in, which beta_a and beta_u, both [J], have too; beta_u is a sum over the components. u, weight, votes and tf32
+formed in, which beta_a and beta_u, both [J], have too; beta_u is the mean of the components. u, weight, votes and tf32
 are as in dynamic_routing.py. With positions, activation and masks end in an axis S, as poses and activations do.
 
 A call computes what :class:`capsfast.nn.EMRouting` computes with routing_pass and em_update: one iteration for each of

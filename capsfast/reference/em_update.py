@@ -40,7 +40,7 @@ def em_update(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py.
 
-    precision is None in the final iteration. beta_u: [J], a sum over the components. last: the previous poses, None
+    precision is None in the final iteration. beta_u: [J], the mean of the components. last: the previous poses, None
     without momentum.
     """
     o, D = options, first.shape[2]
@@ -55,7 +55,7 @@ def em_update(
     if o.isotropic:
         variance = variance.mean(2, keepdim=True).expand_as(variance)
     log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
-    logit = o.inverse_temperature * (beta_a - _cost(mass, beta_u, log_sigma, out_mask, o))
+    logit = o.inverse_temperature * (beta_a - _cost(mass, D * beta_u, log_sigma, out_mask, o))
     if o.final:
         return poses, None, _activation(logit, out_mask, o.nonlinearity)
     log_activation = _activation(logit, out_mask, o.nonlinearity, log=True)
@@ -63,7 +63,7 @@ def em_update(
 
 
 def _cost(mass: Tensor, beta_u: Tensor, log_sigma: Tensor, out_mask: Tensor | None, options: EMOptions) -> Tensor:
-    """``[B, J]``."""
+    """``[B, J]``. beta_u: a sum over the components."""
     each = beta_u + log_sigma if options.cost == "variance" else beta_u
     if options.cost_scale:
         return mass * options.cost_scale * each

@@ -108,7 +108,7 @@ class EMRouting(IterativeRouting):
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self._op, "activation", activation)
         beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
-        beta_u = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
+        beta_u = beta_u.mean(1) if beta_u.dim() == 2 else beta_u
         betas, temperatures = (self.beta_a, beta_u), self.inverse_temperatures
         routed = votes.gaussians(activation, betas, temperatures, self._update(votes, 0), self.leaky)
         if routed is not None:

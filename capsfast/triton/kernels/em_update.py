@@ -99,7 +99,7 @@ def em_update_kernel(
     precision = 1.0 / variance
     log_sigma = 0.5 * tl.sum(tl.where(m_tile, tl.log(variance), 0.0), 1)
 
-    cost = load(p_beta_u, o_j, m_j)
+    cost = D * load(p_beta_u, o_j, m_j)
     if VARIANCE:
         cost += log_sigma
     of_total = inverse(tl.sum(mass, 0))
@@ -131,7 +131,7 @@ def em_update_kernel(
         if VARIANCE:
             dlog_sigma += of_cost
         tl.store(p_dbeta_a + o_row, -dcost, mask=m_j)
-        tl.store(p_dbeta_u + o_row, of_cost, mask=m_j)
+        tl.store(p_dbeta_u + o_row, D * of_cost, mask=m_j)
         dscale = tl.sum(dcost * mass * cost, 0)
         dmass = dcost * scale * cost - tl.where(cost_scale > 0.0, 0.0, dscale * of_mean * of_total)
 

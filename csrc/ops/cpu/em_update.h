@@ -5,8 +5,8 @@
 // The moments are relative to a center. With n = 1 / mass, or 0 without mass:
 //   shift = first n      m = center + shift      variance = max(0, second n - shift^2) + floor
 // Momentum moves m towards the last pose, and the variance is about the moved m. With V_d for the variance of a
-// component and beta_u for a sum over the components:
-//   log sigma = sum_d log(V_d) / 2      cost = beta_u [+ log sigma]
+// component and beta_u for the mean of the components:
+//   log sigma = sum_d log(V_d) / 2      cost = D beta_u [+ log sigma]
 //   logit = inverse_temperature (beta_a - mass scale cost)
 // The activation a is the sigmoid of the logit, or its softmax over j. In the final iteration score is a; before that,
 // score is the prior of the next pass: log a - log sigma - D log(2 pi) / 2.
@@ -104,7 +104,7 @@ struct Sample {
       n[j] = inverse(mass[j]);
       find_variance(b * J * D, j);
       log_sigma[j] = T(0.5 * sum_of_logs(variance + j * D, D));
-      cost[j] = options.cost_of_variance ? step.beta_u[j] + log_sigma[j] : step.beta_u[j];
+      cost[j] = T(D) * step.beta_u[j] + (options.cost_of_variance ? log_sigma[j] : T(0));
       logit[j] = T(step.inverse_temperature) * (step.beta_a[j] - mass[j] * scale * cost[j]);
     }
     options.softmax ? find_softmax(b) : find_sigmoid();
@@ -224,10 +224,11 @@ struct Gradients {
       T dlogit = dlog_activation * s.complement[j];
       if (s.options.softmax) dlogit = s.absent(b, j) ? T(0) : dlog_activation - s.activation[j] * sum;
       const T dcost = -T(s.step.inverse_temperature) * dlogit;  // of mass scale cost
-      of_beta_a[row] = -dcost, of_beta_u[row] = dcost * mass * s.scale;
+      const T dterms = dcost * mass * s.scale;
+      of_beta_a[row] = -dcost, of_beta_u[row] = T(s.D) * dterms;
       dscale += dcost * mass * s.cost[j];
       const T of_score = s.step.final ? T(0) : dlog_activation,
-              of_cost = s.options.cost_of_variance ? of_beta_u[row] : T(0);
+              of_cost = s.options.cost_of_variance ? dterms : T(0);
       const T dn = components(s, b, j, of_cost - of_score);
       // Without mass there is no gradient, even if the sum is NaN.
       dmass[row] = dcost * s.scale * s.cost[j] - (s.n[j] == T(0) ? T(0) : s.n[j] * s.n[j] * dn);
