@@ -77,16 +77,17 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _flops(a: Any) -> Any:
-    """As the passes that the call replaces: of the origin, of the scores, and of two moments in every iteration."""
+    """As the passes of the definition: of the origin, and two moments and a score in every iteration."""
     votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
-    return votes + once // a.stride + once * (3 * len(a.inverse_temperatures) - 1)
+    r = len(a.inverse_temperatures)
+    return (votes + once) // a.stride + r * votes + (3 * r - 1) * once
 
 
 def _flops_backward(a: Any) -> Any:
     votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
     u, weight, activation, *_ = a.needed
-    scores = len(a.inverse_temperatures) - 1
-    return votes * (u + weight) + 2 * once * ((scores + 1) * (u or weight) + scores + activation + scores)
+    r = len(a.inverse_temperatures)
+    return r * votes * (u + weight) + once * (2 * ((u or weight) + activation) + 6 * (r - 1))
 
 
 # Errors name the passes, as they do where passes run alone.
