@@ -32,13 +32,13 @@ int64_t samples_kept(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 // with B J D numbers (score, center, sums) take memory for one part only, and stay in the cache.
 struct Parts {
   int64_t count = 1;
-  int64_t passes = 1;  // of a part that add to the same dW
   // The first sample of a part; begin(count) is the number of samples. Parts are whole tiles.
   int64_t begin(int64_t part) const { return part == count ? samples : rows * part / count * row; }
 
   int64_t samples = 0;
   int64_t saved = 0;          // numbers that are not in memory
   int64_t rows = 0, row = 0;  // parts consist of rows of `row` samples, a tile for every thread
+  int64_t passes = 1;         // gradient passes of a part, which add to the same dW
 };
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
