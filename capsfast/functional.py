@@ -11,7 +11,7 @@ from . import _keywords, arguments, checks
 from ._overrides import instead
 from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
-from .options import SQUASH, OptionKeywords, Options, RoutingOptions
+from .options import SQUASH, OptionKeywords, RoutingOptions, checked_options
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
@@ -178,7 +178,7 @@ def dynamic_routing(
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last).checked(op)
+    options = checked_options(op, num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     if type(return_coupling) is not bool:
         checks.boolean(op, "return_coupling", return_coupling)
     return _routed(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options, return_coupling, backend)

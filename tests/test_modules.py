@@ -45,7 +45,7 @@ SUMMED_BY_TORCH = (
 IN_STEPS = (
     *("votes", "groups of em", "classes", "slim", "everywhere", "slim em", "slim up", "primary", "depthwise"),
     *("matrices", "decoder", "conv decoder", "interests", "vectors", "any vectors", "scored matrices"),
-    *("any scored matrices", "routed dynamic", "routed self", "routed cosine", "routed k-means"),
+    *("any scored matrices", "routed dynamic", "routed self"),
 )
 each_module = pytest.mark.parametrize("name", MODULES)
 each_layer = pytest.mark.parametrize("name", LAYERS)

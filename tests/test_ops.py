@@ -31,7 +31,7 @@ CASES = (
     LOADED_OUT,
     Case(softmax="in", logits="IJ"),
     Case(gradient="last", squash_last=False, coupling=False),
-    Case(squash="unit", last_squash="half", sharpness=2.0, accumulate=False),
+    Case(squash="unit", last_squash="half", sharpness=2.0, accumulate=False, wide=True),
 )
 # The functions expand tensors without positions. A graph that was traced with many positions may run with one.
 POSITIONS = (

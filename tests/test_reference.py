@@ -42,6 +42,7 @@ def by_definition(problem: Problem, **more: Any) -> Any:
         log_sum = found.pop("log_sum")
         return capsfast.Moments(**found, lse=log_sum if case.lse else None)
     options = case.options._asdict()
+    del options["wide"]  # about 16 bits
     return plain.route(votes, kind=options.pop("squash"), **options, **given, **more)
 
 

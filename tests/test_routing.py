@@ -158,6 +158,13 @@ def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
             check(op.make(Shape._make(shape), case, dtype, backend.device), backend)
 
 
+@pytest.mark.parametrize("case", [Case(squash="unit", last_squash="half", wide=True, coupling=False)], ids=str)
+@pytest.mark.against_reference
+def test_a_wide_output_is_not_rounded(backend: Backend, op: Op, case: AnyCase) -> None:
+    for shape in sizes(backend, case):
+        assert check(op.make(shape, case, torch.bfloat16, backend.device), backend)["v"].dtype == torch.float32
+
+
 @pytest.mark.only(weight=True, linear=False)
 @pytest.mark.rows(triton=(2, 4))
 @pytest.mark.parametrize(

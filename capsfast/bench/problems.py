@@ -63,6 +63,7 @@ class RoutingCase(Shown):
     last_squash: str | None = None
     sharpness: float = 1.0
     accumulate: bool = True
+    wide: bool = False
     logits: str = ""
     bias: bool = False
     mask: bool = False

@@ -1,12 +1,12 @@
 """The op behind :func:`capsfast.dynamic_routing` and :func:`capsfast.route_votes`.
 
 ``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``. v and the last
-coupling c (empty without return_coupling) have the dtype of u. For softmax "in" c has the dtype that sums are formed
-in, because the backward subtracts a sum of c from its terms: where one c is nearly 1, a rounded c would leave no digit
-of the difference. s and norm are for the backward, in the dtype of sums. s holds the weighted sum of every iteration,
-without the bias. norm, empty unless softmax is "in", is the normaliser over the input capsules: a number m, which the
-largest logit exceeds by at most 8, and ``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits;
-V_t is the sum of the squashed s up to t.
+coupling c (empty without return_coupling) have the dtype of u; if wide, v has the dtype that sums are formed in. For
+softmax "in" c has that dtype too, because the backward subtracts a sum of c from its terms: where one c is nearly 1, a
+rounded c would leave no digit of the difference. s and norm are for the backward, in the dtype of sums. s holds the
+weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the normaliser over the input
+capsules: a number m, which the largest logit exceeds by at most 8, and ``1 / sum_i exp(b - m)``. The backward
+recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
 
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the P votes one after the other.
@@ -29,16 +29,19 @@ from typing import Any
 from torch import Tensor
 
 from ..arguments import Call, PassParameters
-from ..options import PassOptions
-from ..precision import in_wide_dtype, wide_dtype
+from ..options import PassOptions, RoutingOptions
+from ..precision import as_under_autocast, in_wide_dtype, wide_dtype
 from ..reference.dynamic_routing import agree
-from ..reference.dynamic_routing import dynamic_routing as definition
+from ..reference.dynamic_routing import dynamic_routing as by_definition
 from ..reference.routing_pass import Moments
 from . import factored_routing, flops, routing_pass
 from .define import Op, check_fake, fake_sizes
 from .shared_weights import saves_votes, with_votes, without_votes
 
-BOTH = (0, 1)  # run() returns v and c in the dtype of u
+
+def _narrow(options: RoutingOptions) -> tuple[int, ...]:
+    """Which of v and c run() returns in the dtype of u."""
+    return (1,) if options.wide else (0, 1)
 
 
 def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -47,16 +50,26 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
     rows, columns = (0, call.J) if weight is None else weight.shape[:2]
     if rows == 1 or columns != call.J:
         if factored_routing.serves(call, backend):
-            return factored_routing.run(call, return_coupling)
+            v, c = factored_routing.run(call, return_coupling)
+            return v, _rounded(call, v, c) if return_coupling else c
         if columns != call.J:
-            v, c = with_votes(run, BOTH, call, return_coupling, backend)
+            v, c = with_votes(run, _narrow(call.options), call, return_coupling, backend)
             return v, c
         # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
         if saves_votes(call, backend) == "triton":
-            v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, BOTH)
+            definition = partial(_by_passes, return_coupling=return_coupling, backend=backend)
+            v, c = in_wide_dtype(definition, call, _narrow(call.options))
             return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
-    return v, c.to(v.dtype) if return_coupling else c
+    return v, _rounded(call, v, c) if return_coupling else c
+
+
+def _rounded(call: Call, v: Tensor, c: Tensor) -> Tensor:
+    """c in the dtype of u, which v has unless it is wide."""
+    if not call.options.wide:
+        return c.to(v.dtype)
+    (u,), _ = as_under_autocast(call.u)
+    return c.to(u.dtype)
 
 
 def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -80,7 +93,7 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     (B, I, J, D), new, wide = sizes, a.u.new_empty, wide_dtype(a.u.dtype)
     kept = len(S) == 0
     return (
-        new(B, J, D, *S),
+        new(B, J, D, *S, dtype=wide if a.wide else a.u.dtype),
         new((B, I, J, *S) if a.return_coupling else (0,), dtype=wide if a.softmax == "in" else a.u.dtype),
         new((a.num_iterations, B, J, D) if kept else (0,), dtype=wide),
         new((2, a.num_iterations, B, J) if kept and a.softmax == "in" else (0,), dtype=wide),
@@ -104,7 +117,7 @@ OP = Op(
     "dynamic_routing",
     ("capsfast.dynamic_routing", "capsfast.route_votes"),
     _fake,
-    definition=definition,
+    definition=by_definition,
     flops=(_flops, _flops_backward),
-    narrow=lambda options: (0,) if options.softmax == "in" else BOTH,
+    narrow=lambda options: tuple(n for n in _narrow(options) if n == 0 or options.softmax == "out"),
 )

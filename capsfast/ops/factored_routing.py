@@ -58,10 +58,10 @@ def _pays(call: Call) -> bool:
 
 
 def run(call: Call, return_coupling: bool = False) -> tuple[Tensor, Tensor]:
-    """v ``[B, J, D]`` and c ``[B, I, J]``, c empty if it is not wanted. Call it only if :func:`serves` is true."""
+    """v and c of the op, c empty if it is not wanted. Call it only if :func:`serves` is true."""
     kernel = OP.kernels["cpp"]
     v, c, *_ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, return_coupling)
-    return v, c.to(v.dtype)
+    return v, c
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -73,7 +73,12 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     check_fake(given, (B, I, J, D), ())
     wide = wide_dtype(a.u.dtype)
     coupling = new((B, I, J) if a.return_coupling else (0,), dtype=wide if a.softmax == "in" else a.u.dtype)
-    return new(B, J, D), coupling, new(a.num_iterations, B, J, K, dtype=wide), new(0, dtype=wide)
+    return (
+        new(B, J, D, dtype=wide if a.wide else a.u.dtype),
+        coupling,
+        new(a.num_iterations, B, J, K, dtype=wide),
+        new(0, dtype=wide),
+    )
 
 
 def _sizes(a: Any) -> tuple[int, int]:

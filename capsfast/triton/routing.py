@@ -18,7 +18,8 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
-    v = call.new(B, J, D, dtype=call.x.dtype)
+    assert isinstance(call.options, RoutingOptions)
+    v = call.new(B, J, D, dtype=torch.float32 if call.options.wide else call.x.dtype)
     dtype = torch.float32 if inward else call.x.dtype
     coupling = call.new_pairs(dtype) if return_coupling else None
     s = call.new(r, B, J, D)

@@ -19,13 +19,13 @@ struct RoutingArguments {
   std::optional<int64_t> J;
   int64_t num_iterations = 1;
   std::string softmax, gradient, squash, last_squash;
-  bool leaky = false, accumulate = true, tf32 = false;
+  bool leaky = false, accumulate = true, wide = false, tf32 = false;
   double eps = 0, sharpness = 1;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> bias >> mask >> out_mask; }
   void take_options(Stack& stack) {
     stack >> J >> num_iterations >> softmax >> gradient >> leaky;
-    stack >> squash >> last_squash >> eps >> sharpness >> accumulate >> tf32;
+    stack >> squash >> last_squash >> eps >> sharpness >> accumulate >> wide >> tf32;
   }
 };
 
@@ -44,7 +44,7 @@ class DynamicRouting : Arguments<Engine> {
     const Problem p = problem(a);
     const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u), of_coupling = p.softmax_in() ? wide : type;
     const bool positions = p.positions >= 0;
-    Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
+    Tensor v = empty(a.u, {p.B, p.J, p.D}, a.wide ? wide : type, p.positions);
     Tensor coupling =
         return_coupling ? empty(a.u, {p.B, p.I, p.J}, of_coupling, p.positions) : empty(a.u, {0}, of_coupling);
     // With positions neither s nor norm is kept.

@@ -105,7 +105,7 @@ CASES = SINGLE + COMBINED
 # Options of the op that the public functions do not have: k-means, cosines, and each in another combination.
 STEPPED = (
     Case(squash="unit", last_squash="paper", sharpness=2.0, accumulate=False),
-    Case(squash="unit", last_squash="half", bias=True),
+    Case(squash="unit", last_squash="half", bias=True, wide=True),
     Case(num_iterations=4, sharpness=0.5, logits="BIJ", mask=True, coupling=False),
     Case(5, "in", leaky=True, squash="exp", sharpness=3.0, accumulate=False, **TENSORS),
     Case(4, gradient="last", squash="half", last_squash="identity", accumulate=False, shared=True),

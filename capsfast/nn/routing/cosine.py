@@ -55,6 +55,7 @@ class KMeansRouting(IterativeRouting):
             eps=self.eps,
             sharpness=self.sharpness,
             accumulate=False,
+            wide=True,
         )
         return Capsules(v, lengths(v))
 
@@ -114,7 +115,9 @@ class CosineRouting(IterativeRouting):
         if self.exact:
             v = self._by_cosines(votes)
         else:
-            v = votes.agree(self.num_iterations, bias=self.bias, squash="unit", last_squash=self.squash, eps=self.eps)
+            v = votes.agree(
+                self.num_iterations, bias=self.bias, squash="unit", last_squash=self.squash, eps=self.eps, wide=True
+            )
         return Capsules(v, lengths(v))
 
     def _by_cosines(self, votes: Votes) -> Tensor:

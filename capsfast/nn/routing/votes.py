@@ -96,16 +96,18 @@ class Votes(ABC):
             options: softmax and so on, as keywords, and those that :class:`capsfast.options.RoutingOptions` adds.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("paper", partial(_squashed_by, squash))
+        given = routing_options(OP, num_iterations, squash=kind, **options)
         v, last = agree_by_passes(
             self.moments,
-            routing_options(OP, num_iterations, squash=kind, **options),
+            given,
             logits=logits,
             bias=bias,
             shrink=shrink,
             return_weights=return_coupling,
         )
-        cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
-        v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
+        if not given.wide:
+            cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
+            v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
         return (v, last.weights) if return_coupling else v
 
     def gaussians(
