@@ -20,7 +20,10 @@ any_autocast = torch._C._is_any_autocast_enabled
 # The current stream as a number, without an object of Python for it. None where this torch has no such function.
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # Whether torch has the functions that turn its tensors into handles of its C interface, and back.
-turns_tensors_into_handles = hasattr(torch._C, "_aoti") and hasattr(torch._C._aoti, "unsafe_alloc_void_ptr_from_tensor")
+turns_tensors_into_handles = hasattr(torch._C, "_aoti") and all(
+    hasattr(torch._C._aoti, name)
+    for name in ("unsafe_alloc_void_ptr_from_tensor", "alloc_tensors_by_stealing_from_void_ptrs")
+)
 # Whether torch.func (vmap, grad, jvp) runs the call. torch has no public function for it.
 transformed = torch._C._are_functorch_transforms_active
 # Whether a gradient belongs to a batch of gradients (is_grads_batched=True). torch has no public function for it.

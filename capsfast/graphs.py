@@ -30,11 +30,14 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The capture gave the memory of what its backward reads to the rest of that backward.
         if ctx.calls[0] != ctx.number:
             raise RuntimeError(
-                f"{OP}: a backward must follow its own call, got one after another call, which has overwritten what "
-                f"the backward reads; run the backward first, or capture a graph for each call"
+                f"{OP}: a call has one backward, before the next call, got another backward or one after another "
+                f"call, which has overwritten what the backward reads; run the backward first, or capture a graph for "
+                f"each call"
             )
+        ctx.number = None
         return (None, *[gradient if gradient is None else gradient.clone() for gradient in gradients])
 
 

@@ -82,12 +82,6 @@ extension, why_absent = _load()
 _BUILD = {} if extension is None else extension.build_info()
 
 
-def behind(error: Exception) -> Exception:
-    """The error that Python raised inside an op whose kernel is C++, which knows only its text; else the error."""
-    raised = None if extension is None else extension.take_raised()
-    return error if raised is None or str(raised) not in str(error) else raised
-
-
 @constant_while_tracing
 def why_no_cuda() -> str:
     """Why the CUDA kernels of the extension can't run here, "" if they can."""

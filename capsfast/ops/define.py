@@ -331,14 +331,13 @@ def _called(
                 return Eager.apply(*inputs[:tensors], inputs[tensors:])
             with below_autograd():
                 return op(*inputs)
-        except (RuntimeError, MemoryError) as raised:
-            error = native.behind(raised)
+        except (RuntimeError, MemoryError) as error:
             # torch turns a std::bad_alloc into a RuntimeError or a MemoryError, depending on its release.
             on_gpu = inputs[first].device.type == "cuda"
             told = checks.without_memory(public[inputs[first + 1] is None], error, SMALLER, on_gpu)
-            if told is None and error is raised:
+            if told is None:
                 raise
-            raise told or error from None
+            raise told from None
 
     return call
 

@@ -339,8 +339,15 @@ def bias_gradient(call: Call, ds: Slot, dtype: torch.dtype) -> Slot:
     DP = max(4, power_of_two(D))
     total = call.new(J, D, dtype=dtype)
     L = compiled_in(Vectors(J, D, call.poses, call.strip))
-    constants = {"L": L, "DP": DP, "SB": max(1, 2048 // DP), "T": ds.shape[2], "R": call.iterations}
-    call.x.plan.launch(bias_gradient_kernel, (J,), ds, total, B, **constants)
+    at_once = max(1, 2048 // DP)
+    # A program takes eight turns of loads; 128 programs of an output fill any GPU.
+    parts = max(1, min(128, cdiv(B, 8 * at_once)))
+    samples = cdiv(B, parts)
+    sums = total if parts == 1 else call.new(parts, J, D)
+    constants = {"L": L, "DP": DP, "SB": at_once, "T": ds.shape[2], "R": call.iterations}
+    call.x.plan.launch(bias_gradient_kernel, (J, parts), ds, sums, B, samples, **constants)
+    if parts > 1:
+        call.x.plan.launch(add_up_kernel, (cdiv(J * D, 64),), sums, total, J * D, parts, WIDTH=64, SB=32)
     return total
 
 

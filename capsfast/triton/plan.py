@@ -11,8 +11,9 @@ The plan uses two parts of Triton whose only documentation is examples; both are
     signature, tensors as addresses, and ``stream``, and calls the hooks of profilers.
 Where either is missing, every launch takes the ordinary path, and a warning says so once.
 
-If the extension is there, C++ runs a plan from its second run on (csrc/plans), without Python: unless the plan computes
-with torch, or returns parts of tensors. CAPSFAST_PLANS=python in the environment keeps every run in Python.
+If the extension is there, C++ runs a plan from its second run on (csrc/plans): unless the plan computes with torch,
+returns parts of tensors, or has a kernel with scratch memory, clusters or arguments other than addresses, integers and
+float32. CAPSFAST_PLANS=python in the environment keeps every run in Python.
 """
 
 import contextlib
@@ -41,6 +42,9 @@ GRANULE = 512
 MOST = 256
 # The bytes of a type of PTX or of Triton.
 BYTES = {"u64": 8, "b64": 8, "s64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4, "i64": 8, "i32": 4, "fp32": 4}
+LARGEST = torch.finfo(torch.float32).max
+# The dtypes of tensors that C++ makes.
+MADE = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # Options of every launch. Triton 3.10 and newer fuse products and sums into multiply-adds only on request.
 ALWAYS = {"enable_fp_fusion": True}
 
@@ -179,6 +183,8 @@ class Launch:
             scratch = metadata.global_scratch_size + metadata.profile_scratch_size
             function, early = int(compiled.function), bool(metadata.launch_pdl)
             cooperative, single = bool(metadata.launch_cooperative_grid), metadata.num_ctas == 1
+            if len(types) != len(self.signature) or not all(isinstance(kind, str) for kind in types):
+                return None
         except (AttributeError, KeyError, TypeError):  # a release of Triton whose kernels are other
             return None
         arguments: list[int] = []
@@ -191,7 +197,7 @@ class Launch:
             if isinstance(value, Place):
                 addresses.append((len(arguments), value.tensor_index, value.offset))
                 value = 0
-            elif kind == "fp32":
+            elif kind == "fp32" and abs(value) <= LARGEST:
                 (value,) = struct.unpack("<I", struct.pack("<f", value))
             if kind not in BYTES or not isinstance(value, int):
                 return None
@@ -397,10 +403,10 @@ class Plan:
                 return None
             made[index] = form
             outputs.append(index)
-        if len({*outputs}) < len(outputs):
+        if len({*outputs}) < len(outputs) or not {dtype for dtype, *_ in made} <= {*MADE}:
             return None
         return (
-            self.given_count,
+            self.device.type == "cuda",
             [(str(dtype), size, stride) for dtype, size, stride in made],
             steps,
             outputs,

@@ -38,9 +38,7 @@ struct Driver {
   int (*set_context)(void*) = nullptr;
   int32_t (*current_stream)(int32_t, void**) = nullptr;  // of torch
 
-  bool complete() const {
-    return launch && fill && name_of_error && current_context && primary_context && set_context;
-  }
+  bool complete() const { return launch && fill && name_of_error && current_context && primary_context && set_context; }
 };
 
 #if defined(__linux__)
@@ -87,7 +85,7 @@ void check(int code, const char* what) {
 
 }  // namespace
 
-bool has_driver() { return driver().complete(); }
+bool has_driver(bool on_gpu) { return driver().complete() && (!on_gpu || driver().current_stream != nullptr); }
 
 void use_driver(const std::string& path) {
   // Never freed: another thread may launch by it.
@@ -103,7 +101,7 @@ void* stream_of(int32_t device) {
     check(d.set_context(context), "cuCtxSetCurrent");
   }
   void* stream = nullptr;
-  if (d.current_stream == nullptr || d.current_stream(device, &stream) != 0)
+  if (d.current_stream(device, &stream) != 0)
     throw std::runtime_error("capsfast: torch does not tell its current CUDA stream");
   return stream;
 }

@@ -26,8 +26,9 @@ void fill_with_zeros(void* address, size_t bytes, void* stream);
 // torch's current stream of a GPU. Makes the device's context current if the thread has none.
 void* stream_of(int32_t device);
 
-// Whether there is a driver. path: of a library in the place of the driver, for tests, where stream_of() is 0.
-bool has_driver();
+// Whether there is a driver and, for a GPU, torch tells its stream.
+bool has_driver(bool on_gpu);
+// path: of a library in the place of the driver, for tests.
 void use_driver(const std::string& path);
 
 }  // namespace capsfast::plans

@@ -3,8 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include <cstring>
-#include <memory>
 #include <optional>
 
 #include "../out_of_memory.h"

@@ -38,7 +38,6 @@ struct Step {
 
 // A run has the tensors of the call first, then those that it makes.
 struct Plan {
-  size_t given = 0;
   std::vector<Form> made;
   std::vector<Step> steps;
   std::vector<size_t> outputs;  // indices into made

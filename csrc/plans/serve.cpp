@@ -1,6 +1,6 @@
 // The kernel of an op whose calls are planned in Python and run here. A call reads its signature, finds the plan of the
-// signature and runs it, without Python. A call without a plan goes to the op's function in Python, which plans and
-// runs the call, and may keep the plan for the next calls of the signature.
+// signature and runs it. All that it asks of Python is whether a profiler has hooks. A call without a plan goes to the
+// op's function in Python, which plans and runs the call, and may keep the plan for the next calls of the signature.
 #include "serve.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,7 +11,6 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <array>
-#include <cstring>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -19,7 +18,6 @@
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -79,10 +77,24 @@ py::object& hooked() {
   return *function;
 }
 
+// torch has these functions for its own compiled programs: tensors from a list of handles that it takes, and a handle
+// from a tensor.
+py::object& tensors_from_handles() {
+  static auto* const function = new py::object;
+  return *function;
+}
+py::object& handle_from_tensor() {
+  static auto* const function = new py::object;
+  return *function;
+}
+
 // The signature of the call that Python plans in this thread.
 thread_local const std::string* planning = nullptr;
-// A Python error on its way through torch, which knows only its text.
-thread_local PyObject* raised = nullptr;
+struct Planning {
+  explicit Planning(const std::string& signature) { planning = &signature; }
+  ~Planning() { planning = outer; }
+  const std::string* const outer = planning;
+};
 
 void free_kept(const Kept* kept) {
   const py::gil_scoped_acquire gil;
@@ -168,52 +180,51 @@ class Reader {
   }
 };
 
-// Frees an argument, as its receiver has to.
-void drop(Kind kind, StableIValue value) {
-  using torch::stable::detail::to;
-  switch (kind) {
-    case Kind::tensor:
-      return static_cast<void>(to<Tensor>(value));
-    case Kind::optional_tensor:
-      return static_cast<void>(to<std::optional<Tensor>>(value));
-    case Kind::optional_number:
-      return static_cast<void>(to<std::optional<int64_t>>(value));
-    case Kind::word:
-      return static_cast<void>(to<std::string>(value));
-    case Kind::booleans:
-      return static_cast<void>(to<std::vector<bool>>(value));
-    case Kind::reals:
-      return static_cast<void>(to<std::vector<double>>(value));
-    default:
-      return;
-  }
-}
-
-// torch.Tensor from a tensor that the caller gives away, and back. torch has these functions for its own compiled
-// programs.
-py::object wrapped(const Tensor& tensor) {
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
-  static auto* const steal = new py::object(
-      py::module_::import("torch").attr("_C").attr("_aoti").attr("alloc_tensor_by_stealing_from_void_ptr"));
-  return (*steal)(py::capsule(static_cast<void*>(handle)));
-}
-Tensor unwrapped(const py::handle& tensor) {
-  static auto* const give =
-      new py::object(py::module_::import("torch").attr("_C").attr("_aoti").attr("unsafe_alloc_void_ptr_from_tensor"));
-  const py::capsule handle = (*give)(tensor);
-  return Tensor(static_cast<AtenTensorHandle>(handle.get_pointer()));
-}
-
-py::object as_python(Kind kind, StableIValue value) {
-  using torch::stable::detail::to;
-  switch (kind) {
-    case Kind::tensor:
-      return wrapped(to<Tensor>(value));
-    case Kind::optional_tensor: {
-      const auto tensor = to<std::optional<Tensor>>(value);
-      return tensor.has_value() ? wrapped(*tensor) : py::none();
+// The arguments of a call, which a kernel has to free, whatever happens.
+class Arguments {
+ public:
+  Arguments(const std::vector<Kind>& kinds, StableIValue* stack) : kinds_(kinds), stack_(stack) {}
+  Arguments(const Arguments&) = delete;
+  ~Arguments() {
+    while (next_ < kinds_.size()) {
+      const Kind kind = kinds_[next_];
+      drop(kind, stack_[next_++]);
     }
+  }
+
+  // For the function in Python. Call it once.
+  py::tuple as_python();
+
+ private:
+  static void drop(Kind kind, StableIValue value) {
+    using torch::stable::detail::to;
+    switch (kind) {
+      case Kind::tensor:
+        return static_cast<void>(to<Tensor>(value));
+      case Kind::optional_tensor:
+        return static_cast<void>(to<std::optional<Tensor>>(value));
+      case Kind::optional_number:
+        return static_cast<void>(to<std::optional<int64_t>>(value));
+      case Kind::word:
+        return static_cast<void>(to<std::string>(value));
+      case Kind::booleans:
+        return static_cast<void>(to<std::vector<bool>>(value));
+      case Kind::reals:
+        return static_cast<void>(to<std::vector<double>>(value));
+      default:
+        return;
+    }
+  }
+
+  const std::vector<Kind>& kinds_;
+  StableIValue* const stack_;
+  size_t next_ = 0;
+};
+
+// An argument that is no tensor.
+py::object plain(Kind kind, StableIValue value) {
+  using torch::stable::detail::to;
+  switch (kind) {
     case Kind::number:
       return py::int_(to<int64_t>(value));
     case Kind::optional_number:
@@ -231,23 +242,45 @@ py::object as_python(Kind kind, StableIValue value) {
   }
 }
 
-std::vector<Tensor> run_in_python(const Op& op, const std::string& signature, StableIValue* stack) {
-  const py::gil_scoped_acquire gil;
-  const std::string* const outer = std::exchange(planning, &signature);
-  std::vector<Tensor> found;
-  std::optional<std::string> error;
-  try {
-    py::tuple arguments(op.kinds.size());
-    for (size_t n = 0; n < op.kinds.size(); ++n) arguments[n] = as_python(op.kinds[n], stack[n]);
-    for (const py::handle result : py::object(op.planned(*arguments))) found.push_back(unwrapped(result));
-  } catch (py::error_already_set& e) {
-    error = e.what();
-    Py_XDECREF(raised);
-    raised = py::object(e.value()).release().ptr();
+py::tuple Arguments::as_python() {
+  using torch::stable::detail::to;
+  py::tuple arguments(kinds_.size());
+  std::vector<std::pair<size_t, Tensor>> tensors;
+  while (next_ < kinds_.size()) {
+    const size_t n = next_++;
+    std::optional<Tensor> tensor;
+    if (kinds_[n] == Kind::tensor) {
+      tensor = to<Tensor>(stack_[n]);
+    } else if (kinds_[n] == Kind::optional_tensor) {
+      tensor = to<std::optional<Tensor>>(stack_[n]);
+    } else {
+      arguments[n] = plain(kinds_[n], stack_[n]);
+      continue;
+    }
+    arguments[n] = py::none();
+    if (tensor.has_value()) tensors.emplace_back(n, std::move(*tensor));
   }
-  planning = outer;
-  if (error.has_value()) throw std::runtime_error(*error);
-  return found;
+  py::list handles;
+  for (const auto& [n, tensor] : tensors) {
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+    handles.append(py::capsule(static_cast<void*>(handle)));
+  }
+  const py::list given = tensors_from_handles()(handles);
+  for (size_t at = 0; at < tensors.size(); ++at) arguments[tensors[at].first] = given[at];
+  return arguments;
+}
+
+// A Python error goes through torch to the caller as it is.
+std::vector<Tensor> run_in_python(const Op& op, const std::string& signature, Arguments& arguments) {
+  const py::gil_scoped_acquire gil;
+  const Planning planned(signature);
+  std::vector<Tensor> results;
+  for (const py::handle result : py::object(op.planned(*arguments.as_python()))) {
+    const py::capsule handle = handle_from_tensor()(result);
+    results.emplace_back(static_cast<AtenTensorHandle>(handle.get_pointer()));
+  }
+  return results;
 }
 
 std::shared_ptr<const Kept> plan_for(const std::string& signature) {
@@ -265,18 +298,19 @@ bool launches_are_hooked() {
 void call(size_t number, StableIValue* stack, uint64_t arguments, uint64_t results) {
   const Op& op = ops()[number];
   STD_TORCH_CHECK(arguments == op.kinds.size() && results == op.results, "capsfast: a schema and its kernel differ");
-  Reader reader(number);
-  for (size_t n = 0; n < arguments; ++n) reader.read(op.kinds[n], stack[n]);
-  const auto kept = plan_for(reader.signature);
-  std::vector<Tensor> found;
-  if (kept != nullptr && !launches_are_hooked()) found = kept->plan.run(reader.addresses, reader.device);
-  if (found.empty()) {
-    found = run_in_python(op, reader.signature, stack);
-  } else {
-    for (size_t n = 0; n < arguments; ++n) drop(op.kinds[n], stack[n]);
+  std::vector<Tensor> outputs;
+  {
+    Arguments given(op.kinds, stack);
+    Reader reader(number);
+    for (size_t n = 0; n < arguments; ++n) reader.read(op.kinds[n], stack[n]);
+    const auto kept = plan_for(reader.signature);
+    if (kept != nullptr && !launches_are_hooked()) {
+      outputs = kept->plan.run(std::move(reader.addresses), reader.device);
+    }
+    if (outputs.empty()) outputs = run_in_python(op, reader.signature, given);
   }
-  STD_TORCH_CHECK(found.size() == results, "capsfast: a plan returned ", found.size(), " of ", results, " results");
-  for (size_t n = 0; n < results; ++n) stack[n] = torch::stable::detail::from(found[n]);
+  STD_TORCH_CHECK(outputs.size() == results, "capsfast: a plan returned ", outputs.size(), " of ", results, " results");
+  for (size_t n = 0; n < results; ++n) stack[n] = torch::stable::detail::from(outputs[n]);
 }
 
 template <size_t n>
@@ -295,6 +329,10 @@ void serve(const std::string& name, const std::vector<std::string>& types, size_
   using torch::stable::detail::StableLibrary;
   static constexpr auto all = kernels(std::make_index_sequence<kMostOps>());
   if (served == kMostOps) throw std::runtime_error("capsfast: too many ops have plans");
+  const py::object handles = py::module_::import("torch").attr("_C").attr("_aoti");
+  // The function for one tensor has "stealing" in its name, but does not take the handle.
+  tensors_from_handles() = handles.attr("alloc_tensors_by_stealing_from_void_ptrs");
+  handle_from_tensor() = handles.attr("unsafe_alloc_void_ptr_from_tensor");
   Op& op = ops()[served];
   for (const std::string& type : types) op.kinds.push_back(kind_of(type));
   op.results = results;
@@ -315,11 +353,11 @@ int32_t dtype_of(const std::string& name) {
   throw std::invalid_argument("capsfast: no plan makes tensors of " + name);
 }
 
-// Keeps a plan for the signature that this thread plans. False if no op asked for a plan, or there is no driver.
-bool keep(size_t given, const std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>>& made,
+// Keeps a plan for the signature that this thread plans. False if no op asked for a plan, or it cannot be run here.
+bool keep(bool on_gpu, const std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>>& made,
           const std::vector<py::dict>& steps, const std::vector<size_t>& outputs, py::object kernels) {
-  if (planning == nullptr || !has_driver()) return false;
-  auto* const kept = new Kept{{given, {}, {}, outputs}, std::move(kernels)};
+  if (planning == nullptr || !has_driver(on_gpu)) return false;
+  auto* const kept = new Kept{{{}, {}, outputs}, std::move(kernels)};
   const std::shared_ptr<const Kept> shared(kept, free_kept);
   for (const auto& [dtype, sizes, strides] : made) kept->plan.made.push_back({dtype_of(dtype), sizes, strides});
   for (const py::dict& each : steps) {
@@ -365,17 +403,12 @@ void forget() {
   all.order.clear();
 }
 
-py::object take_raised() {
-  return raised == nullptr ? py::none() : py::reinterpret_steal<py::object>(std::exchange(raised, nullptr));
-}
-
 }  // namespace
 
 void define(py::module_& m) {
   m.def("serve", &serve, "Gives an op the kernel that runs its plans; `planned` is its function in Python.");
   m.def("keep_plan", &keep, "Keeps a plan for the signature that this thread plans; whether it will be run here.");
   m.def("forget_plans", &forget, "Drops all plans.");
-  m.def("take_raised", &take_raised, "The Python error behind the last RuntimeError of a planned op, or None.");
   m.def(
       "ask_before_launches", [](py::object function) { hooked() = std::move(function); },
       "A function that says whether launches must take Triton's way, for hooks of profilers.");

@@ -74,9 +74,11 @@ int launch(const Config* config, void* function, void** parameters, void**) {
   return 0;
 }
 
-// The addresses are of the CPU.
-int fill(uint64_t address, unsigned char value, size_t bytes, void*) {
+// The addresses are of the CPU. Recorded as a launch of the function 0 with the address and the bytes.
+int fill(uint64_t address, unsigned char value, size_t bytes, void* stream) {
+  const std::lock_guard<std::mutex> held(one_at_a_time);
   std::memset(reinterpret_cast<void*>(address), value, bytes);
+  launched.insert(launched.end(), {11, 0, 1, 1, 1, 1, 0, reinterpret_cast<uintptr_t>(stream), 0, 0, address, bytes});
   return 0;
 }
 

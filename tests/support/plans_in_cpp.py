@@ -49,6 +49,18 @@ def names() -> tuple[list[str], list[str]]:
     return [each["name"] for each in triton_host.recorded(launched)], [each["name"] for each in triton_host.taken()]
 
 
+def test_zeros_come_before_who_reads_them() -> None:
+    """A routing with logits starts with V = 0."""
+    logits = torch.ones(4, 5)
+    for _ in range(2):
+        triton_host.taken()
+        route(*inputs(), logits=logits)
+    zeros, first, *_ = triton_host.taken()
+    address, size = zeros["values"]
+    assert zeros["name"] == "zeros" and size == 4 * 16 * 5 * 16
+    assert first["name"] == "accumulate_kernel" and not first["early"] and address in first["values"]
+
+
 def test_the_second_run_is_in_cpp() -> None:
     first, second = [(route(*inputs()), names())[1] for _ in range(2)]
     assert first[0] and not first[1]
@@ -64,9 +76,13 @@ def test_outputs_are_tensors_of_their_own() -> None:
     for v in runs:
         assert v.shape == (3, 5, 16) and v.is_contiguous() and v.grad_fn is not None
         assert v.untyped_storage().nbytes() == 4 * v.numel()
-    for _ in range(2):
-        du, dweight = torch.autograd.grad(route(u, weight).sum(), (u, weight))
+    for n in range(2):
+        v = route(u, weight)
+        names()
+        du, dweight = torch.autograd.grad(v, (u, weight), torch.ones_like(v))
         assert du.shape == u.shape and dweight.shape == weight.shape
+        by_python, by_cpp = names()
+        assert bool(by_python) == (n == 0) and bool(by_cpp) == (n == 1)
 
 
 @pytest.mark.parametrize("refused", range(3))
@@ -121,6 +137,58 @@ def test_an_error_of_planning_keeps_its_type(error: BaseException, monkeypatch: 
     triton_host.taken(refuse_after=0)
     with pytest.raises(RuntimeError, match="out of resources"):
         route(*inputs())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()], ids=repr)
+def test_an_error_of_planning_in_an_op_and_in_compiled_code(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    op = torch.ops.capsfast.triton_routing_pass.default
+    options = ("out", False, False, False, False, False)
+    calls = [
+        lambda u, weight: op(u, weight, *(None,) * 9, None, *options),
+        torch.compile(route, backend="aot_eager"),
+    ]
+    for call in calls:
+        monkeypatch.setattr(config, "tiles", fail)
+        with pytest.raises(type(error)):
+            call(*inputs())
+        monkeypatch.undo()
+        call(*inputs())
+
+
+def test_a_call_keeps_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first call of a signature, nor one that C++ runs, nor one that fails, in planning or in a launch."""
+    u, weight = inputs(grad=True)
+    query = torch.ones(3, 5, 16)
+    upstream = torch.ones(3, 5, 16)
+
+    def count() -> list[int]:
+        launched.clear()  # the stub keeps arguments
+        return [each._use_count() for each in (u, weight, query, upstream)]  # type: ignore[attr-defined]
+
+    def call() -> None:
+        first = capsfast.routing_pass(u, weight, query=query, logits=None, backend="triton").first
+        torch.autograd.grad(first, (u, weight), upstream)
+
+    before = count()
+    for _ in range(3):
+        call()
+        assert count() == before
+    for refused in (0, 2):
+        triton_host.taken(refuse_after=refused)
+        with pytest.raises(RuntimeError, match="out of resources"):
+            call()
+        triton_host.taken()
+        assert count() == before
+    plan.forget()
+    monkeypatch.setattr(config, "tiles", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call()
+    assert count() == before
 
 
 def test_an_error_of_planning_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +257,7 @@ def test_threads() -> None:
                 B = 1 + (start + n) % 8
                 v = route(u[:B], weight)
                 assert v.shape == (B, 5, 16)
-                torch.autograd.grad(v.sum(), weight)
+                torch.autograd.grad(v, weight, torch.ones_like(v))
                 if n == 30:
                     plan.forget()
         except BaseException as error:
@@ -210,8 +278,9 @@ def test_a_call_without_input_capsules_or_samples() -> None:
             u, weight = torch.ones(B, I, 8, requires_grad=True), torch.ones(I, 5, 16, 8, requires_grad=True)
             v = route(u, weight)
             assert v.shape == (B, 5, 16)
-            du, dweight = torch.autograd.grad(v.sum(), (u, weight))
+            du, dweight = torch.autograd.grad(v, (u, weight), torch.ones_like(v))
             assert du.shape == u.shape and dweight.shape == weight.shape
+            assert not du.any() and not dweight.any()
 
 
 def test_ops_stay_ops() -> None:

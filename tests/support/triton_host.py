@@ -94,6 +94,9 @@ def taken(refuse_after: int = -1) -> list[dict[str, Any]]:
     found = []
     for line in library.take_launches(ctypes.c_int64(refuse_after)).decode().splitlines():
         function, x, y, z, threads, shared, stream, cooperative, early, *values = map(int, line.split())
+        if not function:
+            found.append({"name": "zeros", "stream": stream, "early": False, "values": [Address(values[0]), values[1]]})
+            continue
         compiled, _ = kernels[function]
         kinds = parameters(compiled)
         numbers = [known(kind, value) for kind, value in zip(kinds, values, strict=False)]
@@ -122,10 +125,31 @@ def launch(compiled: Any, grid: Any, threads: int, shared: int, stream: int, *re
             "shared": shared, "stream": stream} | dict(zip(names, rest, strict=True))  # fmt: skip
 
 
+class Address(int):
+    """An argument that is an address."""
+
+
+def numbered(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The launches with addresses as (which, counted from the first appearance; remainder by 16).
+
+    Addresses count anew where a kernel starts late, as the first of a plan does: plans use the memory of others again.
+    """
+    seen: dict[int, int] = {}
+    found = []
+    for each in launches:
+        seen = seen if each["early"] else {}
+        values = [
+            (seen.setdefault(value, len(seen)), value % 16) if isinstance(value, Address) else value
+            for value in each["values"]
+        ]
+        found.append(each | {"values": values})
+    return found
+
+
 def known(kind: str, value: Any) -> int:
-    """An argument as the bits of its type, an address reduced to its alignment."""
+    """An argument as the bits of its type."""
     if kind.startswith("*"):
-        return int(value.data_ptr() if hasattr(value, "data_ptr") else value) % 16
+        return Address(value.data_ptr() if hasattr(value, "data_ptr") else value)
     if kind == "fp32" and isinstance(value, float):
         return int.from_bytes(ctypes.c_float(value), "little")
     return int(value) % 2 ** (64 if kind == "i64" else 32)
@@ -159,7 +183,7 @@ def by_cpp() -> Any:
 
 
 def differences(launched: Launches) -> list[str]:
-    """Where ways of launching give the driver different things. Addresses differ only by alignment."""
+    """Where ways of launching give the driver different things; which tensor an address is counts, see numbered()."""
     import torch
 
     from capsfast import native
@@ -180,7 +204,8 @@ def differences(launched: Launches) -> list[str]:
                 run(problem, "triton")
             by_python, made_by_cpp = recorded(launched), taken()
             # Of a call with a coupling, whose gradient takes torch, C++ runs the forward alone.
-            sequences.append(made_by_cpp + by_python)
+            # torch fills with zeros where Python runs a plan.
+            sequences.append(numbered([each for each in made_by_cpp + by_python if each["name"] != "zeros"]))
         early = [each["early"] for each in sequences[0]]
         if early[0] or sum(early) < len(early) - 3:  # the backward has a plan of its own, and may begin with torch
             found.append(f"{case}: {early} start early")

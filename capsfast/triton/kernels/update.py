@@ -320,24 +320,27 @@ def add_up_kernel(
     tl.store(p_sum + o_tile, b_total, mask=o_tile < n)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "samples"])
 def bias_gradient_kernel(
     p_ds,  # ds of the first of T iterations, in a state of R iterations
-    p_dbias,  # [J, D], out
-    B,
+    p_dbias,  # [parts, J, D], out
+    B, samples,
     L: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, T: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """A program has an output, whose ds it sums over iterations and samples, SB samples at once."""
+    """A program sums ds of an output over iterations and so many samples, SB of them at once."""
     begin(PDL)
     o_d = tl.arange(0, DP)
     b_total = tl.zeros([SB, DP], tl.float32)
-    for start in range(0, B, SB):
-        o_b = tl.cast(start, tl.int64) + tl.arange(0, SB)
-        m_b = o_b < B
+    first = tl.cast(tl.program_id(1), tl.int64) * samples
+    last = tl.minimum(first + samples, B)
+    for start in range(0, samples, SB):
+        o_b = first + start + tl.arange(0, SB)
+        m_b = o_b < last
         o_tile, m_tile = in_strips(RowTile(o_b * L.J + tl.program_id(0), m_b, o_d, o_b, m_b), L, 2 * R)
         for t in range(T):
             b_total += tl.load(p_ds + 2 * t * numbers(L.D // L.P, L.ROWS) + o_tile, mask=m_tile, other=0.0)
-    tl.store(p_dbias + tl.program_id(0) * L.D + o_d, tl.sum(b_total, 0), mask=o_d < L.D)
+    row = tl.program_id(1) * L.J + tl.program_id(0)
+    tl.store(p_dbias + row * L.D + o_d, tl.sum(b_total, 0), mask=o_d < L.D)
 
 
 @triton.jit(do_not_specialize=["n"])
