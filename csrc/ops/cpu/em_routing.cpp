@@ -2,11 +2,10 @@
 // a step of. The first pass has the mean of the votes at equal coupling as its center, a constant.
 //
 // A part of the batch runs all iterations before the next part: so a small batch makes its votes once, and given votes
-// are read from memory once. In the backward, tiles run an iteration of the whole batch after the other, because dW is
-// a sum over the batch.
+// are read from memory once. The backward of a part takes its iterations from the last to the first.
 //
 // The state has, for each iteration and with a row for each sample: mass and prior [rows, J]; first, second, center and
-// precision [rows, J, D]. The first pass has no prior and no precision; the result of the final step lies there.
+// precision [rows, J, D]. The first pass has no prior and no precision; the results of the final step lie there.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
