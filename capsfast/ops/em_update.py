@@ -3,7 +3,7 @@
 ``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`); beta_a and beta_u,
 both [J], beta_u the mean of the components; and ``last``, the previous poses, None without momentum. It returns
 ``(poses [B, J, D], precision [B, J, D], score [B, J])``. The next pass takes precision, and score as ``prior``. In the
-final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.cpp has the formulas. The
+final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.h has the formulas. The
 definition consists of some thirty torch operations, which torch.compile fuses.
 
 ``capsfast::em_update_backward`` evaluates the step again and returns the gradients of the seven float tensors, empty

@@ -1,6 +1,6 @@
 """The step between passes of EM routing: makes a Gaussian for every output capsule from moments, and the gradients.
 
-csrc/ops/cpu/em_update.cpp has the formulas, and the same names. A program has one sample: a tile [JP, DP] of its J
+csrc/ops/cpu/em_update.h has the formulas, and the same names. A program has one sample: a tile [JP, DP] of its J
 output capsules and their D components, both padded to powers of two.
 """
 
