@@ -167,6 +167,7 @@ def test_plans_only_launch(layer: Layer) -> None:
 
 
 @on_every_backend
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # Python reads sizes
 def test_who_has_the_op(name: str, by_op: list[str]) -> None:
     """Only eager votes of one call have it."""
     u, weight = torch.randn(2, 9, 4), torch.randn(9, 3, 5, 4)

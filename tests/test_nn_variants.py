@@ -92,6 +92,7 @@ def test_it_is_dense_routing_with_less(by: Backend, weight: caps.Weight, options
     logits = dense_logits(more if layer.logits is None else layer.logits + more, groups)
     given = layer.routing.options()
     given["kind"] = given.pop("squash")
+    given["last_squash"] = given["kind"] if given.pop("squash_last") else "identity"
     wanted, c = plain.route(votes, logits=logits, bias=layer.bias, **given, **masks)
     found, found_c = layer(u, logits=more, **masks, return_coupling=True)
     within = [rows.chunk(groups, 2)[g] for g, rows in enumerate(c.chunk(groups, 1))]
