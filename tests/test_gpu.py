@@ -305,14 +305,14 @@ def test_peak_memory_is_below_the_votes(gpu: Backend, direction: str) -> None:
 NEEDS_KERNELS = pytest.mark.skipif(not capsfast.backends()["cuda"].available, reason="needs the CUDA kernels")
 
 
-@NEEDS_KERNELS
-def test_two_threads_on_two_streams() -> None:
-    """Each launch needs the whole device, and shapes need different limits of shared memory."""
+@pytest.mark.parametrize("kernels", [pytest.param("cuda", marks=NEEDS_KERNELS), "triton"])
+def test_two_threads_on_two_streams(kernels: str) -> None:
+    """Each launch of CUDA needs the whole device, and shapes need different limits of shared memory."""
     problems = [
         make(LAYER, QUIET, dtype=torch.float32, device="cuda"),
         make(Shape(33, 700, 5, 8, 4), LOADED, dtype=torch.bfloat16, device="cuda"),
     ]
-    wanted = [run(problem, "cuda") for problem in problems]
+    wanted = [run(problem, kernels) for problem in problems]
     torch.cuda.synchronize()
     start = threading.Barrier(2)
 
@@ -320,7 +320,7 @@ def test_two_threads_on_two_streams() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             start.wait(60)
             for _ in range(50):
-                assert_same_bits(run(problem, "cuda"), want)
+                assert_same_bits(run(problem, kernels), want)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work, *each) for each in zip(problems, wanted, strict=True)]:
@@ -328,7 +328,7 @@ def test_two_threads_on_two_streams() -> None:
 
 
 def write_results(path: str, backend: str) -> None:
-    """For a separate process: writes results of several problems."""
+    """For a separate process: writes results of several problems, of the second run, which C++ launches."""
     problems = [
         make(LAYER, QUIET, dtype=torch.float32, device="cuda"),
         make(LAYER, QUIET, dtype=torch.bfloat16, device="cuda"),
@@ -338,18 +338,26 @@ def write_results(path: str, backend: str) -> None:
     ]
     if backend == "triton":  # it compiles all kernels for each value of the variable
         problems = problems[:2]
+    for problem in problems:
+        run(problem, backend)
     torch.save([{name: value.cpu() for name, value in run(problem, backend).items()} for problem in problems], path)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "variable"),
-    [pytest.param("cuda", "CAPSFAST_COOPERATIVE", marks=NEEDS_KERNELS), ("triton", "CAPSFAST_PDL")],
+    ("kernels", "variable", "values"),
+    [
+        pytest.param("cuda", "CAPSFAST_COOPERATIVE", ("1", "0"), marks=NEEDS_KERNELS),
+        ("triton", "CAPSFAST_PDL", ("1", "0")),
+        ("triton", "CAPSFAST_PLANS", ("", "python")),
+    ],
 )
-def test_how_kernels_are_launched_changes_no_bit(tmp_path: Path, kernels: str, variable: str) -> None:
+def test_how_kernels_are_launched_changes_no_bit(
+    tmp_path: Path, kernels: str, variable: str, values: tuple[str, str]
+) -> None:
     """A process reads the variable once. test_cuda_rows.py counts the launches."""
     found = []
-    for value in ("1", "0"):
-        path = tmp_path / f"{value}.pt"
+    for value in values:
+        path = tmp_path / f"{variable}{value}.pt"
         code = f"from tests.test_gpu import write_results; write_results({str(path)!r}, {kernels!r})"
         environment = {**os.environ, variable: value}
         answer = subprocess.run(
