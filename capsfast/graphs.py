@@ -30,14 +30,16 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The capture gave the memory of what its backward reads to the rest of that backward.
+        # The capture gave the memory of what its backward reads to the rest of that backward. This runs behind the
+        # replay, so after one refusal no other backward is right either.
         if ctx.calls[0] != ctx.number:
+            ctx.calls[0] += 1
             raise RuntimeError(
                 f"{OP}: a call has one backward, before the next call, got another backward or one after another "
                 f"call, which has overwritten what the backward reads; run the backward first, or capture a graph for "
                 f"each call"
             )
-        ctx.number = None
+        ctx.calls[0] += 1
         return (None, *[gradient if gradient is None else gradient.clone() for gradient in gradients])
 
 
@@ -77,9 +79,14 @@ def graphed(layer: Callable[..., Any], example: Tensor | tuple[Tensor, ...], *, 
 
     buffers = [value for value in state if not isinstance(value, nn.Parameter)]
     saved = [value.detach().clone() for value in buffers]
+    device = torch.cuda.device(examples[0].device)  # torch captures a stream of the current device
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), device:
             _check_leaves(flat(*static), (*static, *state))
+    finally:
+        _restore(buffers, saved)
+    try:
+        with torch.enable_grad(), device:
             # Parameters and buffers are arguments too, so that the layer stays as it is and gradients reach them.
             graph = torch.cuda.make_graphed_callables(
                 flat, (*static, *state), num_warmup_iters=warmup, allow_unused_input=True
@@ -87,24 +94,21 @@ def graphed(layer: Callable[..., Any], example: Tensor | tuple[Tensor, ...], *, 
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if str(error).startswith(OP):
-            raise
         raise RuntimeError(
             f"{OP}: the layer must not wait for the GPU, nor have sizes that depend on numbers in a tensor, got "
             f"{str(error).splitlines()[0]}; call the layer itself, or torch.compile it"
         ) from error
     finally:
-        with torch.no_grad():
-            for value, kept in zip(buffers, saved, strict=True):
-                value.copy_(kept)
+        _restore(buffers, saved)
     differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in shape["leaves"]]
     constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in shape["leaves"]]
     spec, addresses, calls = shape["spec"], _addresses(state), [0]
 
     def replay(*args: Tensor) -> Any:
         _check_call(args, static)
-        if (mode := _mode(layer, static[0].device)) != before:
-            raise RuntimeError(f"{OP}: training mode and autocast must be those of the capture, got {mode}{AGAIN}")
+        _check_hooks(layer)
+        if _mode(layer, static[0].device) != before:
+            raise RuntimeError(f"{OP}: training modes and autocast must be those of the capture, got others{AGAIN}")
         if _addresses(_state(layer)) != addresses:
             raise RuntimeError(f"{OP}: the parameters must stay as they are, got others than at the capture{AGAIN}")
         calls[0] += 1
@@ -124,12 +128,20 @@ def _state(layer: object) -> list[Tensor]:
     return [*layer.parameters(), *layer.buffers()] if isinstance(layer, nn.Module) else []
 
 
+def _restore(buffers: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    """Statistics of a batch norm are those of before the capture."""
+    with torch.no_grad():
+        for value, kept in zip(buffers, saved, strict=True):
+            value.copy_(kept)
+
+
 def _addresses(state: Sequence[Tensor]) -> list[tuple[int, bool]]:
     return [(value.data_ptr(), value.requires_grad) for value in state]
 
 
-def _mode(layer: object, device: torch.device) -> dict[str, object]:
-    return {"training": getattr(layer, "training", None), "autocast": checks.autocast_dtype(device)}
+def _mode(layer: object, device: torch.device) -> tuple[object, ...]:
+    training = [module.training for module in layer.modules()] if isinstance(layer, nn.Module) else []
+    return training, checks.autocast_dtype(device)
 
 
 def _check(layer: object, examples: tuple[Any, ...], warmup: int) -> None:
@@ -158,15 +170,24 @@ def _check_state(layer: object, state: Sequence[Tensor], device: torch.device) -
             f"{OP}: autocast must not keep its casts, which a graph would read after they are freed, got its cache "
             f'enabled; capture and call under torch.autocast("cuda", cache_enabled=False)'
         )
+    _check_hooks(layer)
+    for value in state:
+        if value._backward_hooks:
+            raise ValueError(
+                f"{OP}: a replay would run the hooks of a parameter twice, so parameters must have none, got some on "
+                f"{checks.shown(value)}; add them after the capture"
+            )
+        if value.device != device:
+            raise ValueError(f"{OP}: the layer must be on {device}, as the example, got a tensor on {value.device}")
+
+
+def _check_hooks(layer: object) -> None:
     for module in layer.modules() if isinstance(layer, nn.Module) else ():
         if any(getattr(module, kind, None) for kind in HOOKS):
             raise ValueError(
                 f"{OP}: a replay runs no hooks, so modules must have none, got some on {type(module).__name__}; "
                 f"remove them, or add them to what calls the graph"
             )
-    for value in state:
-        if value.device != device:
-            raise ValueError(f"{OP}: the layer must be on {device}, as the example, got a tensor on {value.device}")
 
 
 def _check_leaves(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import capsfast
 from capsfast import native, toolchain
 from capsfast.nn import EMRouting
 from capsfast.nn.couplings import RecordedVotes
@@ -164,6 +165,59 @@ def test_plans_only_launch(layer: Layer) -> None:
     if not layer:
         # Origin: three. Every iteration: arrange, accumulate, update, em_update.
         assert [len(forward.steps), len(backward.steps)] == [15, 15]
+
+
+class Annealed(EMRouting):
+    def _update(self, votes: Any, t: int) -> Any:
+        return super()._update(votes, t)._replace(floor=1 / (t + 1), inverse_temperature=5.0)
+
+
+class Counted(PassVotes):
+    count = 0
+
+    def moments(self, **arguments: Any) -> Any:
+        self.count += 1
+        return super().moments(**arguments)
+
+
+@on_every_backend
+def test_what_a_user_changes_counts(name: str, by_op: list[str]) -> None:
+    """The number of iterations after the start, the update of a subclass, the passes of a subclass of votes."""
+    torch.manual_seed(0)
+    u, weight = torch.randn(2, 9, 4), torch.randn(9, 3, 5, 4)
+    for kind in (EMRouting, Annealed):
+        found = []
+        for backend in (name, "reference"):
+            routing = kind(9, 3, 4, 5, backend=backend)
+            routing.num_iterations = 2
+            found.append(routing((u, weight)))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert by_op == [name]
+    votes = Counted("test", u, weight, backend=name)
+    EMRouting(9, 3, 4, 5, backend=name)(votes)
+    assert votes.count == 3 and by_op == [name]
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Mode():
+        EMRouting(9, 3, 4, 5, backend=name)((u, weight))
+    assert seen.count(capsfast.routing_pass) == 4
+
+
+@pytest.mark.parametrize("hidden", [slice(0, None, 17), slice(1, None, 17)], ids=["the 17th", "others"])
+def test_a_mask_of_given_votes_tells_which_stand_for_all(hidden: slice) -> None:
+    """Far from 0, second moments cancel about an origin without mass."""
+    torch.manual_seed(0)
+    votes, mask = 1000 + torch.randn(2, 400, 3, 5), torch.ones(2, 400, dtype=torch.bool)
+    mask[:, hidden] = False
+    found = EMRouting(400, 3, 4, 5, floor=0.01)(votes, mask=mask)
+    exact = EMRouting(400, 3, 4, 5, floor=0.01, backend="reference").double()(votes.double(), mask=mask)
+    torch.testing.assert_close(found.poses.double(), exact.poses, rtol=3e-7, atol=0)
+    torch.testing.assert_close(found.activations.double(), exact.activations, rtol=1e-4, atol=1e-4)
 
 
 @on_every_backend

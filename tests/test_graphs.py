@@ -5,7 +5,7 @@ tests/test_gpu.py has the same comparison with real graphs.
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,6 +73,22 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", made)
+    monkeypatch.setattr(torch.cuda, "device", entered)
+
+
+class entered:
+    """Stands for torch.cuda.device. devices: those that were current."""
+
+    devices: ClassVar[list[torch.device]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.devices.append(self.device)
+
+    def __exit__(self, *error: object) -> None:
+        self.devices.append(torch.device("meta"))
 
 
 U = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -134,6 +150,10 @@ def test_a_backward_after_another_call_is_refused() -> None:
     v.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a call has one backward, before the next call"):
         v.sum().backward()
+    first, second = graph(u), graph(u)
+    for v in (first, second):  # the refused backward has been replayed
+        with pytest.raises(RuntimeError, match="a call has one backward, before the next call"):
+            v.sum().backward()
 
 
 def moved(module: nn.Module) -> None:
@@ -147,7 +167,9 @@ CALLS: dict[str, tuple[Callable[[nn.Module], object], Callable[[Any], object], t
     "gradient": (lambda m: None, lambda graph: graph(U.clone().requires_grad_()), ValueError, "not require a gradient"),
     "none": (lambda m: None, lambda graph: graph(), TypeError, "takes 1 arguments by position, got 0"),
     "list": (lambda m: None, lambda graph: graph([1.0]), TypeError, "argument 0 must be a tensor"),
-    "mode": (lambda m: m.eval(), lambda graph: graph(U), RuntimeError, "training mode and autocast must be those"),
+    "mode": (lambda m: m.eval(), lambda graph: graph(U), RuntimeError, "training modes and autocast must be those"),
+    "part": (lambda m: m.routing.eval(), lambda graph: graph(U), RuntimeError, "training modes and autocast must"),
+    "hook": (lambda m: m.routing.register_forward_hook(print), lambda graph: graph(U), ValueError, "runs no hooks"),
     "weight": (moved, lambda graph: graph(U), RuntimeError, "the parameters must stay as they are"),
     "frozen": (lambda m: m.requires_grad_(False), lambda graph: graph(U), RuntimeError, "must stay as they are"),
 }
@@ -181,6 +203,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def with_hook_on_weight() -> nn.Module:
+    module = layer()
+    next(module.parameters()).register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
 REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "no function": (3, U, TypeError, "layer must be a module or a function of tensors, got 3"),
     "no example": (layer(), (), ValueError, "example must be a tensor or a tuple of tensors, got none"),
@@ -188,6 +216,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "another device": (layer(), U.to("meta"), ValueError, "must be on one CUDA device, got a tensor on meta"),
     "the layer elsewhere": (layer().to("meta"), U, ValueError, "the layer must be on cpu"),
     "hooks": (hooked(), U, ValueError, "a replay runs no hooks"),
+    "hooks of a parameter": (with_hook_on_weight(), U, ValueError, "would run the hooks of a parameter twice"),
     "a weight from elsewhere": (
         lambda u: capsfast.dynamic_routing(u, ELSEWHERE),
         U,
@@ -216,6 +245,32 @@ def test_an_error_of_the_capture_says_what_a_graph_needs(monkeypatch: pytest.Mon
         RuntimeError, match=r"must not wait for the GPU.*got CUDA error: .* is capturing; call the layer"
     ):
         capsfast.graphed(layer(), U)
+
+
+@pytest.mark.usefixtures("played")
+def test_an_error_of_the_layer_stays_what_it_is() -> None:
+    with pytest.raises(ValueError, match=r"capsfast.DynamicRouting|capsfast.dynamic_routing"):
+        capsfast.graphed(layer(), U[:, :5].clone())
+    with pytest.raises(RuntimeError, match="of the layer"):
+        capsfast.graphed(raising, U)
+
+
+def raising(u: Tensor) -> Tensor:
+    raise RuntimeError("of the layer")
+
+
+@pytest.mark.usefixtures("played")
+def test_the_device_of_the_example_is_current_at_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.cuda.make_graphed_callables
+    current: list[torch.device] = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        current.append(entered.devices[-1])
+        return made(*args, **options)
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", recorded)
+    capsfast.graphed(layer(), U)
+    assert current == [U.device]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

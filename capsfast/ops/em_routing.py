@@ -40,7 +40,8 @@ def backend_of(call: Call, betas: tuple[Tensor, Tensor], backend: str | None) ->
     """
     if demanded(call.op, backend) in ("cuda", "reference") or forward_level() >= 0:
         return None
-    given = (call.u, call.weight, call.parameters.activation, *betas)
+    parameters = call.parameters
+    given = (call.u, call.weight, parameters.activation, parameters.mask, parameters.out_mask, *betas)
     if not all(each is None or checks.is_eager(each) for each in given):
         return None
     if not call.u.numel() * call.J * call.D or (call.weight is not None and call.weight.shape[1] != call.J):

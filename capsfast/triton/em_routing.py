@@ -56,7 +56,7 @@ class Routing:
         return found
 
     def rows_of(self, b: slice) -> slice:
-        positions = self.rows // self.u.shape[0]
+        positions = self.rows // max(self.u.shape[0], 1)
         return slice(b.start * positions, min(b.stop, self.u.shape[0]) * positions)
 
     def call(self, now: Iteration | None = None, t: int = 0, iterations: int = 1) -> Call:
@@ -134,7 +134,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     B = u.shape[0]
     # The terms of the activation take half as much as the coefficients.
     step = samples_at_once(u, J, em.D, 1.5 * em.r if need_activation else em.r - 1)
-    step = min(step, B) if need_u or need_weight or need_activation else B
+    step = max(min(step, B) if need_u or need_weight or need_activation else B, 1)
     # The parts of dx are written where they belong, unless they are sums over output capsules.
     dx = plan.new(*u.shape, dtype=u.dtype) if need_u and not em.call().common else None
     parts = []

@@ -109,23 +109,22 @@ class EMRouting(IterativeRouting):
         checks.not_negative(self._op, "activation", activation)
         beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
         beta_u = beta_u.mean(1) if beta_u.dim() == 2 else beta_u
-        betas, temperatures = (self.beta_a, beta_u), self.inverse_temperatures
-        routed = votes.gaussians(activation, betas, temperatures, self._update(votes, 0), self.leaky)
+        updates = [self._update(votes, t) for t in range(self.num_iterations)]
+        routed = votes.gaussians(activation, (self.beta_a, beta_u), updates, self.leaky)
         if routed is not None:
             return Capsules(*routed)
         center = votes.origin(activation)  # the result does not depend on it
         last = torch.zeros_like(center) if self.momentum else None
         precision = found = None
-        for t in range(self.num_iterations):
+        for update in updates:
             # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
             mass, first, second, *_ = votes.moments(
                 center=center, precision=precision, prior=found, activation=activation, second=True, leaky=self.leaky
             )
             assert second is not None
-            moments, options = (mass, first, second), self._update(votes, t)
             # Precision and prior of the next pass; after the last one None and the activations.
             center, precision, found = em_update.call(
-                *moments, center, self.beta_a, beta_u, last, votes.out_mask, options, votes.backend
+                mass, first, second, center, self.beta_a, beta_u, last, votes.out_mask, update, votes.backend
             )
             last = center if self.momentum else None
         assert found is not None

@@ -43,6 +43,10 @@ class UnfoldedVotes(PassVotes):
         self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
 
+    def gaussians(self, *given: Any) -> tuple[Tensor, Tensor] | None:
+        self.tensors = (self._own(), self.tensors[1])
+        return super().gaussians(*given)
+
 
 def unfolded(image: Tensor, windows: Tensor, fold: Fold) -> Tensor:
     """``windows``, which were unfolded from the image, with a gradient to the image."""

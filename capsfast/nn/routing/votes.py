@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ... import arguments, checks, positions
 from ...arguments import GIVEN, PassParameters
@@ -114,13 +115,12 @@ class Votes(ABC):
         self,
         activation: Tensor | None,
         betas: tuple[Tensor, Tensor],
-        inverse_temperatures: tuple[float, ...],
-        options: EMOptions,
+        updates: Sequence[EMOptions],
         leaky: bool,
     ) -> tuple[Tensor, Tensor] | None:
         """EM routing as one op, ``(poses, activations)``; None if it needs single passes.
 
-        options: of the update after a pass.
+        updates: what follows the pass of each iteration.
         """
         return None
 
@@ -148,14 +148,18 @@ class Votes(ABC):
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
         """Whether every STRIDE-th input capsule has enough of the mass; False if that can't be read at no cost."""
-        if activation is None and self.mask is None:
+        there = self._input_mask()
+        if activation is None and there is None:
             return True
-        mass = activation if self.mask is None else self.mask if activation is None else activation * self.mask
+        mass = activation if there is None else there if activation is None else activation * there
         assert mass is not None
         if not checks.can_be_looked_at(mass):
             return False
         mass = mass.detach().float()
         return bool((mass[:, ::STRIDE].sum(1) >= LEAST_SHARE * mass.sum(1)).all())
+
+    def _input_mask(self) -> Tensor | None:
+        return self.mask
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         """A pass over every ``step``-th input capsule, or over all."""
@@ -246,6 +250,13 @@ class PassVotes(Votes):
         found = routing_pass(u, weight, **arguments, **self.given)
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
+    def _stride(self, activation: Tensor | None) -> int:
+        return 1 if self.spatial else super()._stride(activation)
+
+    def _input_mask(self) -> Tensor | None:
+        mask: Tensor | None = self.given["mask"]
+        return mask
+
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         if self.spatial:
             return super()._some(step, activation)
@@ -279,20 +290,27 @@ class PassVotes(Votes):
         self,
         activation: Tensor | None,
         betas: tuple[Tensor, Tensor],
-        inverse_temperatures: tuple[float, ...],
-        options: EMOptions,
+        updates: Sequence[EMOptions],
         leaky: bool,
     ) -> tuple[Tensor, Tensor] | None:
         u, weight = self.tensors
+        mask, out_mask = self.given["mask"], self.given["out_mask"]
+        kind = type(self)
+        if kind.gaussians is PassVotes.gaussians and kind.moments is not PassVotes.moments:
+            return None  # a class that overrides passes wants them
+        # The op has a temperature for each iteration, but one of every other option. Who replaces passes gets passes.
+        alike = len({update[:-2] for update in updates}) == 1
+        if not alike or has_torch_function((u, weight, activation, mask, out_mask)):
+            return None
         given = None if activation is None else self.restore(activation)
-        parameters = PassParameters(activation=given, mask=self.given["mask"], out_mask=self.given["out_mask"])
+        parameters = PassParameters(activation=given, mask=mask, out_mask=out_mask)
         op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"  # as the passes say
         call, restore = arguments.check(op, u, weight, parameters, PassOptions("out", leaky, True), J_needed=True)
         backend = em_routing.backend_of(call, betas, self.backend)
         if backend is None:
             return None
-        stride = 1 if self.spatial else self._stride(activation)
-        found = em_routing.run(call, betas, inverse_temperatures, options, stride, backend)
+        temperatures = tuple(update.inverse_temperature for update in updates)
+        found = em_routing.run(call, betas, temperatures, updates[0], self._stride(activation), backend)
         poses, activations = found if restore is None else map(restore, found)
         return self._sampled(poses), self._sampled(activations)
 

@@ -227,8 +227,7 @@ struct Gradients {
       const T dterms = dcost * mass * s.scale;
       of_beta_a[row] = -dcost, of_beta_u[row] = T(s.D) * dterms;
       dscale += dcost * mass * s.cost[j];
-      const T of_score = s.step.final ? T(0) : dlog_activation,
-              of_cost = s.options.cost_of_variance ? dterms : T(0);
+      const T of_score = s.step.final ? T(0) : dlog_activation, of_cost = s.options.cost_of_variance ? dterms : T(0);
       const T dn = components(s, b, j, of_cost - of_score);
       // Without mass there is no gradient, even if the sum is NaN.
       dmass[row] = dcost * s.scale * s.cost[j] - (s.n[j] == T(0) ? T(0) : s.n[j] * s.n[j] * dn);
