@@ -92,7 +92,7 @@ def by_op(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def by_passes(*args: Any) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassVotes, "gaussians", Votes.gaussians)
+        patch.setattr(PassVotes, "_gaussians", Votes._gaussians)
         return run(*args)
 
 

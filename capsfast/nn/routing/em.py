@@ -110,7 +110,7 @@ class EMRouting(IterativeRouting):
         beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
         beta_u = beta_u.mean(1) if beta_u.dim() == 2 else beta_u
         updates = [self._update(votes, t) for t in range(self.num_iterations)]
-        routed = votes.gaussians(activation, (self.beta_a, beta_u), updates, self.leaky)
+        routed = votes._gaussians(activation, (self.beta_a, beta_u), updates, self.leaky)
         if routed is not None:
             return Capsules(*routed)
         center = votes.origin(activation)  # the result does not depend on it

@@ -43,9 +43,9 @@ class UnfoldedVotes(PassVotes):
         self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
 
-    def gaussians(self, *given: Any) -> tuple[Tensor, Tensor] | None:
+    def _gaussians(self, *given: Any) -> tuple[Tensor, Tensor] | None:
         self.tensors = (self._own(), self.tensors[1])
-        return super().gaussians(*given)
+        return super()._gaussians(*given)
 
 
 def unfolded(image: Tensor, windows: Tensor, fold: Fold) -> Tensor:

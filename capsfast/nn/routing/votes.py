@@ -94,7 +94,7 @@ class Votes(ABC):
         A function as ``squash`` needs single passes; the fused op does not take it.
 
         Args:
-            options: softmax and so on, as keywords, and those that :class:`capsfast.options.RoutingOptions` adds.
+            options: softmax and so on, as keywords, and those that ``RoutingOptions`` in capsfast/options.py adds.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("paper", partial(_squashed_by, squash))
         given = routing_options(OP, num_iterations, squash=kind, **options)
@@ -111,7 +111,7 @@ class Votes(ABC):
             v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
         return (v, last.weights) if return_coupling else v
 
-    def gaussians(
+    def _gaussians(
         self,
         activation: Tensor | None,
         betas: tuple[Tensor, Tensor],
@@ -286,7 +286,7 @@ class PassVotes(Votes):
             found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)
         return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
 
-    def gaussians(
+    def _gaussians(
         self,
         activation: Tensor | None,
         betas: tuple[Tensor, Tensor],
@@ -296,7 +296,7 @@ class PassVotes(Votes):
         u, weight = self.tensors
         mask, out_mask = self.given["mask"], self.given["out_mask"]
         kind = type(self)
-        if kind.gaussians is PassVotes.gaussians and kind.moments is not PassVotes.moments:
+        if kind._gaussians is PassVotes._gaussians and kind.moments is not PassVotes.moments:
             return None  # a class that overrides passes wants them
         # The op has a temperature for each iteration, but one of every other option. Who replaces passes gets passes.
         alike = len({update[:-2] for update in updates}) == 1
