@@ -89,8 +89,8 @@ def halved(path: Path) -> None:
     content = path.read_bytes()
     half = len(content) // 2
     if path.suffix == ".yaml":
-        # Up to the end of a line, or of a word behind a key, it would be a file without an error. It ends within the next
-        # key that follows a value.
+        # Up to the end of a line, or of a word behind a key, it would be a file without an error. It ends within the
+        # next key that follows a value.
         half += re.search(rb"(?<=[^:]\n) *\w\w+:", content[half:]).end() - 2  # type: ignore[union-attr]
     path.write_bytes(content[:half])
 
