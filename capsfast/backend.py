@@ -246,7 +246,7 @@ def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
     Raises:
         RuntimeError: the demanded backend cannot serve the call.
     """
-    demand, device = _forced if backend is None else _checked(backend, call.op), call.u.device
+    demand, device = demanded(call.op, backend), call.u.device
     kind = device.type
     if demand is not None:
         reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)

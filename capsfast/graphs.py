@@ -35,9 +35,8 @@ class _Inputs(torch.autograd.Function):
         if ctx.calls[0] != ctx.number:
             ctx.calls[0] += 1
             raise RuntimeError(
-                f"{OP}: a call has one backward, before the next call, got another backward or one after another "
-                f"call, which has overwritten what the backward reads; run the backward first, or capture a graph for "
-                f"each call"
+                f"{OP}: a call has one backward, before the next call, got a second backward or a later one, whose "
+                f"memory is overwritten; run the backward first, or capture a graph for each call"
             )
         ctx.calls[0] += 1
         return (None, *[gradient if gradient is None else gradient.clone() for gradient in gradients])
@@ -129,7 +128,7 @@ def _state(layer: object) -> list[Tensor]:
 
 
 def _restore(buffers: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-    """Statistics of a batch norm are those of before the capture."""
+    """Gives the buffers, such as statistics of a batch norm, the values from before the capture."""
     with torch.no_grad():
         for value, kept in zip(buffers, saved, strict=True):
             value.copy_(kept)

@@ -106,7 +106,7 @@ def routing_options(
     wide: bool = False,
     **options: Any,
 ) -> RoutingOptions:
-    """The options of a routing op from keywords: those of :class:`Options`, and its own.
+    """The options of a routing op from keywords: the fields of :class:`Options`, and what only the op has.
 
     Raises:
         TypeError, ValueError: an option that is not admissible.
@@ -116,6 +116,7 @@ def routing_options(
         # What a class calls squash if it chooses the squash of all other iterations.
         checks.choice(op, "squash", last_squash, SQUASH)
         checked = checked._replace(last_squash=last_squash)
+    checks.positive(op, "sharpness", sharpness)
     return checked._replace(sharpness=sharpness, accumulate=accumulate, wide=wide)
 
 

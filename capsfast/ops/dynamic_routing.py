@@ -6,7 +6,8 @@ softmax "in" c has that dtype too, because the backward subtracts a sum of c fro
 rounded c would leave no digit of the difference. s and norm are for the backward, in the dtype of sums. s holds the
 weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the normaliser over the input
 capsules: a number m, which the largest logit exceeds by at most 8, and ``1 / sum_i exp(b - m)``. The backward
-recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
+recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t, or without accumulate the last one,
+times the sharpness.
 
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the P votes one after the other.
@@ -16,7 +17,7 @@ too. Votes ``[B, I, J, D, S]`` have S positions. Then every tensor with an axis 
 empty, because with few input capsules they would take as much memory as the votes (r / I of it). The backward computes
 them again, for a part of the positions at a time.
 
-The options are those of :class:`capsfast.options.RoutingOptions`. Logits need accumulate, except in factored_routing.
+:class:`capsfast.options.RoutingOptions` lists the options. Logits need accumulate, except in factored_routing.
 tf32: float32 products may be rounded to TF32; no effect on the CPU.
 
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.

@@ -16,7 +16,7 @@ from ..positions import as_positions, as_samples
 from . import em_update, passes
 from .dynamic_routing import added, joined, samples_at_once
 from .kernels.arguments import Norms, OutputGradients
-from .kernels.update import add_terms_kernel, add_up_kernel
+from .kernels.update import add_terms_kernel
 from .launch import Call, bytes_of, cdiv
 from .plan import Plan, Slot, planned
 
@@ -153,11 +153,10 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     else:
         dx = plan.compute(joined, u.dtype, *dxs) if need_u and dx is None else dx
         dweight = plan.compute(added, weight.dtype, *dweights) if need_weight else None
-    dbetas = []
-    for share, beta, wanted in zip(shares, betas, needed[3:], strict=True):
-        dbetas.append(plan.new(J, dtype=beta.dtype) if wanted else None)
-        if wanted:  # few sums of many terms: a program reads 512 rows at once
-            plan.launch(add_up_kernel, (cdiv(J, 4),), share, dbetas[-1], J, em.r * rows, WIDTH=4, SB=512)
+    dbetas = [
+        em_update.add_up(plan, share, beta.dtype) if wanted else None
+        for share, beta, wanted in zip(shares, betas, needed[3:], strict=True)
+    ]
     found = (dx, dweight, dactivation, *dbetas)
     return tuple(each or plan.new(0, dtype=(like or u).dtype) for each, like in zip(found, args[2:7], strict=True))
 
@@ -178,7 +177,7 @@ def _backward(
     need_votes, need_activation = needed[0] or needed[1], needed[2]
     new, call = em.plan.new, em.call(iterations[-1], r - 1, r)
     state, vectors = call.vectors(r, 2), (call.vectors(r), call.vectors(r), call.vectors(r))
-    # The couplings of the first iteration are equal. With the activation's terms they come with those of the others.
+    # The first iteration has equal couplings, which need no pairs, unless the activation needs its terms.
     start = 0 if need_activation else 1
     pairs = passes.new_coefficients(call, r - start) if need_votes and r > start else None
     positions = () if call.positions is None else (call.positions,)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from ..options import EMOptions
 from .config import power_of_two
 from .kernels.em_update import em_update_kernel
-from .launch import bytes_of
+from .kernels.update import add_up_kernel
+from .launch import bytes_of, cdiv
 from .plan import Plan, Slot, planned
 
 # Numbers of a tile for each warp. Registers then hold half a dozen arrays of the size of the tile.
@@ -21,7 +22,7 @@ def step(
     out_mask: Slot | None,
     o: EMOptions,
     of_results: Sequence[Slot | None],
-    of_scores: tuple[Slot | None, Slot | None] = (None, None),
+    of_next: tuple[Slot | None, Slot | None] = (None, None),
     gradients: Sequence[Slot | None] = (None,) * 7,
     routing: bool = False,
 ) -> None:
@@ -34,7 +35,7 @@ def step(
     JP, DP = power_of_two(J), power_of_two(D)
     if not B:
         return
-    given = (mass, first, second, center, last, beta_a, beta_u, bytes_of(out_mask), *of_results, *of_scores)
+    given = (mass, first, second, center, last, beta_a, beta_u, bytes_of(out_mask), *of_results, *of_next)
     numbers = (float(o.floor), float(o.momentum), float(o.cost_scale), float(o.inverse_temperature))
     plan.launch(
         em_update_kernel, (B,), *given, *gradients, *numbers, J=J, D=D, JP=JP, DP=DP,
@@ -42,6 +43,15 @@ def step(
         MOMENTUM=bool(o.momentum) if routing else last is not None, ROUTING=routing,
         num_warps=min(8, max(1, JP * DP // NUMBERS_OF_A_WARP)),
     )  # fmt: skip
+
+
+def add_up(plan: Plan, shares: Slot, dtype: torch.dtype = torch.float32) -> Slot:
+    """The gradient of a beta [J] from the shares [..., J] of samples and iterations."""
+    J = shares.shape[-1]
+    total = plan.new(J, dtype=dtype)
+    # Few sums of many terms: a program reads 512 rows at once.
+    plan.launch(add_up_kernel, (cdiv(J, 4),), shares, total, J, shares.numel() // max(J, 1), WIDTH=4, SB=512)
+    return total
 
 
 @planned
@@ -64,7 +74,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     dfirst, dsecond, dcenter, dlast = (plan.new(*first.shape) for _ in range(4))
     gradients = (dmass, dfirst, dsecond, dcenter, dlast, dbeta_a, dbeta_u)
     step(plan, tensors, out_mask, EMOptions(*options), (dposes, dprecision, dscore), gradients=gradients)
-    dbeta_a, dbeta_u = (plan.compute(Tensor.sum, each, 0) for each in (dbeta_a, dbeta_u))
+    dbeta_a, dbeta_u = (add_up(plan, each) for each in (dbeta_a, dbeta_u))
     found = (dmass, dfirst, dsecond, dcenter, dbeta_a, dbeta_u, dlast)
     return tuple(
         gradient if wanted and tensor is not None else plan.new(0)

@@ -71,7 +71,11 @@ def shared_memory(device: torch.device) -> int:
 
 
 def bytes_of(mask: Slot | None) -> Any:
-    return None if mask is None else mask.bytes()
+    """The mask, contiguous, as bytes."""
+    if mask is None:
+        return None
+    mask = mask.contiguous()
+    return Slot(mask.plan, mask.memory, mask.ghost.view(torch.uint8))
 
 
 def plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None:

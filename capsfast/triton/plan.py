@@ -92,11 +92,6 @@ class Slot:
         """Bytes from the start of the memory to the slot."""
         return int(self.ghost.storage_offset()) * self.element_size()
 
-    def bytes(self) -> "Slot":
-        """The slot of bools as bytes, contiguous."""
-        slot = self.contiguous()
-        return Slot(self.plan, slot.memory, slot.ghost.view(torch.uint8))
-
     def contiguous(self) -> "Slot":
         slot: Slot = self.plan.compute(Tensor.contiguous, self)
         return slot

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "../out_of_memory.h"
+#include "../new_tensor.h"
 
 namespace capsfast::plans {
 
@@ -13,18 +13,6 @@ namespace {
 
 // As ALIGNMENT of plan.py.
 constexpr uintptr_t kAlignment = 16;
-
-Tensor allocate(const Form& form, Device device) {
-  AtenTensorHandle tensor;
-  const auto axes = static_cast<int64_t>(form.sizes.size());
-  if (aoti_torch_empty_strided(axes, form.sizes.data(), form.strides.data(), form.dtype, device.type, device.index,
-                               &tensor) != TORCH_SUCCESS) {
-    double numbers = 1;
-    for (const int64_t size : form.sizes) numbers *= double(size);
-    throw_no_tensor(numbers * double(aoti_torch_dtype_element_size(form.dtype)));
-  }
-  return Tensor(tensor);
-}
 
 }  // namespace
 
@@ -36,7 +24,8 @@ std::vector<Tensor> Plan::run(std::vector<char*> addresses, Device device) const
   tensors.reserve(made.size());
   uintptr_t bits = 0;
   for (const Form& form : made) {
-    tensors.push_back(allocate(form, device));
+    tensors.push_back(new_tensor(device.type, device.index, form.sizes.data(), form.strides.data(), form.sizes.size(),
+                                 form.dtype, double(aoti_torch_dtype_element_size(form.dtype))));
     addresses.push_back(static_cast<char*>(tensors.back().data_ptr()));
     bits |= reinterpret_cast<uintptr_t>(addresses.back());
   }

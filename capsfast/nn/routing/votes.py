@@ -40,7 +40,7 @@ class Votes(ABC):
         B, I, J, D: sizes; positions of an image count as samples, in B.
         dtype, device: dtype and device of the votes.
         u: the input capsules ``[B, I, K]`` (pose matrices ``[B, I, P, Q]``) of the votes, None if votes were given.
-        mask: bool ``[B, I]``, False for input capsules that are taken out; None without a mask or without u.
+        mask: bool ``[B, I]``, False for input capsules that are taken out; None without a mask.
         out_mask: bool ``[B, J]``, False for output capsules that are taken out; None without a mask.
         backend: backend of the passes, see :func:`capsfast.routing_pass`, and of computations between them.
             Subclasses set it; the default "reference" uses torch only.
@@ -148,18 +148,14 @@ class Votes(ABC):
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
         """Whether every STRIDE-th input capsule has enough of the mass; False if that can't be read at no cost."""
-        there = self._input_mask()
-        if activation is None and there is None:
+        if activation is None and self.mask is None:
             return True
-        mass = activation if there is None else there if activation is None else activation * there
+        mass = activation if self.mask is None else self.mask if activation is None else activation * self.mask
         assert mass is not None
         if not checks.can_be_looked_at(mass):
             return False
         mass = mass.detach().float()
         return bool((mass[:, ::STRIDE].sum(1) >= LEAST_SHARE * mass.sum(1)).all())
-
-    def _input_mask(self) -> Tensor | None:
-        return self.mask
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         """A pass over every ``step``-th input capsule, or over all."""
@@ -213,7 +209,7 @@ class PassVotes(Votes):
         else:
             whole = arguments.of_product(op, u, weight)
             (self.batch, self.I), own, self.D = u.shape[:2], whole.J, whole.D
-            self.u, self.mask = u, mask
+            self.u = u
         self.dtype, self.device = u.dtype, u.device
         self.places = 1
         for size in self.spatial:
@@ -225,7 +221,7 @@ class PassVotes(Votes):
         if own == 1 and out_mask is None:  # tells the passes J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
         self.given: dict[str, Any] = {**masks, "backend": backend}
-        self.out_mask = self.samples("out_mask", out_mask)
+        self.mask, self.out_mask = self.samples("mask", mask), self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
         sizes = (self.batch, self.I, self.J, self.D)
@@ -252,10 +248,6 @@ class PassVotes(Votes):
 
     def _stride(self, activation: Tensor | None) -> int:
         return 1 if self.spatial else super()._stride(activation)
-
-    def _input_mask(self) -> Tensor | None:
-        mask: Tensor | None = self.given["mask"]
-        return mask
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         if self.spatial:

@@ -58,7 +58,7 @@ def em_update_kernel(
     p_beta_a, p_beta_u,  # [J]
     p_out_mask,  # [B, J] bytes or None
     p_poses, p_precision, p_score,  # the results; in the backward their gradients, or None for 0
-    p_next_precision, p_dscore,  # in the backward of a routing: see below
+    p_next_precision, p_next_db_x,  # in the backward of a routing: see below
     p_dmass, p_dfirst, p_dsecond, p_dcenter, p_dlast,  # results of the backward; None in the forward
     p_dbeta_a, p_dbeta_u,  # [B, J]: shares of the samples
     floor, momentum, cost_scale, rate,
@@ -69,7 +69,7 @@ def em_update_kernel(
     """ROUTING: this step is part of a routing, so the poses before are center, and last from the second iteration on.
 
     A routing has 0 for masked outputs in the precision, in the prior and in gradients, because their votes may be NaN.
-    In its backward p_precision and p_dscore hold sum_i db x^2 and sum_i db x of the next pass, whose precision is
+    In its backward p_precision and p_next_db_x hold sum_i db x^2 and sum_i db x of the next pass, which has
     p_next_precision. p_dcenter, None in the first iteration, gets the gradient of the poses before: by last, and as
     the new poses of a capsule without mass. Otherwise moments about another center make the same Gaussian; in the
     passes alone, dcenter of this step and of the pass before it cancel.
@@ -139,7 +139,7 @@ def em_update_kernel(
         dpose = load(p_poses, o_tile, m_tile)
         if ROUTING:
             dprecision *= -0.5
-            dpose += load(p_next_precision, o_tile, m_tile) * load(p_dscore, o_tile, m_tile)
+            dpose += load(p_next_precision, o_tile, m_tile) * load(p_next_db_x, o_tile, m_tile)
         dvariance = precision * (0.5 * dlog_sigma[:, None] - dprecision * precision)
         if ISOTROPIC:
             dvariance = mean(dvariance, m_tile, D)

@@ -26,7 +26,7 @@
 
 namespace capsfast::em {
 
-// Of all iterations.
+// What all iterations have in common.
 struct Options {
   double floor, momentum;
   double cost_scale;  // 0: 1 / mean of the mass, over the output capsules that are not masked
