@@ -5,14 +5,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
 from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement
-from .nn.couplings import routed_by_passes, shares_of
+from .nn.couplings import as_capsfast, routed_by_passes, shares_of
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -100,9 +100,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         ['saturated']
     """
     op = "capsfast.diagnose"
-    as_capsfast: Any = getattr(layer, "as_capsfast", None)
-    if as_capsfast is not None:  # capsfast.accelerate made it
-        layer, u = as_capsfast(u)
+    layer, u = as_capsfast(layer, u)
     if not isinstance(layer, (RoutedCaps, RoutingByAgreement, ConvCaps2d)):
         raise TypeError(
             f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "

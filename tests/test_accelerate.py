@@ -65,6 +65,23 @@ def test_the_report_says_what_was_found(images: Tensor) -> None:
         report["0.conv"]
 
 
+def test_couplings_and_a_diagnosis_of_fused_layers(images: Tensor) -> None:
+    model = Net()
+    inputs: dict[str, Tensor] = {}
+    for name in ("first", "second"):
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, *args))
+    accelerate(model, images)
+    for name, u in inputs.items():
+        layer: Any = model.get_submodule(name)
+        found = capsfast.nn.couplings(layer, u)
+        own, its_u = layer.as_capsfast(u)
+        torch.testing.assert_close(found, capsfast.nn.couplings(own, its_u), rtol=0, atol=0)
+        assert all(len(c) == len(u) and c.dim() == 3 for c in found)
+        assert capsfast.diagnose(layer, u).coupling_entropy
+    with pytest.raises(TypeError, match="layer must be a routing layer, got Conv2d"):
+        capsfast.nn.couplings(model.conv[0], images)
+
+
 def test_around_a_layer_of_capsfast_there_is_nothing_to_fuse() -> None:
     for own, u in ((capsfast.DynamicRouting(7, 4, 6, 5), example()), (capsfast.nn.RoutingByAgreement(), VOTES)):
         report = accelerate(nn.Sequential(Around(own, lambda self, u: self.caps(u))), u)

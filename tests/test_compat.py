@@ -339,3 +339,47 @@ def test_what_does_not_fit_is_said(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(TypeError if (call, said) in TYPES else ValueError, match=f"^capsfast.compat..*{said}") as found:
         call()
     assert " _" not in str(found.value)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda of: torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(3))]}, {"params": of}]),
+    lambda of: torch.optim.SGD([nn.Parameter(torch.zeros(3)), *of], lr=0.1, momentum=0.9),
+]
+
+
+def trained(shape: tuple[int, ...], make: Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    torch.manual_seed(1)
+    optimizer = make([nn.Parameter(torch.zeros(shape))])
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for _ in range(2):
+        for each in parameters:
+            each.grad = torch.randn(each.numel()).view_as(each)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(1, 7, 4, 5, 6), (7, 4, 5, 6)])
+def test_an_optimizer_goes_on_with_the_moments_of_the_old_layer(shape: tuple[int, ...], make: Any) -> None:
+    old = trained((7, 4, 5, 6) if len(shape) == 5 else (1, 7, 4, 5, 6), make)
+    wanted, optimizer = trained(shape, make), make([nn.Parameter(torch.zeros(shape))])
+    saved = copy.deepcopy(old.state_dict())
+    optimizer.register_load_state_dict_pre_hook(compat.optimizer_state)
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(saved, old.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 5, 6), (7, 4, 5, 3)])
+def test_moments_of_another_layout_are_refused(shape: tuple[int, ...]) -> None:
+    for make in OPTIMIZERS:
+        saved, optimizer = trained(shape, make).state_dict(), make([nn.Parameter(torch.zeros(7, 4, 5, 6))])
+        with pytest.raises(
+            ValueError, match=r"moments of parameter 1 must be \[7, 4, 5, 6\], got \[\d, \d, 5, \d\]; take"
+        ):
+            compat.optimizer_state(optimizer, saved)
+
+
+def test_moments_that_are_smaller_than_their_parameter_are_the_optimizers_business() -> None:
+    optimizer = trained((7, 4), torch.optim.Adafactor)
+    assert compat.optimizer_state(optimizer, optimizer.state_dict()) == optimizer.state_dict()

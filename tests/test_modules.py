@@ -136,9 +136,9 @@ def test_a_reset_makes_a_new_module(name: str) -> None:
 
 
 class Scaled(Routing):
-    def __init__(self, *sizes: int, **made: Any) -> None:
-        super().__init__(*sizes, **made)
-        self.scale = nn.Parameter(torch.ones(2, **self._made))
+    def __init__(self, *sizes: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.scale = nn.Parameter(torch.ones(2, device=device, dtype=dtype))
 
 
 class Optional(Routing):
@@ -149,9 +149,9 @@ class Optional(Routing):
 
 
 class Listed(Routing):
-    def __init__(self, *sizes: int, **made: Any) -> None:
-        super().__init__(*sizes, **made)
-        self.steps = nn.ParameterList(torch.empty(2, **self._made) for _ in range(3))
+    def __init__(self, *sizes: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.steps = nn.ParameterList(torch.empty(2, device=device, dtype=dtype) for _ in range(3))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

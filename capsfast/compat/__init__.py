@@ -17,6 +17,7 @@ from .forms import (
     Router,
 )
 from .losses import CapsuleLoss, MarginLoss
+from .optimizer import optimizer_state
 from .routings import averaged_routing, masked_after_routing
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "Router",
     "averaged_routing",
     "masked_after_routing",
+    "optimizer_state",
 ]

@@ -1,7 +1,7 @@
 """Exports a model as a program, a package for C++ or an ONNX file."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from .. import checks, native
+from .._torch import tree_unflatten
 from .decompose import decompositions
 
 
@@ -72,7 +73,8 @@ def to_onnx(
     Args:
         model, example, dynamic_batch: as in :func:`program`; or an exported program, and None for the example.
         file: a name that ends in ``.onnx``.
-        options: options of ``torch.onnx.export``, such as input_names, opset_version and external_data.
+        options: options of ``torch.onnx.export``, such as input_names, opset_version and external_data. By default
+            inputs have the names of the model's arguments, and outputs those of its result's fields.
 
     Returns:
         The path of the file.
@@ -87,8 +89,27 @@ def to_onnx(
     if lacking:
         raise ModuleNotFoundError(f"{op}: needs the packages onnx and onnxscript; pip install {' '.join(lacking)}")
     exported = _exported(op, model, example, dynamic_batch).run_decompositions(decompositions())
-    torch.onnx.export(exported, (), str(path), dynamo=True, **{"verbose": False, **options})
+    signature = exported.graph_signature
+    inputs = options.get("input_names") or signature.user_inputs
+    result = tree_unflatten(list(signature.user_outputs), exported.call_spec.out_spec)
+    # A result of None has no output in the file. An output must not have the name of an input.
+    names = [f"{name}_out" if name in inputs else name for name, node in _names(result) if node is not None]
+    options = {"verbose": False, "output_names": names, **options}
+    torch.onnx.export(exported, (), str(path), dynamo=True, **options)
     return path
+
+
+def _names(result: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in a result, each with the names of the fields, keys and indices that lead to it."""
+    if isinstance(result, dict):
+        parts: Any = result.items()
+    elif isinstance(result, (tuple, list)):
+        parts = zip(getattr(result, "_fields", range(len(result))), result, strict=True)
+    else:
+        yield name or "output", result
+        return
+    for key, value in parts:
+        yield from _names(value, f"{name or 'output' * isinstance(key, int)}_{key}".lstrip("_"))
 
 
 def library() -> Path:

@@ -25,7 +25,8 @@ def couplings(
 
     Args:
         layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting` (with groups:
-            ``[B, I, J / groups]``), or a :class:`capsfast.nn.RoutingByAgreement`.
+            ``[B, I, J / groups]``), a :class:`capsfast.nn.RoutingByAgreement`, or a layer that
+            :func:`capsfast.accelerate` replaced.
         u: the first argument of the layer's forward.
         activation: activations of the input capsules ``[B, I]``, for RoutedCaps. Default: the lengths of u, if the
             routing uses activations.
@@ -37,10 +38,17 @@ def couplings(
         TypeError: any other layer.
     """
     checks.boolean("capsfast.nn.couplings", "shares", shares)
+    layer, u = as_capsfast(layer, u)
     if not isinstance(layer, RoutedCaps | RoutingByAgreement):
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
     weights = routed_by_passes(layer, u, activation, **given).weights
     return [shares_of(c) for c in weights] if shares else weights
+
+
+def as_capsfast(layer: nn.Module, u: Tensor) -> tuple[Any, Tensor]:
+    """A layer of this package that routes like one that :func:`capsfast.accelerate` replaced, and its input."""
+    make: Any = getattr(layer, "as_capsfast", None)
+    return (layer, u) if make is None else make(u)
 
 
 def routed_by_passes(
@@ -74,7 +82,8 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     They have a gradient, so that a loss can use them, for example with :class:`capsfast.nn.CouplingEntropy`.
 
     Args:
-        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting`.
+        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting`. For a layer that
+            :func:`capsfast.accelerate` replaced, there is :func:`couplings`.
         shares: as for :func:`couplings`.
 
     Raises:

@@ -2,11 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import capsfast
 from capsfast.export import to_onnx
 from capsfast.export.decompose import digamma
 
@@ -14,6 +18,11 @@ from ..support.layers import MODULES, NETWORKS, made
 from ..support.routings import ROUTINGS
 
 ONNX = [*(f"routed {name}" for name in ROUTINGS), *NETWORKS, "interests", "children", "scored matrices", "vectors"]
+
+
+class Results(nn.Module):
+    def forward(self, images: Tensor) -> dict[str, Any]:
+        return {"first": images + 1, "rest": (images + 2, {"images_out": images + 3}), "images": images + 4, "no": None}
 
 
 @pytest.mark.parametrize("name", ONNX)
@@ -32,6 +41,26 @@ def test_onnx_computes_what_the_module_does(name: str, tmp_path: Path) -> None:
         got = session.run(None, {name: value.numpy() for name, value in zip(inputs, given, strict=True)})
         for value, want in zip(got, [each for each in wanted if each is not None], strict=True):
             torch.testing.assert_close(torch.from_numpy(value), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (
+            capsfast.models.CapsNet(1, 20, 3, conv_channels=4, primary_groups=1),
+            ["lengths", "capsules", "reconstruction"],
+        ),
+        (
+            capsfast.models.CapsNet(1, 20, 3, conv_channels=4, primary_groups=1, reconstruction=False),
+            ["lengths", "capsules"],
+        ),
+        (Results(), ["first", "rest_0", "rest_1_images_out", "images_out"]),
+        (nn.Flatten(), ["output"]),
+    ],
+)
+def test_outputs_have_the_names_of_the_result(model: nn.Module, names: list[str], tmp_path: Path) -> None:
+    file = to_onnx(model.eval(), torch.rand(2, 1, 20, 20), tmp_path / "model.onnx")
+    assert [each.name for each in onnx.load(file).graph.output] == names
 
 
 def test_digamma() -> None:

@@ -11,7 +11,6 @@ from ...functional import route_votes
 from ...kinds import FORMS
 from ...options import OptionKeywords, Options
 from .. import _arguments
-from .._arguments import AgreementKeywords
 from .._layer import Layer
 from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
@@ -20,11 +19,8 @@ from .votes import Votes
 class Agreement(Layer):
     """Holds the options of dynamic routing as attributes."""
 
-    def _hold(self, num_iterations: int, given: Any) -> dict[str, Any]:
-        """Holds the options in ``given``; returns what else is there."""
-        own = {name: given.pop(name) for name in Options._fields if name in given}
-        vars(self).update(Options(num_iterations, **own)._asdict())
-        return given  # type: ignore[no-any-return]
+    def _hold(self, num_iterations: int, options: OptionKeywords) -> None:
+        vars(self).update(Options(num_iterations, **options)._asdict())
 
     def options(self) -> dict[str, Any]:
         """The options as keywords of :func:`capsfast.dynamic_routing`."""
@@ -59,13 +55,17 @@ class AgreementRouting(Agreement, IterativeRouting):
         num_iterations: int = 3,
         learned_logits: bool = False,
         bias: bool = False,
-        **options: Unpack[AgreementKeywords],
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> None:
-        made = self._hold(num_iterations, options)
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, backend=backend)
+        self._hold(num_iterations, options)
         for name, shape in (("logits", (in_caps, out_caps)), ("bias", (out_caps, out_dim))):
             wanted = learned_logits if name == "logits" else bias
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._made)) if wanted else None)
+            parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+            self.register_parameter(name, parameter)
         self._initialise()
 
     def _initialise(self) -> None:

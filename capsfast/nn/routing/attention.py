@@ -33,11 +33,21 @@ class AttentionRouting(Routing):
     independent = True
     softmax = "in"
 
-    def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, **made: Any) -> None:
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **made: Any,
+    ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
-        self.query = nn.Parameter(torch.empty(out_caps, out_dim, **self._made))
-        self.A = nn.Parameter(torch.empty(out_caps, out_dim, out_dim, **self._made))
-        self.bias = nn.Parameter(torch.empty(out_caps, out_dim, **self._made))
+        self.query = nn.Parameter(torch.empty(out_caps, out_dim, device=device, dtype=dtype))
+        self.A = nn.Parameter(torch.empty(out_caps, out_dim, out_dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_caps, out_dim, device=device, dtype=dtype))
         self._initialise()
 
     def _initialise(self) -> None:
@@ -81,11 +91,13 @@ class SelfAttentionRouting(Routing):
         *,
         squash: str = "exp",
         eps: float = 1e-8,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.squash, self.eps = squash, eps
-        self.bias = nn.Parameter(torch.empty(in_caps, out_caps, **self._made))
+        self.bias = nn.Parameter(torch.empty(in_caps, out_caps, device=device, dtype=dtype))
         self._initialise()
 
     def _initialise(self) -> None:
@@ -138,16 +150,18 @@ class InvertedAttentionRouting(IterativeRouting):
         num_iterations: int = 2,
         scaled: bool = False,
         learned_readout: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
         if out_dim < 2:
             raise ValueError(f"{self._op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
         self.scaled = scaled
-        self.gain = nn.Parameter(torch.empty(out_dim, **self._made))
-        self.shift = nn.Parameter(torch.empty(out_dim, **self._made))
+        self.gain = nn.Parameter(torch.empty(out_dim, device=device, dtype=dtype))
+        self.shift = nn.Parameter(torch.empty(out_dim, device=device, dtype=dtype))
         for name, size in (("readout", (out_dim,)), ("offset", ())):
-            parameter = nn.Parameter(torch.empty(size, **self._made)) if learned_readout else None
+            parameter = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if learned_readout else None
             self.register_parameter(name, parameter)
         self._initialise()
 

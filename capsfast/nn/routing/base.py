@@ -4,11 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ... import checks
 from ..._torch import result
-from .._arguments import Made
 from .._layer import Layer
 from .votes import Votes, votes_of
 
@@ -36,7 +34,8 @@ class Routing(Layer):
         in_caps, out_caps: numbers of capsules, I and J.
         in_dim, out_dim: sizes of a capsule, K and D; for a pose matrix, the number of its entries.
         backend: backend of all passes, see :func:`capsfast.routing_pass`.
-        device, dtype: device and dtype of the parameters.
+        device, dtype: device and dtype of the parameters. Layers pass them to every routing; a class with parameters
+            takes them as arguments.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit.
@@ -63,12 +62,12 @@ class Routing(Layer):
         out_dim: int,
         *,
         backend: str | None = None,
-        **made: Unpack[Made],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
         self.backend = backend
-        self._made = made
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules | tuple[Tensor, Tensor]:
         """Routes the votes: passes over them, ``votes.moments(...)``, and torch operations in between.

@@ -98,12 +98,14 @@ class CosineRouting(IterativeRouting):
         bias: bool = True,
         squash: str = "paper",
         eps: float = 1e-8,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
         self.exact = self.needs_votes = exact
         self.squash, self.eps = squash, eps
-        of_sum = torch.empty(out_caps, out_dim, **self._made) if bias else None
+        of_sum = torch.empty(out_caps, out_dim, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if of_sum is None else nn.Parameter(of_sum))
         self._initialise()
 

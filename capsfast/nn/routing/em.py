@@ -80,6 +80,8 @@ class EMRouting(IterativeRouting):
         nonlinearity: Literal["sigmoid", "softmax"] = "sigmoid",
         isotropic: bool = False,
         leaky: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
@@ -97,8 +99,8 @@ class EMRouting(IterativeRouting):
             initial_beta_u = 0.0 if cost == "variance" else -1.0
         self._betas = (float(initial_beta_a), float(initial_beta_u))
         size = (out_caps, out_dim) if component_beta else (out_caps,)
-        self.beta_a = nn.Parameter(torch.empty(out_caps, **self._made))
-        self.beta_u = nn.Parameter(torch.empty(size, **self._made))
+        self.beta_a = nn.Parameter(torch.empty(out_caps, device=device, dtype=dtype))
+        self.beta_u = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self._initialise()
 
     def _initialise(self) -> None:

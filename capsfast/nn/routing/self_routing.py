@@ -48,12 +48,15 @@ class SelfRouting(Routing):
         *,
         shared_route: bool = False,
         learned_logits: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.shared_route = shared_route
-        self.W_route = nn.Parameter(torch.empty(1 if shared_route else in_caps, out_caps, in_dim, **self._made))
-        logits = torch.empty(in_caps, out_caps, **self._made) if learned_logits else None
+        rows = 1 if shared_route else in_caps
+        self.W_route = nn.Parameter(torch.empty(rows, out_caps, in_dim, device=device, dtype=dtype))
+        logits = torch.empty(in_caps, out_caps, device=device, dtype=dtype) if learned_logits else None
         self.register_parameter("logits", None if logits is None else nn.Parameter(logits))
         self._initialise()
 

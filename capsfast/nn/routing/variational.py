@@ -45,6 +45,8 @@ class VariationalRouting(IterativeRouting):
     """
 
     uses_activation = True
+    norm: nn.BatchNorm1d | None
+    pose_norm: nn.BatchNorm1d | None
 
     def __init__(
         self,
@@ -59,6 +61,8 @@ class VariationalRouting(IterativeRouting):
         psi: float = 1.0,
         nu: float | None = None,
         batch_norm: bool | str = "both",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
@@ -68,10 +72,11 @@ class VariationalRouting(IterativeRouting):
         if not isinstance(batch_norm, (bool, str)) or batch_norm not in (True, False, "both"):
             raise ValueError(f"{self._op}: batch_norm must be False, True or 'both', got {checks.shown(batch_norm)}")
         self.alpha, self.kappa, self.psi = alpha, kappa, psi
-        self.beta_a = nn.Parameter(torch.empty(out_caps, **self._made))
-        self.beta_u = nn.Parameter(torch.empty(out_caps, **self._made))
-        self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
-        self.pose_norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm == "both" else None
+        self.beta_a = nn.Parameter(torch.empty(out_caps, device=device, dtype=dtype))
+        self.beta_u = nn.Parameter(torch.empty(out_caps, device=device, dtype=dtype))
+        for name, wanted in (("norm", batch_norm), ("pose_norm", batch_norm == "both")):
+            norm = nn.BatchNorm1d(out_caps, affine=False, device=device, dtype=dtype) if wanted else None
+            self.register_module(name, norm)
         self._initialise()
 
     def _initialise(self) -> None:
