@@ -70,8 +70,8 @@ class SelfAttentionRouting(Routing):
     """Self-attention routing of Efficient-CapsNet (Mazzia, Salvetti, Chiaberge 2021, equations 5 to 7).
 
     ``c_ij = softmax_j(sum_k vote_ij . vote_kj / sqrt(D))`` and ``v_j = squash(sum_i (c_ij + bias_ij) vote_ij)``. The
-    sum over k is formed first, so scores between input capsules are never formed: three passes, whose work grows with
-    I and not with I squared. The activation of an output capsule is its length.
+    sum over k is formed first, so scores between input capsules are never formed: two iterations of the fused op and a
+    pass, whose work grows with I and not with I squared. The activation of an output capsule is its length.
 
     Parameters: ``bias [in_caps, out_caps]``, the log prior of the paper, starting at 0.
 
@@ -108,9 +108,7 @@ class SelfAttentionRouting(Routing):
         return float((2 / (self.in_caps * self.out_caps * summed)) ** 0.5)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        ones = torch.ones(votes.B, votes.J, dtype=votes.dtype, device=votes.device)
-        total = votes.moments(prior=ones, normalize="none").first
-        attended = votes.moments(query=total / math.sqrt(self.out_dim)).first
+        attended = votes._attended(self.out_dim**-0.5)
         biased = votes.moments(logits=self.bias, normalize="none").first
         v = _squash(attended + biased, kind=self.squash, eps=self.eps)
         return Capsules(v, lengths(v))

@@ -111,6 +111,12 @@ class Votes(ABC):
             v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
         return (v, last.weights) if return_coupling else v
 
+    def _attended(self, scale: float) -> Tensor:
+        """``sum_i c_ij vote_ij`` with ``c_ij = softmax_j(scale * vote_ij . sum_k vote_kj)``, ``[B, J, D]``."""
+        ones = torch.ones(self.B, self.J, dtype=self.dtype, device=self.device)
+        total = self.moments(prior=ones, normalize="none").first
+        return self.moments(query=total * scale).first
+
     def _gaussians(
         self,
         activation: Tensor | None,
@@ -277,6 +283,14 @@ class PassVotes(Votes):
         else:
             found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)
         return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
+
+    def _attended(self, scale: float) -> Tensor:
+        if self.out_mask is not None:  # equal coupling is then another share in every sample
+            return super()._attended(scale)
+        # Equal coupling forms the mean over the output capsules in the place of the sum.
+        return self.agree(  # type: ignore[no-any-return]
+            2, squash="identity", sharpness=scale * self.J, accumulate=False, wide=True
+        )
 
     def _gaussians(
         self,
