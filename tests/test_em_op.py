@@ -119,7 +119,7 @@ def arguments(case: Case) -> tuple[Any, ...]:
 def by_op(case: Case, given: dict[str, Any], upstream: Any, needed: Any = (True,) * 5) -> list[Tensor | None]:
     """Poses, activations, and the gradients."""
     ops, options = torch.ops.capsfast, arguments(case)
-    poses, activations, state = ops.em_routing(*given.values(), *options)
+    poses, activations, state = ops.em_routing(*given.values(), *options, True)
     gradients = ops.em_routing_backward(*upstream, *given.values(), state, *options, list(needed))
     return [poses, activations, *gradients]
 
@@ -261,7 +261,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
     def refused(text: str, options: tuple[Any, ...] = options, **other: Any) -> None:
         with pytest.raises(RuntimeError, match=f"capsfast: .*{text}"):
-            ops.em_routing(*{**given, **other}.values(), *options)
+            ops.em_routing(*{**given, **other}.values(), *options, True)
 
     refused("activation has a shape", activation=torch.rand(3, 41))
     refused("beta_a and beta_u has a shape", beta_a=torch.rand(4))
@@ -271,7 +271,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused("inverse_temperatures must not be empty", options=(None, [], *options[2:]))
     refused("stride must be at least 1", options=(*options[:9], 0, False))
     refused("cost must not be", options=(*options[:5], "none", *options[6:]))
-    *_, state = ops.em_routing(*given.values(), *options)
+    *_, state = ops.em_routing(*given.values(), *options, True)
     for wrong, text in ((state[1:], "state has a shape"), (state.double(), "state must have the dtype")):
         with pytest.raises(RuntimeError, match=f"capsfast: {text}"):
             ops.em_routing_backward(None, None, *given.values(), wrong, *options, [True] * 5)

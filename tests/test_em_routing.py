@@ -258,6 +258,19 @@ def test_masked_votes_reach_nothing() -> None:
 
 
 @on_every_backend
+@pytest.mark.parametrize("r", [1, 2, 3, 4])
+def test_inference_gives_the_bits_of_training(name: str, r: int) -> None:
+    """Without a gradient two iterations take turns in memory."""
+    torch.manual_seed(0)
+    u, weight = torch.randn(2, 9, 4), torch.randn(9, 3, 5, 4)
+    routing = EMRouting(9, 3, 4, 5, num_iterations=r, momentum=0.1, backend=name)
+    with torch.no_grad():
+        found = routing((u, weight), torch.rand(2, 9).fill_(0.4))
+    wanted = routing((u, weight.requires_grad_()), torch.rand(2, 9).fill_(0.4))
+    assert wanted.poses.requires_grad and all(torch.equal(*each) for each in zip(found, wanted, strict=True))
+
+
+@on_every_backend
 def test_opcheck(name: str) -> None:
     prefix = {"cpp": "", "triton": "triton_"}[name]
     op, backward = (getattr(torch.ops.capsfast, f"{prefix}em_routing{end}") for end in ("", "_backward"))
@@ -266,10 +279,11 @@ def test_opcheck(name: str) -> None:
     masks = torch.rand(B, I) < 0.7, torch.rand(B, J) < 0.7
     rest = (None, [1.0, 2.0], 1.0, 0.1, False, "variance", 0.0, "sigmoid", True, 1, False)
     floats = torch.randn(B, I, K), torch.randn(I, J, D, K), torch.rand(B, I), torch.randn(J), torch.randn(J)
-    torch.library.opcheck(op.default, (*floats, *masks, *rest))
+    torch.library.opcheck(op.default, (*floats, *masks, *rest, False))
+    assert op(*floats, *masks, *rest, False)[2].numel() == 0
     leaves = [value.requires_grad_() for value in floats]
-    torch.library.opcheck(op.default, (*leaves, *masks, *rest))
-    poses, activations, state = (value.detach() for value in op(*floats, *masks, *rest))
+    torch.library.opcheck(op.default, (*leaves, *masks, *rest, True))
+    poses, activations, state = (value.detach() for value in op(*floats, *masks, *rest, True))
     assert state.numel() == 2 * B * J * (4 * D + 2)
     detached = [value.detach() for value in floats]
     for needed in (True, False):

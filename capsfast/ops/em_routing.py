@@ -10,6 +10,7 @@ mean has no gradient. cost_scale 0 is 1 / the mean of the mass.
 
 ``state`` is for the backward. For each iteration it holds, with a row for each sample or (b, s): mass and prior
 ``[rows, J]``; first, second, center and precision ``[rows, J, D]``. The first iteration has no prior and no precision.
+Without ``return_state`` it is empty, and the call takes memory for two iterations.
 
 ``capsfast::em_routing_backward`` returns the gradients of the float tensors, empty if not needed.
 """
@@ -17,6 +18,7 @@ mean has no gradient. cost_scale 0 is 1 / the mean of the mass.
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import checks
@@ -63,9 +65,12 @@ def run(
     given, wide = call.parameters, wide_dtype(call.u.dtype)
     beta_a, beta_u = (beta if beta.dtype == wide else beta.to(wide) for beta in betas)
     J = call.J if call.weight is None else None
+    differentiated = torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (call.u, call.weight, given.activation, beta_a, beta_u)
+    )
     poses, activations, *_ = OP.kernels[backend](
         call.u, call.weight, given.activation, beta_a, beta_u, given.mask, given.out_mask, J, inverse_temperatures,
-        *options[:6], call.options.leaky, stride, backend != "cpp" and tf32_allowed(),
+        *options[:6], call.options.leaky, stride, backend != "cpp" and tf32_allowed(), differentiated,
     )  # fmt: skip
     return poses, activations
 
@@ -73,7 +78,8 @@ def run(
 def _fake(a: Any) -> tuple[Tensor, ...]:
     (B, I, J, D), S = fake_sizes(a.u, a.weight, a.J)
     check_fake({name: getattr(a, name) for name in ("activation", "mask", "out_mask")}, (B, I, J, D), S)
-    wide, numbers = wide_dtype(a.u.dtype), len(a.inverse_temperatures) * B * math.prod(S) * J * (4 * D + 2)
+    iterations = len(a.inverse_temperatures) if a.return_state else 0
+    wide, numbers = wide_dtype(a.u.dtype), iterations * B * math.prod(S) * J * (4 * D + 2)
     return tuple(a.u.new_empty(size, dtype=wide) for size in ((B, J, D, *S), (B, J, *S), (numbers,)))
 
 

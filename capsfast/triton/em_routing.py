@@ -38,7 +38,7 @@ class Routing:
     def __init__(self, u: Slot, *rest: Any) -> None:
         self.plan, self.u = u.plan, u
         self.weight, activation, *betas, mask, out_mask, J, temperatures, floor, momentum = rest[:10]
-        isotropic, cost, cost_scale, nonlinearity, leaky, self.stride, self.tf32 = rest[10:]
+        isotropic, cost, cost_scale, nonlinearity, leaky, self.stride, self.tf32 = rest[10:17]
         self.betas, self.temperatures, self.r = betas, temperatures, len(temperatures)
         self.options = EMOptions(floor, momentum, isotropic, cost, cost_scale, nonlinearity, 0.0, True)
         self.leaky = leaky
@@ -80,12 +80,13 @@ class Routing:
         weight = weight if weight is None or weight.shape[0] == 1 else weight[few]
         return Call(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
 
-    def iterations(self, state: Slot) -> list[Iteration]:
+    def iterations(self, state: Slot, kept: int) -> list[Iteration]:
+        """The iterations in a state that holds so many; they take turns in it."""
         pair, vector = (self.rows, self.J), (self.rows, self.J, self.D)
-        sizes = (pair, pair, vector, vector, vector, vector) * self.r
+        sizes = (pair, pair, vector, vector, vector, vector) * kept
         parts = state.ghost.split([math.prod(size) for size in sizes])
         slots = [Slot(self.plan, state.memory, part.view(size)) for part, size in zip(parts, sizes, strict=True)]
-        return [Iteration(*slots[6 * t : 6 * t + 6]) for t in range(self.r)]
+        return [Iteration(*slots[6 * t : 6 * t + 6]) for t in (t % kept for t in range(self.r))]
 
     def update(
         self, t: int, now: Iteration, results: Any, scores: Any = (None, None), gradients: Any = (None,) * 7
@@ -100,9 +101,10 @@ class Routing:
 @planned
 def forward(plan: Plan, u: Slot, *rest: Any) -> tuple[Slot, ...]:
     em = Routing(u, *rest)
-    rows, J, D = em.rows, em.J, em.D
-    poses, activations, state = plan.new(rows, J, D), plan.new(rows, J), plan.new(em.r * rows * J * (4 * D + 2))
-    iterations = em.iterations(state)
+    rows, J, D, return_state = em.rows, em.J, em.D, rest[-1]
+    kept = em.r if return_state else min(em.r, 2)
+    poses, activations, state = plan.new(rows, J, D), plan.new(rows, J), plan.new(kept * rows * J * (4 * D + 2))
+    iterations = em.iterations(state, kept)
     # The origin are the poses after a pass about 0. Nothing reads the precision and the prior of the first iteration.
     sums, _ = passes.weighted_sums(em.of_origin(), None, True)
     about_0, options = (sums.mass, sums.first, *(None,) * 5), em.options._replace(momentum=0.0, final=False)
@@ -116,7 +118,7 @@ def forward(plan: Plan, u: Slot, *rest: Any) -> tuple[Slot, ...]:
         results = (following.center, following.precision, following.prior) if following else (poses, None, activations)
         em.update(t, now, results)
     poses, activations = (plan.compute(as_positions, each, u.shape[0], u.shape[4:]) for each in (poses, activations))
-    return poses, activations, state
+    return poses, activations, state if return_state else plan.new(0)
 
 
 @planned
@@ -126,7 +128,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     u, weight, activation, *betas = args[2:7]
     needed = need_u, need_weight, need_activation, *_ = args[-1]
     em = Routing(*args[2:9], *args[10:-1])
-    iterations, rows, J = em.iterations(args[9]), em.rows, em.J
+    iterations, rows, J = em.iterations(args[9], em.r), em.rows, em.J
     douts = [plan.compute(as_samples, each, u.shape[4:]) for each in args[:2]]
     douts = [each and each.contiguous() for each in douts]
     shares = plan.new(2, em.r, rows, J)

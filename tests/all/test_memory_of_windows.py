@@ -1,4 +1,4 @@
-"""Memory of convolutional capsules that are routed by passes: unfolded poses, and parts of the batch."""
+"""Memory of convolutional capsules that are routed by passes (unfolded poses, parts of the batch), and of inference."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from capsfast import native
 from capsfast.bench import memory
-from capsfast.nn import ConvCaps2d
+from capsfast.nn import ConvCaps2d, EMRouting
 
 from ..support.backends import Shape
 from ..support.passes import QUADRATIC, PassCase, make
@@ -119,3 +119,21 @@ def test_a_pass_over_parts_of_the_batch_equals_a_pass_over_all(name: str) -> Non
         each = [part[key] for part in parts]
         wanted = torch.cat(each) if batched(key, found) else torch.stack(each).sum(0)
         assert (found - wanted).norm() <= error * max(1.0, float(wanted.norm())), key
+
+
+def grown_by_inference(r: int) -> int:
+    """For a process of its own: the growth in EM routing of a large batch."""
+    torch.set_num_threads(1)
+    routing, weight = EMRouting(8, 32, 4, 16, num_iterations=r, backend="cpp"), torch.randn(8, 32, 16, 4)
+    u = torch.randn(1024, 8, 4)
+    with torch.no_grad():
+        routing((u[:2], weight))
+        return memory.growth(lambda: routing((u, weight)))
+
+
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_inference_takes_memory_for_two_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSFAST_POISON", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    two, six = (memory.in_a_process(grown_by_inference, r) for r in (2, 6))
+    assert two > 2 * 4 * 1024 * 32 * 16 * 4 * 0.9 and six < 1.1 * two

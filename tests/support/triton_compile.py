@@ -110,7 +110,7 @@ def _routing(shape: tuple[int, int, int, int, int], options: dict[str, Any], dty
     tensors = (*x, activation, torch.zeros(J), torch.zeros(J), *masks)
     rates = (1.0,) * options.get("r", 3)
     rest = (J if S else None, rates, 1.0, 0.1, False, "variance", 0.0, "sigmoid", masked, 1, False)
-    poses, activations, state = em_routing.forward(*tensors, *rest)
+    poses, activations, state = em_routing.forward(*tensors, *rest, True)
     needed = (True, not S, activation is not None, True, True)
     em_routing.backward(poses, activations, *tensors, state, *rest, needed)
 

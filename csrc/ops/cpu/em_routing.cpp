@@ -5,7 +5,8 @@
 // are read from memory once. The backward of a part takes its iterations from the last to the first.
 //
 // The state has, for each iteration and with a row for each sample: mass and prior [rows, J]; first, second, center and
-// precision [rows, J, D]. The first pass has no prior and no precision; the results of the final step lie there.
+// precision [rows, J, D]. The first pass has no prior and no precision; the results of the final step lie there. Without
+// a backward two iterations take turns in the memory of the state, because an iteration reads only the one before.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -34,6 +35,7 @@ struct Routing : Arguments<CpuEngine> {
   em::Options options;
   int64_t stride;  // every stride-th input capsule gives the center of the first pass
   int64_t last;    // the last iteration
+  int64_t kept;    // the number of iterations in the state
   Problem p;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> activation >> beta_a >> beta_u >> mask >> out_mask; }
@@ -44,6 +46,7 @@ struct Routing : Arguments<CpuEngine> {
     options.take(stack);
     stack >> leaky >> stride >> tf32;
     last = static_cast<int64_t>(inverse_temperatures.size()) - 1;
+    kept = last + 1;
     STD_TORCH_CHECK(last >= 0, "capsfast: inverse_temperatures must not be empty");
     STD_TORCH_CHECK(stride >= 1, "capsfast: stride must be at least 1");
     p = problem_of(u, weight, J);
@@ -55,7 +58,7 @@ struct Routing : Arguments<CpuEngine> {
     for (Tensor* beta : {&beta_a, &beta_u}) saved("beta_a and beta_u", *beta, u, {p.J});
   }
 
-  int64_t state_size() const { return (last + 1) * p.samples() * p.J * (4 * p.D + 2); }
+  int64_t state_size() const { return kept * p.samples() * p.J * (4 * p.D + 2); }
 };
 
 // An iteration in the state, from a row on.
@@ -66,9 +69,10 @@ struct Iteration {
   Iteration(const Routing& call, T* state, int64_t t, int64_t row) {
     const Problem& p = call.p;
     const int64_t scalars = p.samples() * p.J, vectors = scalars * p.D;
-    mass = state + t * (2 * scalars + 4 * vectors) + row * p.J;
+    T* const here = state + t % call.kept * (2 * scalars + 4 * vectors);
+    mass = here + row * p.J;
     prior = mass + scalars;
-    first = state + t * (2 * scalars + 4 * vectors) + 2 * scalars + row * p.J * p.D;
+    first = here + 2 * scalars + row * p.J * p.D;
     second = first + vectors, center = second + vectors, precision = center + vectors;
   }
 };
@@ -274,8 +278,11 @@ struct EMBackward {
 
 void em_routing(Stack& stack) {
   Routing call;
+  bool return_state;
   call.take_tensors(stack);
   call.take_options(stack);
+  stack >> return_state;
+  if (!return_state) call.kept = std::min<int64_t>(call.kept, 2);
   const Problem& p = call.p;
   const Tensor& u = call.u;
   const ScalarType wide = wide_type(u);
@@ -299,7 +306,7 @@ void em_routing(Stack& stack) {
       driver::run_call<T>(p, forward);
     });
   });
-  stack.give({poses, activations, state});
+  stack.give({poses, activations, return_state ? state : empty(u, {0}, wide)});
 }
 
 void em_routing_backward(Stack& stack) {
