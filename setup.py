@@ -33,6 +33,15 @@ OLDEST_GPU = (7, 5)
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
+# In csrc/, by name: without one of them a library links all the same, and then does not load.
+SOURCES = """
+library.cpp cpu/isa.cpp cpu/parallel.cpp plans/driver.cpp plans/plan.cpp plans/serve.cpp
+ops/cpu/em_routing.cpp ops/cpu/em_update.cpp ops/cpu/factored.cpp ops/cpu/pass.cpp ops/cpu/plan.cpp
+ops/cpu/routing.cpp ops/cpu/routing_avx2.cpp ops/cpu/routing_avx512.cpp ops/cpu/routing_portable.cpp
+cuda/context.cpp ops/cuda/backward.cu ops/cuda/forward.cu ops/cuda/pass.cu
+ops/cuda/instantiations/bf16.cu ops/cuda/instantiations/f16.cu ops/cuda/instantiations/f32.cu
+ops/cuda/instantiations/f64.cu ops/cuda/instantiations/rows_12_24.cu ops/cuda/instantiations/rows_20.cu
+"""
 
 
 def compiler() -> str | None:
@@ -176,13 +185,22 @@ def note_sources() -> None:
         header.write_text(text)
 
 
+def sources(cuda: bool) -> list[str]:
+    listed = {Path("csrc", name) for name in SOURCES.split()}
+    there = {path.relative_to(ROOT) for suffix in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(suffix)}
+    if listed != there:
+        names = ", ".join(
+            sorted(f"{path} {'has no file' if path in listed else 'is not listed'}" for path in listed ^ there)
+        )
+        raise SystemExit(f"capsfast: csrc/ must hold what SOURCES in setup.py lists, got: {names}; get a complete copy")
+    return sorted(str(path) for path in listed if cuda or "cuda" not in path.parts)
+
+
 def extension(found: Toolkit | None):
     import pybind11
     import torch
     from torch.utils import cpp_extension
 
-    sources = [path.relative_to(ROOT) for suffix in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(suffix)]
-    sources = sorted(str(path) for path in sources if found or "cuda" not in path.parts)
     headers = [path for suffix in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(suffix)]
     headers.append(ROOT / "capsfast" / "ops" / "schemas.inc")
     hidden = [f"{ROOT.resolve()}/=", f"{Path(torch.__file__).parent}/="]
@@ -227,7 +245,7 @@ def extension(found: Toolkit | None):
         more["extra_link_args"] = ["-Wl,--no-as-needed", "-ltorch"]
     return cpp_extension.CppExtension(
         "capsfast._C",
-        sources,
+        sources(cuda=found is not None),
         depends=[str(path.relative_to(ROOT)) for path in headers],
         define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
@@ -250,8 +268,8 @@ def build():
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
         raise SystemExit(
-            f"capsfast: building needs torch >= {TORCH_TARGET} in this environment ({error}). "
-            "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
+            f"capsfast: building needs torch >= {TORCH_TARGET} in this environment ({error}); pip's isolated one "
+            "has none. Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
     if found != "c++":
@@ -294,4 +312,5 @@ def build():
 if __name__ == "__main__":
     # Without NumPy torch warns at every import; a build needs no NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    setup(**build())
+    # An archive of the sources, and pip's question what a build requires, need no torch.
+    setup(**({} if {"egg_info", "sdist"} & {*sys.argv} else build()))

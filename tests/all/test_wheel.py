@@ -1,4 +1,4 @@
-"""Building: how setup.py finds a toolkit and architectures, and its messages when something is wrong."""
+"""Building: toolkits and architectures that setup.py finds, what archives hold, messages when something is wrong."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +30,9 @@ def configure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., Configured]:
     """Runs setup.py up to the point where it would compile, on a machine with these GPUs."""
-    monkeypatch.chdir(ROOT)
-    functions = runpy.run_path(str(ROOT / "setup.py"))
 
-    def run(gpus: str = "", **environment: str) -> Configured:
+    def run(folder: Path = ROOT, gpus: str = "", **environment: str) -> Configured:
+        monkeypatch.chdir(folder)
         for name in ("CAPSFAST_CUDA", "CAPSFAST_BUILD", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
             monkeypatch.delenv(name, raising=False)
         (tmp_path / "gpus").mkdir(exist_ok=True)
@@ -44,7 +45,7 @@ def configure(
             monkeypatch.setenv(name, value)
         error = ""
         try:
-            functions["build"]()
+            runpy.run_path(str(folder / "setup.py"))["build"]()
         except SystemExit as end:
             error = str(end)
         return Configured(capsys.readouterr().out, error)
@@ -144,6 +145,75 @@ def test_an_old_toolkit_is_named(configure: Configure, toolkit: Path) -> None:
     assert f"CAPSFAST_CUDA=1, but the CUDA toolkit in {toolkit} is 11.2, the kernels need 12.0" in ran.error
     ran = configure(gpus="8.0", CUDA_HOME=str(toolkit))
     assert not ran.error and "building without CUDA kernels: the CUDA toolkit" in ran.said
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files that git knows or would take, for what a build writes beside them."""
+    folder = tmp_path_factory.mktemp("checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no checkout")
+    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name.startswith(("capsfast/", "csrc/")) or (name and "/" not in name and (ROOT / name).exists()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def built(folder: Path, what: str, **environment: str) -> Path:
+    """What setuptools, called as pip calls it, builds in a Python without torch."""
+    code = f"import sys; sys.modules['torch'] = None; from setuptools import build_meta; build_meta.build_{what}('out')"
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return max((folder / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_source_archive_holds_all_that_a_build_needs(
+    checkout: Path, toolkit: Path, tmp_path: Path, configure: Configure
+) -> None:
+    wanted = {name for name in files_in(checkout) if name.startswith(("capsfast/", "csrc/"))}
+    # On a machine that would leave the CUDA kernels out.
+    archive = built(checkout, "sdist", CAPSFAST_CUDA="0")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    folder = tmp_path / archive.name.removesuffix(".tar.gz")
+    there = files_in(folder)
+    assert wanted | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= there
+    assert not [name for name in there if name.startswith(("tests/", "docs/", "out/"))]
+    # A wheel of the archive has all files of the package, and setup.py of the archive finds its sources.
+    with zipfile.ZipFile(built(folder, "wheel", CAPSFAST_BUILD="0")) as wheel:
+        assert {name for name in wanted if name.startswith("capsfast/")} <= set(wheel.namelist())
+    ran = configure(folder, CUDA_HOME=str(toolkit), CAPSFAST_CUDA="1")
+    assert not ran.error and "CUDA 12.4" in ran.said
+    (folder / "csrc" / "ops" / "cuda" / "pass.cu").rename(folder / "csrc" / "ops" / "cuda" / "copy.cu")
+    for wish in ("0", "1"):
+        assert configure(folder, CUDA_HOME=str(toolkit), CAPSFAST_CUDA=wish).error == (
+            "capsfast: csrc/ must hold what SOURCES in setup.py lists, got: csrc/ops/cuda/copy.cu is not listed, "
+            "csrc/ops/cuda/pass.cu has no file; get a complete copy"
+        )
+
+
+def test_a_build_without_torch_says_how_to_build(checkout: Path) -> None:
+    """pip asks what a build requires, then for metadata, in an environment of its own."""
+    code = """
+import sys
+sys.modules["torch"] = None
+from setuptools import build_meta
+assert build_meta.get_requires_for_build_wheel() == build_meta.get_requires_for_build_sdist() == []
+print("no torch needed", flush=True)
+build_meta.prepare_metadata_for_build_wheel(".")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
+    assert ran.returncode == 1 and "no torch needed" in ran.stdout
+    assert (
+        "pip's isolated one has none. Run: pip install torch ninja pybind11, then pip install --no-build-" in ran.stderr
+    )
 
 
 PROJECT = """
