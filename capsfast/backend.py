@@ -6,14 +6,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from . import checks, native, toolchain
 from ._torch import constant_while_tracing, statically
 from .arguments import Call
-from .options import PassOptions
+from .options import Backend, PassOptions
 
 
 class BackendStatus(NamedTuple):
@@ -77,7 +77,7 @@ class _Backend(NamedTuple):
 
 # backend=None tries them in this order, on a GPU after the backend that FIRST_ON_GPU names. The lambdas look their
 # function up at each call, so that a test can replace it.
-BACKENDS = {
+BACKENDS: dict[str, _Backend] = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
     "triton": _Backend(
         ("cuda",), lambda: toolchain.why_no_triton(), lambda gpu: toolchain.too_old_for_triton(gpu), _not_by_triton
@@ -85,7 +85,7 @@ BACKENDS = {
     "cuda": _Backend(("cuda",), lambda: native.why_no_cuda(), lambda gpu: native.why_not_on(gpu), _not_by_cuda),
     "reference": _Backend(("any",)),
 }
-ORDER = tuple(BACKENDS)
+ORDER = get_args(Backend)
 
 
 def _served_by_rows(call: Call, with_coupling: bool) -> bool:
@@ -199,7 +199,7 @@ class use_backend:
         RuntimeError: the backend is not available here.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: Backend | None) -> None:
         global _forced
         _checked(name, "capsfast.use_backend")
         if name is not None and (why := BACKENDS[name].absent()):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import checks
 from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement
 from .nn.couplings import as_capsfast, routed_by_passes, shares_of
+from .options import Softmax
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -113,7 +114,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         layer, u, given = layer.as_connected(u, **given)
     routing = getattr(layer, "routing", layer)  # RoutingByAgreement, which takes votes, is its own routing
     name = next(iter(inspect.signature(layer.forward).parameters))
-    softmax = getattr(routing, "softmax", "out")
+    softmax: Softmax = getattr(routing, "softmax", "out")
     with torch.enable_grad(), _buffers_kept(layer):
         leaf = u.detach().requires_grad_()
         activations = layer.capsules(leaf, **given).activations

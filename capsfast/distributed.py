@@ -68,6 +68,19 @@ def dynamic_routing(
     *,
     group: Group = None,
     shared_weight: bool = False,
+    return_coupling: Literal[True],
+    **options: Unpack[RoutingKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    group: Group = None,
+    shared_weight: bool = False,
     return_coupling: bool,
     **options: Unpack[RoutingKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -11,7 +11,7 @@ from . import _keywords, arguments, checks
 from ._overrides import instead
 from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
-from .options import SQUASH, OptionKeywords, RoutingOptions, checked_options
+from .options import SQUASH, Backend, Gradient, OptionKeywords, RoutingOptions, Softmax, Squash, checked_options
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
@@ -24,7 +24,7 @@ class RoutingKeywords(OptionKeywords, total=False):
     bias: Tensor | None
     mask: Tensor | None
     out_mask: Tensor | None
-    backend: str | None
+    backend: Backend | None
 
 
 class CoupledKeywords(RoutingKeywords, total=False):
@@ -33,7 +33,7 @@ class CoupledKeywords(RoutingKeywords, total=False):
     return_coupling: bool
 
 
-def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> Tensor:
+def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: Squash = "paper") -> Tensor:
     """Shrinks the vectors along ``dim`` to a length below one: ``v = f(n) s`` with ``n = |s|^2``.
 
     Kinds, by their factor ``f(n)``:
@@ -116,14 +116,14 @@ def dynamic_routing(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     out_mask: Tensor | None = None,
-    softmax: str = "out",
-    gradient: str = "full",
+    softmax: Softmax = "out",
+    gradient: Gradient = "full",
     leaky: bool = False,
-    squash: str = "paper",
+    squash: Squash = "paper",
     eps: float = 1e-8,
     squash_last: bool = True,
     return_coupling: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
     **unknown: Unpack[_keywords.NoMore],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Routing by agreement from input capsules, without storing the votes.
@@ -191,7 +191,7 @@ def _routed(
     parameters: RoutingParameters,
     options: RoutingOptions,
     return_coupling: bool,
-    backend: str | None,
+    backend: Backend | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     call, restore = arguments.check(op, u, weight, parameters, options)
     v, c = _dynamic_routing.run(call, return_coupling, backend)
@@ -210,7 +210,7 @@ def agree(
     mask: Tensor | None = None,
     out_mask: Tensor | None = None,
     return_coupling: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`dynamic_routing` with all options of the op, already checked; weight: GIVEN if u are votes."""
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
@@ -266,4 +266,4 @@ def route_votes(
             f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
             f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
         )
-    return dynamic_routing(votes, GIVEN, num_iterations, **options)  # type: ignore[no-any-return]
+    return dynamic_routing(votes, GIVEN, num_iterations, **options)

@@ -1,13 +1,15 @@
 """The options of the ops, their permitted values and their checks."""
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from . import checks
 
-SOFTMAX = ("out", "in")
-NORMALIZE = ("out", "in", "sigmoid", "none", "lse")
-GRADIENT = ("full", "last")
-SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
+Softmax = Literal["out", "in"]
+Normalize = Literal["out", "in", "sigmoid", "none", "lse"]
+Gradient = Literal["full", "last"]
+Squash = Literal["paper", "half", "eps_outside", "exp", "unit", "identity"]
+Backend = Literal["cpp", "triton", "cuda", "reference"]
+SOFTMAX, NORMALIZE, GRADIENT, SQUASH = map(get_args, (Softmax, Normalize, Gradient, Squash))
 
 
 class RoutingOptions(NamedTuple):
@@ -123,10 +125,10 @@ def routing_options(
 class OptionKeywords(TypedDict, total=False):
     """The fields of :class:`Options` behind the first, as keywords."""
 
-    softmax: str
-    gradient: str
+    softmax: Softmax
+    gradient: Gradient
     leaky: bool
-    squash: str
+    squash: Squash
     eps: float
     squash_last: bool
 

@@ -10,7 +10,7 @@ from . import _keywords, arguments, checks
 from ._overrides import instead
 from .arguments import GIVEN, PassParameters
 from .ops import routing_pass as _routing_pass
-from .options import PassOptions
+from .options import Backend, Normalize, PassOptions
 from .reference.routing_pass import Moments
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
@@ -27,13 +27,13 @@ class PassKeywords(TypedDict, total=False):
     activation: Tensor | None
     mask: Tensor | None
     out_mask: Tensor | None
-    normalize: str
+    normalize: Normalize
     lse: Tensor | None
     leaky: bool
     second: bool
     return_weights: bool
     return_lse: bool
-    backend: str | None
+    backend: Backend | None
 
 
 @_keywords.closed
@@ -49,13 +49,13 @@ def routing_pass(
     activation: Tensor | None = None,
     mask: Tensor | None = None,
     out_mask: Tensor | None = None,
-    normalize: str = "out",
+    normalize: Normalize = "out",
     lse: Tensor | None = None,
     leaky: bool = False,
     second: bool = False,
     return_weights: bool = False,
     return_lse: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
     **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
     """One pass over the input capsules: the sums that every routing forms between two updates of its output capsules.
@@ -147,7 +147,7 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
     return routing_pass(votes, GIVEN, **options)
 
 
-def _check_lse(op: str, normalize: str, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:
+def _check_lse(op: str, normalize: Normalize, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:
     checks.boolean(op, "return_weights", return_weights)
     checks.boolean(op, "return_lse", return_lse)
     if (lse is not None) != (normalize == "lse"):

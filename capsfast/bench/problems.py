@@ -327,7 +327,7 @@ OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
 PASS_OPS = (Op("routing_pass", ("u", "weight"), PassCase), Op("votes_pass", ("votes",), PassCase))
 
 
-def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **other: Any) -> Any:
+def call(problem: Problem, inputs: dict[str, Tensor], backend: Any, **other: Any) -> Any:
     """The result of the problem's function. other: arguments that replace arguments of the problem."""
     arguments = {**inputs, **problem.masks, **problem.case.arguments, **problem.overrides, **other}
     if "options" in arguments:  # which the public functions do not have

@@ -47,5 +47,5 @@ class Routed:
         own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
         own |= {each: value.to(u.device) for each, value in self.module.named_buffers()}
         if not own:
-            return self.module(votes, activation)  # type: ignore[no-any-return]
+            return self.module(votes, activation)
         return functional_call(self.module, own, (votes, activation))  # type: ignore[no-any-return]

@@ -204,34 +204,42 @@ class FormLayer(Layer):
         return ", ".join(f"{name}={value!r}" for name, value in given if isinstance(value, (int, str)))
 
 
+class _OneTensor(FormLayer):
+    """Layers whose rows all return v alone."""
+
+    if TYPE_CHECKING:
+
+        def forward(self, *given: Any, **named: Any) -> Tensor: ...
+
+
 class DynamicRouting(FormLayer):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1)."""
 
 
-class DynamicRoutingLayer(FormLayer):
+class DynamicRoutingLayer(_OneTensor):
     """Dynamic routing whose gradient goes through the last iteration only."""
 
 
-class DigitCaps(FormLayer):
+class DigitCaps(_OneTensor):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1).
 
     By position the sizes are ambiguous, which is an error.
     """
 
 
-class DigitCapsules(FormLayer):
+class DigitCapsules(_OneTensor):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) with eps added to the norm."""
 
 
-class Router(FormLayer):
+class Router(_OneTensor):
     """Dynamic routing with a softmax over the input capsules."""
 
 
-class DenseCapsule(FormLayer):
+class DenseCapsule(_OneTensor):
     """Dynamic routing whose gradient goes through the last iteration only, with eps added to the norm."""
 
 
-class AgreementRouting(FormLayer):
+class AgreementRouting(_OneTensor):
     """Dynamic routing of votes with learned logits b."""
 
 

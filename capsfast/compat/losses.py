@@ -64,4 +64,4 @@ class CapsuleLoss(Layer):
                 f"{list(images.shape)}, got {list(reconstructions.shape)}"
             )
         images = images.reshape(reconstructions.shape)
-        return self._loss((classes, None, reconstructions), images, labels).total  # type: ignore[no-any-return]
+        return self._loss((classes, None, reconstructions), images, labels).total

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .. import _keywords, arguments, checks
 from ..arguments import Call, RoutingParameters
-from ..options import OptionKeywords, Options
+from ..options import Backend, Normalize, OptionKeywords, Options
 from ..passes import routing_pass, votes_pass
 from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
@@ -71,7 +71,7 @@ def masked_after_routing(
     num_iterations: int = 3,
     *,
     mask: Tensor,
-    backend: str | None = None,
+    backend: Backend | None = None,
     **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`capsfast.dynamic_routing` that multiplies the coupling by a mask, or any factor, after the softmax.
@@ -154,7 +154,7 @@ def _averaged(call: Call) -> tuple[Tensor, Tensor]:
     if logits is not None and logits.dim() == 3:
         logits = logits.sum(0) / max(B, 1)  # 0 for an empty batch
 
-    def moments(query: Tensor | None, logits: Tensor | None, normalize: str, leaky: bool) -> Moments:
+    def moments(query: Tensor | None, logits: Tensor | None, normalize: Normalize, leaky: bool) -> Moments:
         b = u.new_zeros(I, J) if logits is None else logits
         b = b if query is None else b + agreement(query)
         c = coupling_coefficients(b[None], None, normalize, leaky)[0]

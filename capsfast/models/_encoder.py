@@ -55,4 +55,4 @@ class CapsuleEncoder(DecodedCapsules):
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         self._check(images)
-        return self.primary(F.relu(self.conv(images)))  # type: ignore[no-any-return]
+        return self.primary(F.relu(self.conv(images)))

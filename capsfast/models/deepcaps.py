@@ -14,6 +14,7 @@ from ..nn._blocks import WindowLayer
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import DynamicRouting, fully_connected
 from ..nn.routing.names import RoutingChoice
+from ..options import Backend, Gradient, Squash
 from ._images import DecodedCapsules, through
 
 
@@ -54,7 +55,7 @@ class CapsCell(Layer):
         channels = halved.flatten(1, 2)
         deep = self.second(self.first(channels).flatten(1, 2))
         skipped = through(self.skip, halved) if self.routed else self.skip(channels)
-        return deep + skipped  # type: ignore[no-any-return]
+        return deep + skipped
 
 
 class DeepCaps(DecodedCapsules):
@@ -99,9 +100,9 @@ class DeepCaps(DecodedCapsules):
         num_iterations: int | None = None,
         routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
-        squash: str = "paper",
-        backend: str | None = None,
-        gradient: str = "full",
+        squash: Squash = "paper",
+        backend: Backend | None = None,
+        gradient: Gradient = "full",
         eps: float = 1e-7,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -150,4 +150,4 @@ class EfficientCapsNet(DecodedCapsules):
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         self._check(images)
-        return self.primary(self.convs(images))  # type: ignore[no-any-return]
+        return self.primary(self.convs(images))

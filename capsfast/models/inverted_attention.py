@@ -12,6 +12,7 @@ from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps
 from ..nn._arguments import Made
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
+from ..options import Backend
 from ._images import DecodedCapsules
 from .output import CapsNetOutput
 
@@ -56,7 +57,7 @@ class FullAttention(Layer):
 
     def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
         u = self.flatten(poses) if poses.dim() == 5 else poses
-        return self.routing.routing(self.routing.votes(u), pose=last).poses  # type: ignore[no-any-return]
+        return self.routing.routing(self.routing.votes(u), pose=last).poses
 
 
 def route_in_turn(layers: Sequence[nn.Module], primary: Tensor, num_iterations: int) -> list[Tensor]:
@@ -127,7 +128,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         concurrent: bool = True,
         scaled: bool = True,
         reconstruction: bool = True,
-        backend: str | None = None,
+        backend: Backend | None = None,
         **made: Unpack[Made],
     ) -> None:
         super().__init__()

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
+from ..nn.conv_caps import Competition
 from ..nn.routing.base import Capsules
 from ..nn.routing.em import EMRouting
 from ..nn.routing.names import RoutingChoice, routing_class
+from ..options import Backend
 from ._images import DecodedCapsules
 
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes
@@ -109,11 +111,11 @@ class MatrixCapsNet(DecodedCapsules):
         pose_rows: int = 4,
         num_iterations: int | None = None,
         routing: RoutingChoice | None = None,
-        competition: str = "child",
-        start: str | None = None,
+        competition: Competition = "child",
+        start: Competition | None = None,
         coordinates: bool | Sequence[float] | None = None,
         windows: Sequence[Sequence[int]] | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **routing_options: Any,
@@ -175,7 +177,7 @@ class MatrixCapsNet(DecodedCapsules):
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``."""
-        return self.routing(*self.encode(images))  # type: ignore[no-any-return]
+        return self.routing(*self.encode(images))
 
     def _decoder(self) -> nn.Module:
         raise RuntimeError(f"{self._op}: there is no decoder")

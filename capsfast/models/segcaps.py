@@ -15,6 +15,7 @@ from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ..options import Backend, Gradient, Squash
 from ._images import ImageNetwork, through
 
 # A pixel has the classes whose capsules are longer than this.
@@ -109,9 +110,9 @@ class SegCaps(ImageNetwork):
         routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
         hidden: Sequence[int] = (64, 128),
-        squash: str | None = None,
-        backend: str | None = None,
-        gradient: str = "full",
+        squash: Squash | None = None,
+        backend: Backend | None = None,
+        gradient: Gradient = "full",
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -121,7 +121,7 @@ class StackedCapsuleAutoencoder(ImageNetwork):
 
     def find_parts(self, images: Tensor) -> Parts:
         self._check(images)
-        return self.part_caps(self.conv(images))  # type: ignore[no-any-return]
+        return self.part_caps(self.conv(images))
 
     def find_objects(self, parts: Parts) -> Objects:
         """Objects of parts, which count as given: no gradient goes back to them."""
@@ -130,7 +130,7 @@ class StackedCapsuleAutoencoder(ImageNetwork):
         members = torch.cat(
             [poses.flatten(2), presences[..., None], features, sheets.expand(poses.shape[0], -1, -1)], 2
         )
-        return self.object_caps(self.encoder(members, presences))  # type: ignore[no-any-return]
+        return self.object_caps(self.encoder(members, presences))
 
     def forward(self, images: Tensor, target: Tensor | None = None) -> StackedOutput:
         """``target``: what is to be drawn, with values in [0, 1], where the network sees something else."""

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..backend import ORDER
-from ..options import GRADIENT, SOFTMAX, SQUASH, OptionKeywords
+from ..options import Backend, OptionKeywords
 
 Reduction = Literal["mean", "sum", "none"]
-# Options that are text in annotations.
-CHOICES = {"softmax": SOFTMAX, "gradient": GRADIENT, "squash": SQUASH, "backend": ORDER}
 # Floats that may be 0; all others are positive.
 FROM_0 = ("m_plus", "m_minus", "lam", "reconstruction_weight", "noise", "momentum", "logits_std", "dropout")
 ANY_SIGN = ("initial_beta_a", "initial_beta_u")
@@ -29,7 +26,15 @@ class Made(TypedDict, total=False):
 class Backed(Made, total=False):
     """The same, and the backend of a routing."""
 
-    backend: str | None
+    backend: Backend | None
+
+
+class ParameterKeywords(TypedDict, total=False):
+    """The tensors that a call of dynamic routing may take."""
+
+    logits: Tensor | None
+    mask: Tensor | None
+    out_mask: Tensor | None
 
 
 class AgreementKeywords(OptionKeywords, Backed, total=False):
@@ -57,8 +62,6 @@ def option(op: str, name: str, annotation: Any, value: object) -> None:
         checks.positive_eps(op, value)
     elif annotation is float:
         checks.finite(op, name, value) if name in ANY_SIGN else checks.positive(op, name, value, name in FROM_0)
-    elif annotation is str and name in CHOICES:
-        checks.choice(op, name, value, CHOICES[name])
 
 
 def batch_size(op: str, value: object, votes: Tensor) -> None:

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from .. import _keywords, checks, kinds
 from .._names import PACKAGE, ours
 from ..options import Options
 from . import _arguments
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
 # The arguments that extra_repr shows.
 PLAIN = (int, float, str, tuple)
@@ -127,6 +130,10 @@ def _reset_parts(module: nn.Module) -> None:
             reset()
 
 
+class _HasForward(Protocol[P, R_co]):
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
 class Node(nn.Module):
     """A module that torch.fx keeps as one node if another module calls it.
 
@@ -146,14 +153,18 @@ class Node(nn.Module):
             code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
             cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
 
-    # Not in forward, so that hooks run when the node runs.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pair = len(args) > 0 and isinstance(args[0], tuple)
-        if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
-            proxy = _proxy_in((*args, *kwargs.values()))
-            if proxy is not None:
-                return _as_node(self, proxy.tracer, args, kwargs)
-        return checks.in_memory(self._op, "take a smaller batch", nn.Module.__call__, self, *args, **kwargs)
+    if TYPE_CHECKING:
+        # For type checkers a call is the forward of the class.
+        def __call__(self: _HasForward[P, R_co], *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    else:
+        # Not in forward, so that hooks run when the node runs.
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            pair = len(args) > 0 and isinstance(args[0], tuple)
+            if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+                proxy = _proxy_in((*args, *kwargs.values()))
+                if proxy is not None:
+                    return _as_node(self, proxy.tracer, args, kwargs)
+            return checks.in_memory(self._op, "take a smaller batch", nn.Module.__call__, self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script before it compiles."""

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -210,6 +210,7 @@ class ConvCaps2d(WindowLayer):
 
     def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
         u, activation, mask = made
+        assert u is not None
         places = [last - first for first, last in box]
         found = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
         poses = found if isinstance(found, Tensor) else found.poses
@@ -243,6 +244,22 @@ class ConvCaps2d(WindowLayer):
         if inside is not None:
             given.setdefault("mask", inside)
         return self.at_windows((poses.shape[3], poses.shape[4])), windows, given
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __call__(
+            self, poses: Tensor, activation: Tensor | None = ..., *, return_coupling: Literal[False] = ...
+        ) -> Routed: ...
+        @overload
+        def __call__(
+            self, poses: Tensor, activation: Tensor | None = ..., *, return_coupling: Literal[True]
+        ) -> tuple[Routed, Tensor]: ...
+        @overload
+        def __call__(
+            self, poses: Tensor, activation: Tensor | None = ..., *, return_coupling: bool
+        ) -> Routed | tuple[Routed, Tensor]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
         self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False

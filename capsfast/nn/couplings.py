@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..options import Softmax
 from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
@@ -130,7 +131,7 @@ class CouplingEntropy(Layer):
         ValueError, TypeError: an option or an input that does not fit.
     """
 
-    def __init__(self, softmax: str = "out", normalize: bool = True) -> None:
+    def __init__(self, softmax: Softmax = "out", normalize: bool = True) -> None:
         super().__init__()
         self.softmax, self.normalize = softmax, normalize
 

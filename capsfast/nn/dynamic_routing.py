@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -11,6 +11,7 @@ from .. import checks, kinds
 from ..functional import dynamic_routing
 from ..options import Options
 from ._arguments import AgreementKeywords
+from ._arguments import ParameterKeywords as Given
 from ._layer import hooked
 from .routed_caps import RoutedCaps
 from .routing.agreement import AgreementRouting
@@ -18,6 +19,8 @@ from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice
 from .routing.votes import RecordedVotes
 from .weights import Weight
+
+Coupled = tuple[Tensor, Tensor]  # v and the coupling c
 
 
 def _refuse_votes(op: str, u: object, *others: object) -> NoReturn:
@@ -102,6 +105,12 @@ class DynamicRouting(RoutedCaps):
             **options,
         )
 
+    @overload  # type: ignore[override]
+    def __call__(self, u: Tensor, *, return_coupling: Literal[False] = ..., **given: Unpack[Given]) -> Tensor: ...
+    @overload
+    def __call__(self, u: Tensor, *, return_coupling: Literal[True], **given: Unpack[Given]) -> Coupled: ...
+    @overload
+    def __call__(self, u: Tensor, *, return_coupling: bool, **given: Unpack[Given]) -> Tensor | Coupled: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
             _refuse_votes(self._op, *args)
@@ -115,7 +124,7 @@ class DynamicRouting(RoutedCaps):
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         return_coupling: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Coupled:
         """``u [B, I, K]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J / groups]``.
 
         ``logits``, whose last axis is as long as the last axis of ``c``, are added to learned logits.
@@ -129,7 +138,7 @@ class DynamicRouting(RoutedCaps):
         if hooked(routing) or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
         u, weight = held.product(u, *[getattr(self, name) for name in self._names])
-        return dynamic_routing(  # type: ignore[no-any-return]
+        return dynamic_routing(
             u,
             weight,
             **routing.options(),
@@ -143,11 +152,11 @@ class DynamicRouting(RoutedCaps):
 
     def _by_votes(
         self, u: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, return_coupling: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Coupled:
         """The same as a call of the part ``routing``, whose hooks run."""
         votes = self.votes(u, mask, out_mask)
         if not return_coupling:
-            return self.routing(votes, logits=logits).poses  # type: ignore[no-any-return]
+            return self.routing(votes, logits=logits).poses
         recorded = RecordedVotes(votes, last=True)
         return self.routing(recorded, logits=logits).poses, recorded.weights[-1]
 

@@ -10,7 +10,7 @@ from .. import arguments, checks
 from .._torch import result
 from ..arguments import RoutingParameters, unchecked
 from ..ops import factored_routing
-from ..options import routing_options
+from ..options import Backend, Gradient, Softmax, Squash, routing_options
 from ..precision import as_under_autocast, wide_dtype
 from . import _arguments
 from ._arguments import Made
@@ -88,14 +88,14 @@ class InterestCapsules(Layer):
         initial_logits: Literal["zero", "fixed", "random", "random_per_user"] = "fixed",
         logits_std: float = 1.0,
         update: Literal["accumulate", "overwrite"] = "accumulate",
-        softmax: str = "out",
-        squash: str = "paper",
+        softmax: Softmax = "out",
+        squash: Squash = "paper",
         eps: float = 1e-8,
-        gradient: str = "full",
+        gradient: Gradient = "full",
         count: Count | None = None,
         projection: Literal["linear", "relu"] | None = None,
         init_std: float | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
         **made: Unpack[Made],
     ) -> None:
         super().__init__()

@@ -188,7 +188,7 @@ class CapsNetLoss(Layer):
         self.margin = MarginLoss(m_plus, m_minus, lam, squared=squared, reduction=reduction)
         self.reconstruction = ReconstructionLoss(reduction)
 
-    def forward(self, output: tuple[Tensor, Tensor, Tensor | None], images: Tensor, labels: Tensor) -> LossParts:
+    def forward(self, output: tuple[Tensor, Tensor | None, Tensor | None], images: Tensor, labels: Tensor) -> LossParts:
         lengths, _, reconstruction = output
         margin: Tensor = self.margin(lengths, labels)
         if reconstruction is None:

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .. import arguments, checks
 from .._torch import result
+from ..options import Backend
 from ..reference.em_update import not_negative
 from . import _arguments
 from ._arguments import Made
@@ -79,7 +80,7 @@ class MatrixRouting(Layer):
         model: Literal["gaussian", "k-means"] = "gaussian",
         single_beta: bool = False,
         eps: float = 1e-5,
-        backend: str | None = None,
+        backend: Backend | None = None,
         **made: Unpack[Made],
     ) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from .. import checks
 from ..functional import squash
+from ..options import Squash
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -75,7 +76,7 @@ class PrimaryCaps(Layer):
         *,
         bias: bool = True,
         order: Literal["type", "component", "view"] = "type",
-        squash: str = "paper",
+        squash: Squash = "paper",
         eps: float = 1e-8,
         flatten: bool = True,
         **made: Unpack[Made],
@@ -114,7 +115,7 @@ class PrimaryCaps(Layer):
             poses = maps.unflatten(1, (self.dim, self.types)).transpose(1, 2)
         else:
             poses = maps.unflatten(1, (self.types, self.dim))
-        return self.flatten(squash(poses, 2, self.eps, self.squash))  # type: ignore[no-any-return]
+        return self.flatten(squash(poses, 2, self.eps, self.squash))
 
     def from_list(self, state: Mapping[str, Tensor], each: str) -> "PrimaryCaps":
         """Loads the weights of a list of convolutions: ``state`` has the keys ``<n>.weight`` and ``<n>.bias``.
@@ -208,7 +209,7 @@ class DepthwisePrimaryCaps(PrimaryCaps):
         stride: int | Sequence[int] = 1,
         *,
         bias: bool = True,
-        squash: str = "exp",
+        squash: Squash = "exp",
         eps: float = 1e-8,
         flatten: bool = True,
         **made: Unpack[Made],

@@ -173,14 +173,14 @@ class RoutedCaps(Layer):
     def capsules(self, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
         """Calls the layer with activations if the routing uses them, see :meth:`activated`."""
         u, activation = self.activated(u, activation, given.get("mask"))
-        return self(u, activation, **given)  # type: ignore[no-any-return]
+        return self(u, activation, **given)
 
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
         """``activation [B, I]``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
         u, activation = self.listed(u, activation)
-        return self.routing(self.votes(u, mask, out_mask), activation)  # type: ignore[no-any-return]
+        return self.routing(self.votes(u, mask, out_mask), activation)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,37 @@ class SlimConvCaps2d(WindowLayer):
         total, count = (self._spread(maps, ones, **window) for maps in (activation.flatten(0, 1).unsqueeze(1), inside))
         means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
         return means
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __call__(
+            self,
+            poses: Tensor,
+            activation: Tensor | None = ...,
+            *,
+            size: Sequence[int] | None = ...,
+            return_coupling: Literal[False] = ...,
+        ) -> Routed: ...
+        @overload
+        def __call__(
+            self,
+            poses: Tensor,
+            activation: Tensor | None = ...,
+            *,
+            size: Sequence[int] | None = ...,
+            return_coupling: Literal[True],
+        ) -> tuple[Routed, Tensor]: ...
+        @overload
+        def __call__(
+            self,
+            poses: Tensor,
+            activation: Tensor | None = ...,
+            *,
+            size: Sequence[int] | None = ...,
+            return_coupling: bool,
+        ) -> Routed | tuple[Routed, Tensor]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from .. import arguments, checks, passes
+from ..options import Backend
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer
@@ -64,7 +65,7 @@ class VectorRouting(Layer):
         num_iterations: int = 2,
         *,
         normalize: bool = True,
-        backend: str | None = None,
+        backend: Backend | None = None,
         **made: Unpack[Made],
     ) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def _pays(call: Call) -> bool:
         if not 0 < sums * K * (D + I) <= I * D * (K + sums):
             return False
         # Every product reads the matrix again. A matrix too large for the cache pays only with enough rows.
-        return not D * K > LARGE_MATRIX or B * J >= FEW_ROWS  # type: ignore[no-any-return]
+        return not D * K > LARGE_MATRIX or B * J >= FEW_ROWS
     return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
 
 

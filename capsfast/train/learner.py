@@ -215,7 +215,7 @@ class Learner(_OfItsModel):
         images, labels, parts = batch
         if not self.has_classes:
             output = self.output(images)
-            error = self.reconstruction_loss(output.reconstruction, images)
+            error = self.reconstruction_loss(output.reconstruction, images)  # type: ignore[arg-type]
             return {"loss": error, "reconstruction": error}, output
         output = self.output(images, labels if parts is None else labels[:, 0])
         of_classes = self._class_loss(output.capsules, output.lengths, labels, self.global_step).mean()

@@ -17,6 +17,8 @@ import pytest
 
 from capsfast import native
 
+from ..support.packages import built, copied_checkout
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -149,25 +151,7 @@ def test_an_old_toolkit_is_named(configure: Configure, toolkit: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that git knows or would take, for what a build writes beside them."""
-    folder = tmp_path_factory.mktemp("checkout")
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("this is no checkout")
-    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
-        if name.startswith(("capsfast/", "csrc/")) or (name and "/" not in name and (ROOT / name).exists()):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
-def built(folder: Path, what: str, **environment: str) -> Path:
-    """What setuptools, called as pip calls it, builds in a Python without torch."""
-    code = f"import sys; sys.modules['torch'] = None; from setuptools import build_meta; build_meta.build_{what}('out')"
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return max((folder / "out").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return copied_checkout(tmp_path_factory.mktemp("checkout"))
 
 
 def files_in(folder: Path) -> set[str]:

@@ -1,6 +1,6 @@
 """Dynamic routing as a routing class, and as a layer of given votes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,9 @@ from typing_extensions import Unpack
 from ... import checks
 from ...functional import route_votes
 from ...kinds import FORMS
-from ...options import OptionKeywords, Options
+from ...options import Backend, OptionKeywords, Options
 from .. import _arguments
+from .._arguments import ParameterKeywords
 from .._layer import Layer
 from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
@@ -55,7 +56,7 @@ class AgreementRouting(Agreement, IterativeRouting):
         num_iterations: int = 3,
         learned_logits: bool = False,
         bias: bool = False,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[OptionKeywords],
@@ -102,6 +103,12 @@ class AgreementRouting(Agreement, IterativeRouting):
         return text
 
 
+class Given(ParameterKeywords, total=False):
+    """The tensors that a call of :class:`RoutingByAgreement` may take."""
+
+    bias: Tensor | None
+
+
 class RoutingByAgreement(Agreement, Layer):
     """Routing by agreement over given votes (Sabour, Frosst, Hinton 2017, procedure 1): ``votes -> v``.
 
@@ -124,12 +131,33 @@ class RoutingByAgreement(Agreement, Layer):
         self,
         num_iterations: int = 3,
         *,
-        backend: str | None = None,
+        backend: Backend | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
         super().__init__()
         self._hold(num_iterations, options)
         self.backend = backend
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __call__(
+            self,
+            votes: Tensor,
+            batch_size: int | None = ...,
+            *,
+            return_coupling: Literal[False] = ...,
+            **given: Unpack[Given],
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, votes: Tensor, batch_size: int | None = ..., *, return_coupling: Literal[True], **given: Unpack[Given]
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        def __call__(
+            self, votes: Tensor, batch_size: int | None = ..., *, return_coupling: bool, **given: Unpack[Given]
+        ) -> Tensor | tuple[Tensor, Tensor]: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
         self,
@@ -148,7 +176,7 @@ class RoutingByAgreement(Agreement, Layer):
         """
         _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
         _arguments.batch_size(self._op, batch_size, votes)
-        return route_votes(  # type: ignore[no-any-return]
+        return route_votes(
             votes,
             **self.options(),
             logits=logits,
@@ -161,7 +189,7 @@ class RoutingByAgreement(Agreement, Layer):
 
     def capsules(self, votes: Tensor, **given: Any) -> Capsules:
         """Calls the layer and returns its result with the lengths."""
-        v = self(votes, **given)
+        v: Tensor = self(votes, **given)
         return Capsules(v, lengths(v))
 
 

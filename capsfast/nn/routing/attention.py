@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...functional import squash as _squash
+from ...options import Softmax, Squash
 from ...precision import wide_dtype
 from .base import Capsules, IterativeRouting, Routing, lengths
 from .votes import Votes
@@ -31,7 +32,7 @@ class AttentionRouting(Routing):
     """
 
     independent = True
-    softmax = "in"
+    softmax: Softmax = "in"
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class SelfAttentionRouting(Routing):
         in_dim: int,
         out_dim: int,
         *,
-        squash: str = "exp",
+        squash: Squash = "exp",
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

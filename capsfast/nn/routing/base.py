@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ... import checks
 from ..._torch import result
+from ...options import Backend
 from .._layer import Layer
 from .votes import Votes, votes_of
 
@@ -61,7 +62,7 @@ class Routing(Layer):
         in_dim: int,
         out_dim: int,
         *,
-        backend: str | None = None,
+        backend: Backend | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...functional import squash as _squash
+from ...options import Softmax, Squash
 from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
 
@@ -37,8 +38,8 @@ class KMeansRouting(IterativeRouting):
         *,
         num_iterations: int = 3,
         sharpness: float = 1.0,
-        softmax: str = "out",
-        squash: str = "paper",
+        softmax: Softmax = "out",
+        squash: Squash = "paper",
         eps: float = 1e-8,
         **made: Any,
     ) -> None:
@@ -96,7 +97,7 @@ class CosineRouting(IterativeRouting):
         num_iterations: int = 3,
         exact: bool = False,
         bias: bool = True,
-        squash: str = "paper",
+        squash: Squash = "paper",
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -14,7 +14,7 @@ from ...arguments import GIVEN, PassParameters
 from ...axes import AXES, axes_of
 from ...functional import agree, dynamic_routing
 from ...ops import em_routing
-from ...options import STEPS, EMOptions, PassOptions, routing_options
+from ...options import STEPS, Backend, EMOptions, Normalize, PassOptions, Squash, routing_options
 from ...passes import Moments, routing_pass
 from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
@@ -56,7 +56,7 @@ class Votes(ABC):
     u: Tensor | None = None
     mask: Tensor | None = None
     out_mask: Tensor | None = None
-    backend: str | None = "reference"
+    backend: Backend | None = "reference"
     groups: int = 1
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Votes(ABC):
         prior: Tensor | None = None,
         logits: Tensor | None = None,
         activation: Tensor | None = None,
-        normalize: str = "out",
+        normalize: Normalize = "out",
         lse: Tensor | None = None,
         leaky: bool = False,
         second: bool = False,
@@ -84,7 +84,7 @@ class Votes(ABC):
         *,
         logits: Tensor | None = None,
         bias: Tensor | None = None,
-        squash: str | Callable[[Tensor], Tensor] = "paper",
+        squash: Squash | Callable[[Tensor], Tensor] = "paper",
         return_coupling: bool = False,
         **options: Any,
     ) -> Any:
@@ -205,7 +205,7 @@ class PassVotes(Votes):
         J: int | None = None,
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.tensors, self.backend = (u, weight), backend
         self.spatial: tuple[int, ...] = ()
@@ -464,7 +464,7 @@ def votes_of(
     J: int | None = None,
     mask: Tensor | None = None,
     out_mask: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Votes:
     """Votes from a tensor or from a pair ``(u, weight)``; :class:`Votes` are returned as they are.
 

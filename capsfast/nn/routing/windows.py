@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...options import Normalize
 from ...passes import Moments
 from ...precision import wide_dtype
 from .votes import Votes, VotesAround
@@ -100,7 +101,7 @@ class WindowVotes(VotesAround):
         self.start = start
 
     def moments(
-        self, *, normalize: str = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
+        self, *, normalize: Normalize = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
     ) -> Moments:
         scores: dict[str, Any] = {name: arguments.get(name) for name in SCORES}
         equal = all(value is None for value in scores.values())
