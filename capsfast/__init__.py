@@ -43,11 +43,13 @@ _LATER = {name: name for name in ("adopt", "compat", "export", "models")}
 _LATER |= {"accelerate": "adopt", "identify": "adopt", "graphed": "graphs"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_LATER[name]}", __name__)
-    return module if name == _LATER[name] else getattr(module, name)
+if not TYPE_CHECKING:  # with it, type checkers would take every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        return module if name == _LATER[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:

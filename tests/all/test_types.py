@@ -69,6 +69,7 @@ def mistakes(u: Tensor, layer: capsfast.DynamicRouting) -> None:
     nn.MarginLoss(reduction="avg")  # type: ignore[arg-type]
     capsfast.use_backend("cpu")  # type: ignore[arg-type]
     capsfast.squash(u, kind="papr")  # type: ignore[arg-type]
+    capsfast.accelerated  # type: ignore[attr-defined]
 """
 MODULES = {"nn": nn, "models": models, "compat": compat}
 CLASSES = [
