@@ -1,5 +1,6 @@
 """``python -m capsfast``."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,36 @@ def test_info_names_versions_and_backends() -> None:
     for name, status in capsfast.backends().items():
         assert name in result.output
         assert status.reason[:10] in result.output
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["train", "--resume", "none.ckpt"]])
+def test_what_is_known_at_once_does_not_wait_for_torch(words: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "capsfast", *words]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = {"--version": capsfast.__version__, "--help": "--data NAME"}.get(words[-1], "does not exist")
+    assert (expected if len(words) > 1 or expected[0].isdigit() else "clusters") in answer.stdout + answer.stderr
+    assert not re.search(r"\| +(torch|lightning)$", answer.stderr, re.MULTILINE)
+
+
+def test_the_command_line_has_the_ops_and_the_names_of_the_package() -> None:
+    """Commands import what they need. A user's module may then use any name of the package."""
+    code = """
+import sys
+sys.argv = ["/usr/bin/capsfast"]
+import capsfast
+assert "torch" not in sys.modules
+for name in capsfast.__all__:
+    getattr(capsfast, name)
+import torch
+torch.ops.capsfast.dynamic_routing.default
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_schemas_of_the_ops_are_shown_when_asked_for() -> None:
+    assert "SymInt? J" not in RUN.invoke(app, ["info"]).output
+    if capsfast.backends()["cpp"].available:
+        assert "SymInt? J" in RUN.invoke(app, ["info", "--ops"]).output
 
 
 def test_missing_extra_is_one_line() -> None:

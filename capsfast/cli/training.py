@@ -5,7 +5,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
-from .. import checks, plot
+from .. import plot
 from .._imported import search_here
 from ..bench import record
 from ..files import check_writable, reading, write_text
@@ -28,27 +29,21 @@ from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import check_fits, open_learner, read_checkpoint
 from ..train.progress import shown
 from ..train.run import DEFAULTS, quiet, several
+from .early import GROUPS, options_in
 from .endings import say, say_parts, stop
-from .words import HELP, LINKED, by_short_names, in_a_line, spelled_out
+from .parser import OPTIONS, Parser
 
 # Options that are a number of batches (int) or a share of all batches (float).
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
 # A folder with one of these files holds a run.
 OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
-NAMES = ("fit", "validate", "test")
-GROUPS = ("model", "data", "trainer")
-
-
-def _options_in(path: Path) -> dict[str, Any]:
-    told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    groups = {"it": told} | ({name: told.get(name) or {} for name in GROUPS} if isinstance(told, dict) else {})
-    for name, group in groups.items():
-        # jsonargparse passes over a group that is a number or a list. A text is the name of a file with the group.
-        if name != "it" and isinstance(group, str):
-            continue
-        if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
-            raise ValueError(f"{name} must hold names and values, got {checks.shown(group)}")
-    return dict(told)
+# Options of a model whose values come from the data set.
+LINKED: dict[str, Callable[[ImageData], Any]] = {
+    "in_channels": lambda images: images.sets.channels,
+    "image_size": lambda images: images.sets.image_size,
+    "num_classes": lambda images: images.sets.num_classes,
+    "class_names": lambda images: images.sets.train.source.classes,
+}
 
 
 class Begin(Callback):
@@ -69,19 +64,21 @@ class Begin(Callback):
 
 
 class Command(LightningCLI):
-    """``capsfast fit``, ``validate`` or ``test``.
+    """``capsfast train``, ``fit``, ``validate`` or ``test``.
 
     Args:
-        words: the command and its options.
+        command: its name.
+        words: its options.
+        asked: from :func:`capsfast.cli.early.asked`.
     """
 
-    def __init__(self, words: list[str]) -> None:
-        self.words = words
+    def __init__(self, command: str, words: Sequence[str], asked: Namespace) -> None:
+        self.command, self.asked = command, asked
+        self.training = command in ("train", "fit")
         self.held: dict[str, Any] | None = None  # options of the model in the checkpoint
         self.claimed: Path | None = None
-        given = [word.partition("=")[2] for word in words if word.startswith("--ckpt_path=")]
-        self.checkpoint = Path(given[-1]) if given else None
-        self.kept = self._of_checkpoint()
+        self.checkpoint = None if asked.resume is None else Path(asked.resume)
+        self.kept = {} if self.checkpoint is None else self._of_checkpoint(self.checkpoint)
         try:
             super().__init__(
                 Learner,
@@ -89,61 +86,58 @@ class Command(LightningCLI):
                 save_config_callback=None,
                 trainer_defaults={"max_epochs": 10, **DEFAULTS},
                 seed_everything_default=False,
-                parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in NAMES},
-                args=[words[0], *self._of_the_run(), *words[1:]],
+                parser_class=Parser,
+                parser_kwargs={
+                    "prog": f"capsfast {command}",
+                    "description": None,
+                    "exit_on_error": False,
+                    "allow_abbrev": False,
+                },
+                args=[*self._of_the_run(), *words],
+                run=False,
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
             )
+            work = self.fit if self.training else getattr(self, command)
+            work(self.model, self.datamodule, asked.resume)
         finally:
             # A run that was refused leaves its number to the next run: rmdir removes only an empty folder.
             if self.claimed is not None:
                 with suppress(OSError):
                     self.claimed.rmdir()
 
-    def _of_checkpoint(self) -> dict[str, Any]:
-        """Options by name that the checkpoint on the command line fixes."""
-        command, *words = self.words
-        if self.checkpoint is None:
-            if command != "fit":
-                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
-            return {}
-        if any(word.startswith("--config") for word in words):
-            raise ValueError(
-                f"capsfast {command}: a checkpoint holds its model and data; leave out --config, and give only options "
-                f"of the trainer"
-            )
-        content = read_checkpoint(self.checkpoint)
-        held = ("--model.", "--data.", "--seed") if command == "fit" else ("--model.",)
-        fixed = [word.partition("=")[0] for word in words if word.startswith(held)]
-        if fixed:
-            raise ValueError(
-                f"capsfast {command}: the checkpoint holds model{', data and seed' * (command == 'fit')}; leave out "
-                f"{', '.join(fixed)}{', or mistyped options of the trainer' * (command != 'fit')}"
-            )
-        open_learner(self.checkpoint, content)  # what it holds may be anything
+    def _of_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Options by name that a checkpoint fixes."""
+        content = read_checkpoint(path)
+        open_learner(path, content)  # what it holds may be anything
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
         self.held = model
-        kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed")}
+        kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed", "options")}
+        kept |= {f"{OPTIONS}.{name}": value for name, value in model["options"].items()}
         kept |= {f"data.{name}": value for name, value in data.items() if name != "seed"}
         return kept | {"seed": model["seed"]}
 
     def _of_the_run(self) -> list[str]:
         """Options of a resumed run that its checkpoint does not hold, from config.yaml beside the checkpoint."""
         path = None if self.checkpoint is None else self.checkpoint.with_name("config.yaml")
-        if self.words[0] != "fit" or path is None or not path.is_file():
+        if not self.training or path is None or not path.is_file():
             return []
-        with reading("capsfast fit", path, "the options of a run", "mend it, or remove it"):
-            told = _options_in(path)
+        with reading(f"capsfast {self.command}", path, "the options of a run", "mend it, or remove it"):
+            told = options_in(path)
             names = ("trainer", "checkpoint_every", "patience")
             return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        found = LightningCLI.subcommands()
-        return {name: found[name] for name in NAMES}
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        # add_network adds the options of the network.
+        parser.add_class_arguments(Learner, "model", skip={"options"}, fail_untyped=False, sub_configs=True)
+        parser.add_lightning_class_args(ImageData, "data")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, Parser)
+        parser.add_argument("--ckpt_path", type=str | None, help="Continue from this checkpoint, or test it.")
         parser.add_argument("--out", type=str, default="out/train", help="Folder for checkpoints, logs and pictures.")
         parser.add_argument("--overwrite", type=bool, default=False, help="Replace the run in that folder.")
         parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
@@ -158,14 +152,43 @@ class Command(LightningCLI):
                 # 1 is one batch, 1.0 all batches, and jsonargparse takes the first type that fits. typing caches
                 # unions, so an annotation of Lightning may have float before int.
                 action._typehint = int | float | None  # type: ignore[attr-defined]
+        model, routing = self.asked.model or "capsnet", self.asked.routing
+        if self.held is not None:
+            model, routing = self.held["model"], self.held["options"].get("routing")
+        parser.add_network(f"capsfast {self.command}", model, routing)
+        for name in self.kept:
+            # A network with **options takes any.
+            if f"--{name}" not in parser._option_string_actions:
+                parser.add_argument(f"--{name}", type=Any)
+        parser.add_short_names()
         parser.set_defaults({"data.data": "digits", **self.kept})
 
-    def _parse_ckpt_path(self) -> None:
-        """Does nothing, because __init__ has read the checkpoint."""
-
     def before_instantiate_classes(self) -> None:
-        if self._get(self.config, "ckpt_path") is not None and self.checkpoint is None:
-            raise ValueError(f"capsfast {self.subcommand}: ckpt_path must be given as an option, not in a file")
+        """
+        Raises:
+            ValueError: an option that the checkpoint fixes has another value, or a file names the checkpoint.
+        """
+        given, unchanged = self.config, self.parser.parse_args([])
+        if self.held is not None:
+            fixed = (*GROUPS[:2], "seed") if self.training else GROUPS[:1]
+            changed = [
+                self.parser.short(name)  # type: ignore[attr-defined]
+                for name, value in given.items()
+                if name.partition(".")[0] in fixed and value != unchanged.get(name) and ".seed" not in name
+            ]
+            if changed:
+                what = "model, data and seed" if self.training else "model"
+                raise ValueError(
+                    f"capsfast {self.command}: the checkpoint holds {what}; leave out {', '.join(changed)}"
+                )
+            given.model["options"] = self.held["options"]
+            return
+        if given.ckpt_path is not None and self.checkpoint is None:
+            raise ValueError(f"capsfast {self.command}: ckpt_path must be given as an option, not in a file")
+        options = vars(given.model.options or {})
+        given.model["options"] = {
+            name: value for name, value in options.items() if value != unchanged.model.options[name]
+        }
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         """
@@ -175,20 +198,19 @@ class Command(LightningCLI):
         """
         given = {**self._get(self.config_init, "trainer"), **more}
         if self.held is not None:
-            check_fits(f"capsfast {self.subcommand}: {self.checkpoint}", self.held, self.datamodule)
+            check_fits(f"capsfast {self.command}: {self.checkpoint}", self.held, self.datamodule)
         best = None if given["limit_val_batches"] == 0 else self.model.monitor
         patience = self._get(self.config, "patience")
         self.out = self._folder()
         callbacks = several(given.pop("callbacks", None))
-        training = self.subcommand == "fit"
-        if training:
-            config = self._parser("fit").dump(self.config["fit"], skip_unset=False)
+        if self.training:
+            config = self.parser.dump(self.config, skip_unset=False)
             callbacks.append(Begin(self.out, config, not self.goes_on))
         if patience is not None:
             if best is None:
                 raise ValueError("capsfast fit: patience counts tests, and limit_val_batches=0 leaves these out")
             callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience, strict=False))
-        progress = given.pop("enable_progress_bar") is not False and training
+        progress = given.pop("enable_progress_bar") is not False and self.training
         try:
             return make_trainer(
                 self.out,
@@ -197,21 +219,21 @@ class Command(LightningCLI):
                 checkpoint_every=self._get(self.config, "checkpoint_every"),
                 progress=progress,
                 callbacks=callbacks,
-                **given if training else given | {"logger": False},
+                **given if self.training else given | {"logger": False},
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            remedy = "; --trainer.accelerator=auto takes what is there" if "accelerator" in str(given) else ""
+            remedy = "; --accelerator=auto takes what is there" if "accelerator" in str(given) else ""
             text = " ".join(str(error).split()).rstrip(".!")
             raise MisconfigurationException(f"{text}{remedy}") from None
 
     def _folder(self) -> Path:
         """The folder of the run: a new one if the folder holds a run, unless it is resumed or overwritten."""
         asked = Path(self._get(self.config, "out"))
-        if self.checkpoint is not None and not any(word.startswith("--out=") for word in self.words):
+        if self.checkpoint is not None and self.asked.out is None:
             asked = self.checkpoint.parent
         self.goes_on = self.checkpoint is not None and self.checkpoint.resolve().parent == asked.resolve()
         # Only the first process writes files.
-        if self.subcommand != "fit" or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        if not self.training or rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return asked
         check_writable(asked)
         if self.goes_on or self._get(self.config, "overwrite"):
@@ -296,45 +318,37 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 
 
-def run(command: str, words: Sequence[str]) -> None:
-    """Runs one of the four commands.
+def run(command: str, words: Sequence[str], asked: Namespace) -> None:
+    """Runs one of the four commands; ``asked`` is from :func:`capsfast.cli.early.asked`.
 
     Raises:
         ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.endings.plain_errors` prints them.
     """
-    asks = bool({"--help", "-h"} & {*words})
-    if command == "train" and asks:
-        say(HELP)
-        return
-    words = words if asks else spelled_out(command, words)
-    given = [word.partition("=")[2] for word in words if word.startswith("--config=")]
-    # jsonargparse also takes the options themselves.
-    configs = [Path(each).expanduser() for each in given if ": " not in each]
-    # A pipe can be read only once.
-    for path in (path for path in configs if not path.is_fifo()):
-        with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):
-            _options_in(path)
-    resumed = [Path(word.partition("=")[2]) for word in words if word.startswith("--ckpt_path=")]
-    sources = [*configs, *resumed, *(path.with_name("config.yaml") for path in resumed)]
     search_here()
     try:
         with quiet():
-            Command(["fit" if command == "train" else command, *words])
+            Command(command, words, asked)
     except (ArgumentError, ValueError, TypeError, MisconfigurationException, ModuleNotFoundError) as error:
         cause: BaseException = error
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause
             cause = error.__cause__
             if not isinstance(cause, ValueError | TypeError):
                 raise cause from None
-        text = in_a_line(cause) if isinstance(cause, ArgumentError) else str(cause).strip()
-        of_the_words = text.startswith(("capsfast fit", f"capsfast {command}"))
+        root = cause
+        while root.__cause__ is not None:
+            root = root.__cause__
+        if isinstance(root, ModuleNotFoundError) and not isinstance(error, ArgumentError):
+            cause = root  # a logger or a profiler needs a package
+        text = str(cause).strip()
+        of_the_words = text.startswith((f"capsfast {command}", "unrecognized arguments", "argument --"))
         if not text.startswith("capsfast"):
             if isinstance(cause, ValueError | TypeError) and not text.startswith("`val_check_interval`"):
                 raise
             text = f"capsfast {command}: {' '.join(text.split())}"
-            text = text.replace("`val_check_interval`", "--trainer.val_check_interval")
+            text = text.replace("`val_check_interval`", "--test-every")
         # Lightning's command line does not say where a value is from.
-        files = [str(path) for path in sources if path.is_file()]
+        resumed = [] if asked.resume is None else [Path(asked.resume), Path(asked.resume).with_name("config.yaml")]
+        files = [str(path) for path in (*asked.config, *resumed) if path.is_file()]
         if files and not of_the_words and not any(path in text for path in files):
             text += f"; options are from {', '.join(files)} and the command line"
-        raise ValueError(by_short_names(text).replace("capsfast fit: ", f"capsfast {command}: ")) from None
+        raise ValueError(text.replace("capsfast fit: ", f"capsfast {command}: ")) from None

@@ -11,7 +11,7 @@ pytest.importorskip("jsonargparse")
 
 from typer.main import get_command
 
-from capsfast.cli import training
+from capsfast.cli import early, training
 from capsfast.cli.app import OF_LIGHTNING, app
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -25,27 +25,46 @@ COMMANDS = [
 ]
 # The user's own classes that the pages name.
 MY_MODULE = """
+import torch
+import capsfast
 from lightning.pytorch.callbacks import Callback
 
 class MyCallback(Callback):
     pass
+
+class MyRouting(capsfast.nn.AgreementRouting):
+    pass
+
+class MyNet(torch.nn.Module):
+    def __init__(self, num_classes, width=8):
+        super().__init__()
+
+def my_loss(activations, labels):
+    return activations.sum(1)
 """
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parses commands with all their options. Other tests run them, with less data."""
-    name, *arguments = shlex.split(line)
+    name, *words = shlex.split(line)
     if name not in OF_LIGHTNING:
-        get_command(app).commands[name].make_context(name, arguments)
+        get_command(app).resolve_command(None, [name])[1].make_context(name, words)
         return
     (tmp_path / "my_module.py").write_text(MY_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    # The named checkpoints do not exist, so they are not read.
-    monkeypatch.setattr(training.Command, "_of_checkpoint", lambda self: {"seed": 0})
+    # The named files do not exist, so they are not read.
+    with monkeypatch.context() as there:
+        there.setattr(Path, "exists", lambda self: True)
+        there.setattr(Path, "is_file", lambda self: True)
+        asked = early.asked(name, words)
+    monkeypatch.setattr(training.Command, "_of_checkpoint", lambda self, path: {"seed": 0})
     monkeypatch.setattr(training.Command, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(training.Command, "_run_subcommand", lambda self, subcommand: None)
-    training.run(name, arguments)
+    for each in ("model", "datamodule"):
+        monkeypatch.setattr(training.Command, each, None, raising=False)
+    for each in ("fit", "validate"):
+        monkeypatch.setattr(training.Command, each, lambda self, *_: None)
+    training.run(name, words, asked)
 
 
 def test_documented_commands_are_found() -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     assert float(weights["normalize.deviation"]) == pytest.approx(0.376, abs=1e-3)
     assert {"mse", "reconstruction", "test_reconstruction"} <= record["curve"].keys()
     message = failed("train", "--resume", checkpoint, "--normalize", "image", "--crop", "7", "--loss", "margin")
-    assert message.endswith("the checkpoint holds model, data and seed; leave out --normalize, --crop, --loss")
+    assert message.endswith("the checkpoint holds model, data and seed; leave out --loss, --normalize, --crop")
 
 
 def test_autoencoder(tmp_path: Path) -> None:
@@ -99,6 +100,34 @@ def test_autoencoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--flip", "flip: true"),
+        ("--flip true", "flip: true"),
+        ("--flip=false", "flip: false"),
+        ("--no-flip", "flip: false"),
+        ("--data.flip", "flip: true"),
+        ("--no-reconstruction", "reconstruction: false"),
+        ("--no-progress", "enable_progress_bar: false"),
+        ("--test-every 5", "val_check_interval: 5"),
+        ("--max-epochs 5", "max_epochs: 5"),
+        ("--data multi:digits --batch-size 7", "data: multi:digits"),
+        ("--lr -1", "lr: -1.0"),
+        ("--option conv_channels=5", "conv_channels: 5"),
+        ("--model deepcaps --types=4", "types: 4"),
+        ("--option routing=em --final 3", "final: 3.0"),
+        ("'--config={model: {model: cnn, options: {hidden: [3]}}}' --dropout 0", "dropout: 0.0"),
+        ("--decoder-hidden [3,4]", "decoder_hidden:\n    - 3\n    - 4"),
+        ("--model efficientcapsnet --no-scaled --routing inverted-attention", "scaled: false"),
+        ("--callbacks+=EarlyStopping --callbacks.monitor=a --callbacks+=LearningRateMonitor", "monitor: a"),
+    ],
+)
+def test_spellings_of_options(words: str, line: str) -> None:
+    found = run("train", *shlex.split(words), "--print_config")
+    assert found.exit_code == 0 and re.search(rf"^ *{re.escape(line)}$", found.output, re.MULTILINE), found.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "rule"),
     [
         (
@@ -109,7 +138,7 @@ def test_autoencoder(tmp_path: Path) -> None:
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
         (["--flip", "--data", "multi:digits"], "multi sets move images themselves"),
         (["--crop", "9"], "crop must be from 1 to 8, the padded size, got 9"),
-        (["--reconstruction", "--model", "cnn"], "cnn's own options are channels"),
+        (["--reconstruction", "--model", "cnn"], "unrecognized arguments: --reconstruction"),
         (
             ["--test-every", "46", "--batch-size", "32"],
             "--test-every (46) must be less than or equal to the number of",
@@ -125,7 +154,19 @@ def test_autoencoder(tmp_path: Path) -> None:
         (["--callbacks+=EarlyStopping"], "EarlyStopping: the following arguments are required: monitor"),
         (["--option", "types"], "--option must be NAME=VALUE, got 'types'"),
         (["digits"], "options begin with --, got 'digits'"),
-        (["--lr"], "capsfast train: --lr needs a value"),
+        (["--lr"], "capsfast train: argument --lr/--model.lr: expected one argument"),
+        (["--epoch", "3"], "capsfast train: unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        (["--conv-chanels=3"], "unrecognized arguments: --conv-chanels=3; did you mean --conv-channels?"),
+        (["--option", "conv_chanels=3"], "unrecognized arguments: --conv-chanels; did you mean --conv-channels?"),
+        (["--routing", "em", "--softmax", "in"], "unrecognized arguments: --softmax in"),
+        (["--routing", "em", "--cost", "size"], "--cost must be 'variance', 'mass', got 'size'"),
+        (["--conv-channels", "8.5"], "capsfast train: --conv-channels must be int, got '8.5'"),
+        (["--flip", "7"], "capsfast train: --flip must be bool, got '7'"),
+        (["--no-flip=true"], "argument --no-flip: ignored explicit argument 'true'"),
+        (["--config={model: {lrr: 1}}"], "Group 'model' does not accept option 'lrr'; did you mean --lr?"),
+        (["--config={model: {options: {width: 1}}}"], "Group 'model' does not accept option 'options.width'"),
+        (["--logger", "TensorBoardLogger", "--logger.save_dir=a"], "`tensorboard`"),
+        (["--data", "no/where"], "--data: no/where does not exist; name a folder or an .npz file"),
         (["--limit-train-batches", "0.001"], "capsfast train: "),
         (["--data", "torchvision.datasets.MNIST"], "missing a required argument: 'root'; root is the option data_dir"),
         (["--patience", "2", "--limit-val-batches", "0"], "patience counts tests"),
@@ -167,7 +208,8 @@ def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path, mon
     (tmp_path / "whole.yaml").write_text("model: model.yaml")
     monkeypatch.setenv("HOME", str(tmp_path))
     for config in ("--config=~/whole.yaml", "--config={model: {lr: 0.5, options: {conv_channels: 4}}}"):
-        assert re.search(r"conv_channels: 4\n +lr: 0\.5", run("fit", config, "--print_config").output)
+        output = run("fit", config, "--print_config").output
+        assert "conv_channels: 4\n" in output and "lr: 0.5\n" in output
     help_of_train, help_of_fit = (run(name, "--help").output for name in ("train", "fit"))
     assert all(f"--{name} " in help_of_train for name in ("data", "model", "epochs", "batch-size", "lr", "out"))
     assert "--model.lr" in help_of_fit and "learning rate after the warm-up" in help_of_fit
@@ -208,11 +250,14 @@ def test_what_is_refused_overwrites_nothing(tmp_path: Path) -> None:
     small = [*CAPSNET, "--limit-train-batches", "1", "--limit-val-batches", "1", "--epochs", "1"]
     last = trained(tmp_path, *small)
     assert json.loads((tmp_path / "record.json").read_text())["steps"] == 1  # not 1.0 of an epoch
+    (tmp_path / "c.yaml").write_text("{model: {lr: 0.5, options: {reconstruction: false}}, seed: 1}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     for wrong in (["--accelerator", "gpu"], ["--test-every", "100"], ["--patience", "2", "--limit-val-batches", "0"]):
         failed("train", *small, *wrong, "--overwrite", "--out", tmp_path)
-    message = failed("fit", "--ckpt_path", last, "--config", tmp_path / "config.yaml")
-    assert message.startswith("capsfast fit: a checkpoint holds its model and data; leave out --config")
+    message = failed("fit", "--ckpt_path", last, "--config", tmp_path / "c.yaml")
+    assert message == (
+        "capsfast fit: the checkpoint holds model, data and seed; leave out --lr, --reconstruction, --seed"
+    )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     config = (tmp_path / "config.yaml").read_text()
     assert "limit_train_batches: 1\n" in config and "overwrite:" not in config and "ckpt_path:" not in config

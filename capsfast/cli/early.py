@@ -1,0 +1,103 @@
+"""What ``train``, ``fit``, ``validate`` and ``test`` can know before Lightning is imported, which takes seconds."""
+
+import argparse
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..files import reading
+
+HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
+config.yaml, record.json, curve.png and logs/ into its folder. Defaults are in parentheses.
+
+  --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
+                        files, an .npz file, a class path such as my_module.MyImages; multi:NAME (two overlapping
+                        images) or affine:NAME (larger canvas; tests are rotated, sheared, scaled)    (digits)
+  --download            download the data set if it is missing
+  --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
+  --routing NAME        dynamic, em, ... or a class path                                              (the model's)
+  --epochs N            passes over the data                                                          (10)
+  --batch-size N        images per step in each process                                               (128)
+  --lr X                learning rate                                                                 (0.001)
+  --seed N              seed of weights, order and augmentation                                       (0)
+  --out FOLDER          folder for all files; if it holds a run, the next free of out/train-2, ...    (out/train)
+  --overwrite           replace the run in that folder
+  --resume FILE         continue from this checkpoint, with its model and data, and config.yaml beside it
+  --patience N          stop after this many tests without improvement
+
+capsfast train --model NAME --routing NAME --help lists all options: of the training, the data, Lightning's trainer,
+this network and this routing. --config FILE reads options."""
+GROUPS = ("model", "data", "trainer")
+READ = {
+    "model": ("--model", "--model.model"),
+    "routing": ("--routing", "--model.options.routing"),
+    "data": ("--data", "--data.data"),
+    "resume": ("--resume", "--ckpt_path"),
+    "out": ("--out",),
+}
+
+
+def options_in(path: Path) -> dict[str, Any]:
+    """The options in a configuration file.
+
+    Raises:
+        ValueError: the file, or a group in it, is something else.
+    """
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    groups = {"it": content}
+    if isinstance(content, dict):
+        groups |= {name: content.get(name) or {} for name in GROUPS}
+    for name, group in groups.items():
+        # jsonargparse passes over a group that is a number or a list. A text is the name of a file with the group.
+        if name != "it" and isinstance(group, str):
+            continue
+        if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
+            raise ValueError(f"{name} must hold names and values, got {reprlib.repr(group)}")
+    return dict(content)
+
+
+def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
+    """The options on which others depend: ``model``, ``routing``, ``data``, ``resume``, ``out``, and ``config``, files.
+
+    Raises:
+        ValueError: a word that is neither an option nor a value, or a checkpoint that a command lacks.
+        FileNotFoundError, OSError: a file that is named and can't be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for dest, names in READ.items():
+        parser.add_argument(*names, dest=dest, nargs="?")
+    parser.add_argument("--option", action="append", nargs="?", default=[])
+    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    found, others = parser.parse_known_args(words)
+    for before, word in zip(["", *others], others, strict=False):
+        if not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            raise ValueError(f"capsfast {command}: options begin with --, got {word!r}")
+    for text in (each for each in found.option if each and each.startswith("routing=")):
+        found.routing = found.routing or text.partition("=")[2]
+    if found.resume is None and command not in ("train", "fit"):
+        raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
+    if found.resume is not None and not Path(found.resume).is_file():
+        what = "is a folder; name a file in it, such as last.ckpt"
+        if not Path(found.resume).is_dir():
+            what = "does not exist; training writes last.ckpt into its folder after every epoch"
+        raise FileNotFoundError(f"capsfast {command}: --resume: {found.resume} {what}")
+    folder = (found.data or "").rpartition(":")[2]
+    if "/" in folder and not Path(folder).expanduser().exists():
+        raise FileNotFoundError(f"capsfast {command}: --data: {folder} does not exist; name a folder or an .npz file")
+    # jsonargparse also takes the options themselves.
+    found.options = [yaml.safe_load(each) for each in found.config if each and ": " in each]
+    found.config = [Path(each).expanduser() for each in found.config if each and ": " not in each]
+    # A pipe can be read only once, by jsonargparse.
+    for path in (path for path in found.config if not path.is_fifo()):
+        with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):
+            found.options.append(options_in(path))
+            group = found.options[-1].get("model")
+            if isinstance(group, str):
+                found.options[-1]["model"] = yaml.safe_load(path.with_name(group).read_text(encoding="utf-8"))
+    for group in (each.get("model") or {} for each in reversed(found.options)):
+        found.model = found.model or group.get("model")
+        found.routing = found.routing or (group.get("options") or {}).get("routing")
+    return found
