@@ -236,9 +236,9 @@ def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[i
 
 
 def losses(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    """The loss and its parts against the steps: training as solid lines, tests dashed."""
+    """The loss and its parts against the steps: training as solid lines, validation dashed, tests dotted."""
     for name in ("loss", *OF_CLASSES, "reconstruction", "entropy"):
-        for source, style, marker in ((name, "-", None), (f"test_{name}", "--", "o")):
+        for source, style, marker in ((name, "-", None), (f"val_{name}", "--", "o"), (f"test_{name}", ":", "s")):
             if any(value for _, value in metrics.get(source, ())):
                 ax.plot(*zip(*metrics[source], strict=True), style, marker=marker, label=source, linewidth=1)
     # A negative log likelihood may be below 0.
@@ -250,13 +250,17 @@ def losses(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None
 
 
 def results(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-    """The result on the test images against the steps; if there is none, the images trained on per second."""
-    tested = {"test_accuracy": "test accuracy, %", "test_iou": "mean IoU, %"}
-    name = next((name for name in tested if metrics.get(name)), None)
-    if name is not None:
-        steps, values = zip(*metrics[name], strict=True)
-        ax.plot(steps, [100 * value for value in values], "o-")
-        ax.set(ylabel=tested[name])
+    """The results of validation and tests against the steps; if there is none, the images trained on per second."""
+    labels = {"accuracy": "accuracy, %", "iou": "mean IoU, %"}
+    measured = [
+        (f"{part}_{name}", name) for name in labels for part in ("val", "test") if metrics.get(f"{part}_{name}")
+    ]
+    for source, name in measured:
+        steps, values = zip(*metrics[source], strict=True)
+        ax.plot(steps, [100 * value for value in values], "o-" if source.startswith("val") else "s-", label=source)
+        ax.set(ylabel=labels[name])
+    if measured:
+        ax.legend(fontsize="small")
     elif metrics.get("images_per_s"):
         ax.plot(*zip(*metrics["images_per_s"], strict=True))
         ax.set(ylabel="images/s")

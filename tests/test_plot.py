@@ -71,10 +71,14 @@ def test_coupling_and_entropy() -> None:
 def test_curves(tmp_path: Path, value: float, scale: str) -> None:
     """A loss may be negative, and a part of it always 0; both axes have labels."""
     metrics = {"loss": [(0, 5.0), (9, value)], "reconstruction": [(0, 0.0), (9, 0.0)], "test_accuracy": [(9, 0.5)]}
+    metrics |= {"val_accuracy": [(5, 0.25), (9, 0.75)], "val_loss": [(5, 2.0)]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure = plot.curve_figure(metrics)
         assert plot.save(figure, tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     left, right = figure.axes
-    assert left.get_yscale() == scale and len(left.lines) == 1 and left.get_ylabel()
-    assert right.lines[0].get_ydata().tolist() == [50.0] and right.get_ylabel() == "test accuracy, %"  # type: ignore[union-attr]
+    assert left.get_yscale() == scale and left.get_ylabel()
+    assert [line.get_label() for line in left.lines] == ["loss", "val_loss"]
+    assert [line.get_ydata().tolist() for line in right.lines] == [[25.0, 75.0], [50.0]]  # type: ignore[union-attr]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["val_accuracy", "test_accuracy"]  # type: ignore[union-attr]
+    assert right.get_ylabel() == "accuracy, %"

@@ -24,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from .. import plot
 from .._imported import search_here
 from ..bench import record
+from ..data.images import PARTS
 from ..files import check_writable, reading, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import check_fits, open_learner, read_checkpoint
@@ -115,7 +116,11 @@ class Command(LightningCLI):
         self.held = model
         kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed", "options")}
         kept |= {f"{OPTIONS}.{name}": value for name, value in model["options"].items()}
-        kept |= {f"data.{name}": value for name, value in data.items() if name != "seed"}
+        # Other data hold nothing out.
+        own = self.asked.data is None
+        kept |= {
+            f"data.{name}": value for name, value in data.items() if name != "seed" and (own or name != "hold_out")
+        }
         return kept | {"seed": model["seed"]}
 
     def _of_the_run(self) -> list[str]:
@@ -125,7 +130,7 @@ class Command(LightningCLI):
             return []
         with reading(f"capsfast {self.command}", path, "the options of a run", "mend it, or remove it"):
             told = options_in(path)
-            names = ("trainer", "checkpoint_every", "patience")
+            names = ("trainer", "checkpoint_every", "best", "patience")
             return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -142,7 +147,8 @@ class Command(LightningCLI):
         parser.add_argument("--overwrite", type=bool, default=False, help="Replace the run in that folder.")
         parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
         parser.add_argument("--checkpoint_every", type=int | None, help="Write step.ckpt every so many steps.")
-        parser.add_argument("--patience", type=int | None, help="Stop after so many tests without improvement.")
+        parser.add_argument("--best", type=bool, default=False, help="Write best.ckpt, the best by validation.")
+        parser.add_argument("--patience", type=int | None, help="Stop after so many validations without improvement.")
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
@@ -199,23 +205,23 @@ class Command(LightningCLI):
         given = {**self._get(self.config_init, "trainer"), **more}
         if self.held is not None:
             check_fits(f"capsfast {self.command}: {self.checkpoint}", self.held, self.datamodule)
-        best = None if given["limit_val_batches"] == 0 else self.model.monitor
-        patience = self._get(self.config, "patience")
+        best, patience = self._get(self.config, "best"), self._get(self.config, "patience")
+        if (best or patience is not None) and given["limit_val_batches"] == 0:
+            raise ValueError("capsfast fit: best and patience need validation, and limit_val_batches=0 leaves it out")
         self.out = self._folder()
         callbacks = several(given.pop("callbacks", None))
         if self.training:
             config = self.parser.dump(self.config, skip_unset=False)
             callbacks.append(Begin(self.out, config, not self.goes_on))
         if patience is not None:
-            if best is None:
-                raise ValueError("capsfast fit: patience counts tests, and limit_val_batches=0 leaves these out")
-            callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience, strict=False))
+            metric, mode = self.model.monitor
+            callbacks.append(EarlyStopping(metric, mode=mode, patience=patience, strict=False))
         progress = given.pop("enable_progress_bar") is not False and self.training
         try:
             return make_trainer(
                 self.out,
                 epochs=given.pop("max_epochs"),
-                best=best,
+                best=self.model.monitor if best else None,
                 checkpoint_every=self._get(self.config, "checkpoint_every"),
                 progress=progress,
                 callbacks=callbacks,
@@ -253,10 +259,11 @@ class Command(LightningCLI):
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         """Trains; LightningCLI calls it when trainer, model and data are made."""
         start = time.perf_counter()
+        datamodule.hold_out_for(self.trainer)
         if self.trainer.is_global_zero:
             say_parts(datamodule.sets)
         try:
-            fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
+            results = fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
         except Interrupted as end:
             if not self.trainer.is_global_zero:
                 # A launcher would take any other status for a crash and kill the process that reports.
@@ -267,17 +274,26 @@ class Command(LightningCLI):
             error.filename = error.filename or str(self.out)
             raise
         if self.trainer.is_global_zero:
-            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on)
+            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on, results)
 
-    def validate(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
+    def validate(self, model: Learner, datamodule: ImageData, **options: Any) -> None:
+        if datamodule.sets.val is None:
+            remedy = "train with --best, --patience or --hold-out, or give --data with them; capsfast test tests"
+            raise ValueError(f"capsfast validate: {self.checkpoint} has no images for validation; {remedy}")
+        self._measure(self.trainer.validate, model, datamodule, **options)
+
+    def test(self, model: Learner, datamodule: ImageData, **options: Any) -> None:
+        self._measure(self.trainer.test, model, datamodule, **options)
+
+    def _measure(
+        self, loop: Any, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any
+    ) -> None:
         if self.trainer.is_global_zero:
             say_parts(datamodule.sets)
         with quiet():
-            self.trainer.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
+            loop(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
         if self.trainer.is_global_zero:
             say(", ".join(shown(self.trainer.progress_bar_metrics, tests=True)))
-
-    test = validate
 
     def _ending(self, end: Interrupted) -> str:
         """The message after a signal: the step, the checkpoint, and the command to resume."""
@@ -291,10 +307,25 @@ class Command(LightningCLI):
         return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
 
 
-def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, resumed: bool) -> None:
+def _report(
+    trainer: Trainer,
+    learner: Learner,
+    images: ImageData,
+    out: Path,
+    seconds: float,
+    resumed: bool,
+    results: dict[str, dict[str, float]],
+) -> None:
     logs = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
     metrics = plot.read_metrics(logs[0], resumed) if logs else {}
-    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+    sets = images.sets
+    parts: dict[str, Any] = {
+        part: {"images": len(each)} for part, each in zip(PARTS, sets[:3], strict=True) if each is not None
+    }
+    if images.hparams["hold_out"]:
+        parts["val"]["held_out"] = images.hparams["hold_out"]
+    if sets.test is sets.val:
+        parts["test"]["same_as"] = "val"
     if metrics:
         plot.save(plot.curve_figure(metrics), out / "curve.png")
     content = {
@@ -307,14 +338,18 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
         "seconds": round(seconds, 1),
-        "results": found,
+        "parts": parts,
+        "results": {name: value for name, value in results["last"].items() if name.startswith("test_")},
+        **results,
         "curve": {name: [(step, float(f"{value:.5g}")) for step, value in points] for name, points in metrics.items()},
     }
     # One line per entry, for short and readable diffs.
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
     write_text(out / "record.json", f"{{\n{lines}\n}}\n")
-    results = ", ".join(shown(trainer.progress_bar_metrics, tests=True))
-    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if results else ''}{results}")
+    last = ", ".join(shown(results["last"], tests=True))
+    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if last else ''}{last}")
+    if "best" in results:
+        say(f"best.ckpt, step {results['best']['step']}: {', '.join(shown(results['best'], tests=True))}")
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 
 

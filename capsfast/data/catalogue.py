@@ -15,7 +15,8 @@ from .. import checks
 from .._imported import by_path
 from .._install import in_the_checkout
 from .files import read_npz, read_pictures
-from .images import OP, Images, Split, parted
+from .images import OP, PARTS, Images, Split, divided, parted
+from .seeds import seed_for
 from .sets import DrawnSet, ImageSet, OverlappingSet, placed
 from .stored import NORB_STEMS, read_idx, read_smallnorb
 from .transforms import augmentation, in_proportion, random_warp
@@ -47,10 +48,10 @@ NAMED = {
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 KINDS = ("multi", "affine")
 CHOICES = (
-    f"digits, {', '.join(NAMED)}, multi: or affine: before one of these, a folder, an .npz file, or the path of a data "
-    "set in Python such as my_module.MyImages"
+    f"digits, {', '.join(NAMED)}, multi: or affine: before one of these, a folder, an .npz or .csv file, or the path "
+    "of a data set in Python such as my_module.MyImages"
 )
-PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)")
+PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)(?<!\.csv)")
 
 
 def cache(name: str) -> Path:
@@ -124,7 +125,9 @@ def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
         parts = [read_smallnorb(*paths[:2]), read_smallnorb(*paths[2:])]
     else:
         parts = [(read_idx(images, 3)[:, None], read_idx(labels, 1)) for images, labels in (paths[:2], paths[2:])]
-    return Split(*(Images(*part, name=str(paths[0].parent), image_size=image_size) for part in parts))
+    folder = str(paths[0].parent)
+    train, test = (Images(*part, name=folder, image_size=image_size) for part in parts)
+    return Split(train, None, test)
 
 
 def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
@@ -152,25 +155,49 @@ def _digits(image_size: int | None) -> Split:
     rows, labels = torch.arange(len(digits.target)), digits.target
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     parts = train_test_split(rows, test_size=360, stratify=labels, random_state=0)
-    return Split(*(Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts))
+    train, test = (Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts)
+    return Split(train, None, test)
 
 
 def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, download: bool) -> Split:
-    """The data sets from a user's class or function, called with root, train and download if it takes them."""
+    """The data sets from a user's class or function, called with what it takes of root, download, train or split."""
     make = by_path(f"{OP}: no file or folder {path}", path)
     takes = inspect.signature(make).parameters
     given = {"root": data_dir, "download": download or None}
     given = {name: value for name, value in given.items() if name in takes and value is not None}
-    calls = [{"train": True}, {"train": False}] if "train" in takes else [{}]
+    first: dict[str, Any] = {"train": True} if "train" in takes else {"split": "train"} if "split" in takes else {}
     try:
-        inspect.signature(make).bind(**given, **calls[0])
+        inspect.signature(make).bind(**given, **first)
     except TypeError as error:
         raise ValueError(f"{OP}: {path} can't be called: {error}; root is the option data_dir") from None
-    return parted([Images(make(**given, **call), name=path, image_size=image_size) for call in calls])
+    found: Any = make(**given, **first)
+    if "train" in first:
+        found = found, make(**given, train=False)
+    elif first:
+        others = dict.fromkeys(PARTS[1:])
+        for part in others:
+            with suppress(ValueError):  # torchvision's for a split that the data set does not have
+                others[part] = make(**given, split=part)
+        found = found, *others.values()
+    return _of_objects(found, path, image_size)
+
+
+def by_part(data: Any, name: str = "data") -> dict[str, Any]:
+    """A data set alone, as train, or the data sets of a tuple (train, test) or (train, val, test), without None."""
+    given = data if isinstance(data, tuple) else (data,)
+    names = {1: PARTS[:1], 2: ("train", "test"), 3: PARTS}.get(len(given), ())
+    parts = {part: each for part, each in zip(names, given, strict=bool(names)) if each is not None}
+    if "train" not in parts:
+        raise ValueError(f"{OP}: {name} must be (train, test) or (train, val, test), got {checks.shown(data)}")
+    return parts
+
+
+def _of_objects(data: Any, name: str, image_size: int | None) -> Split:
+    return parted({part: Images(each, name=name, image_size=image_size) for part, each in by_part(data, name).items()})
 
 
 def load(
-    data: str | tuple[Dataset[Any], Dataset[Any]],
+    data: str | Dataset[Any] | tuple[Dataset[Any] | None, ...],
     data_dir: Path | str | None = None,
     *,
     image_size: int | None = None,
@@ -180,7 +207,7 @@ def load(
 
     Args:
         data, data_dir, image_size, download: see :class:`capsfast.train.ImageData`; without ``multi:`` and ``affine:``,
-            but ``data`` may also be a pair of data sets of (image, label), for training and for tests.
+            but ``data`` may also be a data set of (image, label), a pair of them (train, test), or (train, val, test).
 
     Raises:
         FileNotFoundError: files are missing; the message says where they are expected and how to get them.
@@ -189,7 +216,7 @@ def load(
         ModuleNotFoundError: torchvision, or scikit-learn for digits, is not installed.
     """
     if not isinstance(data, str):
-        return Split(*(Images(each, name="data", image_size=image_size) for each in data))
+        return _of_objects(data, "data", image_size)
     path = Path(data).expanduser()
     if data_dir is not None and (data == "digits" or (data not in NAMED and path.exists())):
         got = f"{str(data_dir)!r} for {data}"
@@ -203,7 +230,7 @@ def load(
         is_idx = any(_path(path, file) for file in IDX)
         return _read(data, find(data, [path]), image_size) if is_idx else read_pictures(path, image_size)
     if path.is_file():
-        return read_npz(path, image_size)
+        return (read_pictures if path.suffix.lower() == ".csv" else read_npz)(path, image_size)
     if not PYTHON.fullmatch(data):
         raise ValueError(f"{OP}: data must be {CHOICES}; got {checks.shown(data)}")
     return _of_python(data, data_dir, image_size, download)
@@ -224,22 +251,42 @@ def absolute(data: str) -> str:
 
 
 class Sets(NamedTuple):
-    """Data sets for training and for tests, and the sizes that a model needs."""
+    """Data sets for training, validation and tests as in :class:`Split`, and the sizes that a model needs."""
 
     train: DrawnSet
+    val: DrawnSet | None
     test: DrawnSet
     channels: int
     image_size: int
     num_classes: int
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by the names that models have for them."""
+        return {"in_channels": self.channels, "image_size": self.image_size, "num_classes": self.num_classes}
+
+    def holding_out(self, share: float, seed: int) -> "Sets":
+        """The same with ``share`` of the training images of every class for validation, drawn as images for tests.
+
+        Raises:
+            ValueError: there are images for validation, or too few images.
+        """
+        if self.val is not None:
+            got = f"{share} for {self.train.source.name}, which has {len(self.val)} images for validation"
+            raise ValueError(f"capsfast.data.open_sets: hold_out is for data without such images, got {got}")
+        kept, held = divided(self.train.source, share, seed_for(seed, "hold_out"))
+        held.name += f" ({len(held)} images held out of {len(self.train)} to train on)"
+        return self._replace(train=self.train.of(kept), val=self.test.of(held))
+
 
 def open_sets(
-    data: str | tuple[Dataset[Any], Dataset[Any]],
+    data: str | Dataset[Any] | tuple[Dataset[Any] | None, ...],
     data_dir: Path | str | None = None,
     *,
     image_size: int | None = None,
     seed: int = 0,
     download: bool = False,
+    hold_out: float | None = None,
     **options: Any,
 ) -> Sets:
     """The data sets of :func:`load` with augmentation, or overlapping or warped images made from them.
@@ -247,27 +294,29 @@ def open_sets(
     ``multi:NAME`` overlaps two images of different classes (:class:`OverlappingSet`; 28 pixels become 36).
     ``affine:NAME`` trains on images placed anywhere on a larger canvas (28 pixels become 40) and tests on
     images that are also rotated by up to 20 degrees, sheared by 0.2 and scaled by 0.2, the ranges of affNIST.
-    Both take no augmentation. Test sets are the same for every seed.
+    Both take no augmentation. Images for validation are drawn as those for tests, which are the same for every seed.
 
     Args:
         data, data_dir, image_size, download: see :func:`load`.
-        seed: seed of the training set's augmentation.
+        seed: seed of the training set's augmentation, and of the images held out.
+        hold_out: share of the training images for validation, if the data has no images for it; default: none.
         options: augmentation by ``shift, crop, crop_padding, flip, brightness, contrast, transform``; see
             :class:`capsfast.train.ImageData`.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: as :func:`load`; images that are not square; labels that
-            only test images have; an option out of its range; augmentation with ``multi`` or ``affine``.
+            images to train on don't have; an option out of its range; augmentation with ``multi`` or ``affine``.
     """
     op = "capsfast.data.open_sets"
     image_size, options = checks.plain((image_size, options))
     kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
-    train, test = load(name, data_dir, image_size=image_size, download=download)
+    train, val, test = load(name, data_dir, image_size=image_size, download=download)
+    others = {"test on": test} if val is None else {"validate on": val, "test on": test}
     channels, size, width = train.shape
-    got = f"{checks.shape_of(train[0])} to train on, {checks.shape_of(test[0])} to test on"
-    if test.shape[0] != channels:
-        raise ValueError(f"{op}: images must all be grey or all in colour, got {got}; convert one of them")
-    if size != width or test.shape != train.shape:
+    got = ", ".join(f"{checks.shape_of(each[0])} to {use}" for use, each in {"train on": train, **others}.items())
+    if any(each.shape[0] != channels for each in others.values()):
+        raise ValueError(f"{op}: images must all be grey or all in colour, got {got}; convert some of them")
+    if size != width or any(each.shape != train.shape for each in others.values()):
         raise ValueError(f"{op}: images must be square and of one size, got {got}; give image_size")
     num_classes = int(train.labels.max()) + 1
     if absent := (torch.bincount(train.labels) == 0).nonzero()[:, 0].tolist():
@@ -275,22 +324,26 @@ def open_sets(
         rule = f"must have images to train on of every class from 0 to {num_classes - 1}, its largest label"
         remedy = "numpy.unique(labels, return_inverse=True)[1] numbers the classes from 0 on"
         raise ValueError(f"{op}: {train.name} {rule}, got {got}; {remedy}")
-    if int(test.labels.max()) >= num_classes:
-        got = f"{int(test.labels.max())} to test on"
-        raise ValueError(f"{op}: labels must be 0 to {num_classes - 1}, as for the images to train on, got {got}")
+    for use, each in others.items():
+        if (most := int(each.labels.max())) >= num_classes:
+            rule = f"labels must be 0 to {num_classes - 1}, as for the images to train on"
+            raise ValueError(f"{op}: {rule}, got {most} to {use}")
     if kind and any(options.values()):
         given = ", ".join(name for name, value in options.items() if value)
         raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")
     drawn, still = augmentation(size, **options)
-    if not kind:
-        size = options.get("crop") or size
-        return Sets(ImageSet(train, drawn, seed=seed, fresh=True), ImageSet(test, still), channels, size, num_classes)
-    margin = in_proportion(4 if kind == "multi" else 6, size)
-    larger = size + 2 * margin
+    if kind:
+        margin = in_proportion(4 if kind == "multi" else 6, size)
+        v2 = torchvision("transforms.v2")
+        drawn = placed(size, margin)
+        size += 2 * margin
+        still = v2.Compose([v2.Pad(margin), random_warp, v2.RandomCrop(size, padding=margin)])
+    size = options.get("crop") or size
+    to_train_on: DrawnSet = ImageSet(train, drawn, seed=seed, fresh=True)
+    for_tests: DrawnSet = ImageSet(test, still)
     if kind == "multi":
-        overlapping = OverlappingSet(train, margin, seed=seed, fresh=True), OverlappingSet(test, margin)
-        return Sets(*overlapping, channels, larger, num_classes)
-    v2 = torchvision("transforms.v2")
-    moved = v2.Compose([v2.Pad(margin), random_warp, v2.RandomCrop(larger, padding=margin)])
-    placed_anywhere = ImageSet(train, placed(size, margin), seed=seed, fresh=True)
-    return Sets(placed_anywhere, ImageSet(test, moved), channels, larger, num_classes)
+        to_train_on = OverlappingSet(train, margin, seed=seed, fresh=True)
+        for_tests = OverlappingSet(test, margin)
+    for_validation = None if val is None else for_tests if val is test else for_tests.of(val)
+    sets = Sets(to_train_on, for_validation, for_tests, channels, size, num_classes)
+    return sets.holding_out(hold_out, seed) if hold_out else sets

@@ -1,7 +1,8 @@
-"""A user's own files: a folder of pictures, and arrays in an .npz file."""
+"""A user's own files: pictures in folders or in a table, and arrays in an .npz file."""
 
+import csv
+import io
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,23 +15,26 @@ from torch.utils.data import Dataset
 
 from .. import checks
 from ..files import reading
-from .images import OP, Images, Split, parted
+from .images import OP, PARTS, Images, Split, parted
 from .vision import torchvision
 
 # Modes of PIL in which a picture has no colour.
 GREY = {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
 # Opening a folder reads the headers of at most so many pictures.
 LOOKED_AT = 1000
-# Names of the parts of a split, in any case, with anything that is no letter, and before "set" or "data".
-TRAINING, TESTS = ("train", "training"), ("test", "tests", "testing")
-VALIDATION = ("val", "valid", "validation", "dev", "eval", "evaluation")
+# Names of the parts, in any case, with anything that is no letter, and before "set" or "data".
+NAMES_OF_PARTS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation"),
+    "test": ("test", "tests", "testing"),
+}
+# The table in a folder, with columns file and label, and perhaps split.
+TABLE = "labels.csv"
 # Besides hidden files: archives of macOS, thumbnails of Synology and Windows.
 LEFT_BY_SYSTEMS = ("__macosx", "@eadir", "$recycle.bin", "thumbs.db")
-NAMES = (
-    ("x_train", "y_train", "x_test", "y_test"),
-    ("train_images", "train_labels", "test_images", "test_labels"),
-    ("images", "labels"),
-)
+# Names of the arrays of a part.
+STYLES = (("x_{}", "y_{}"), ("{}_images", "{}_labels"))
+WHOLE = ("images", "labels")
 
 
 def picture(path: str, channels: int = 0) -> tuple[str, tuple[int, int], Any]:
@@ -68,30 +72,22 @@ def read_picture(path: str, channels: int, size: tuple[int, int] | None = None) 
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """The pictures of a folder with a sub-folder for each class, in the order of their names.
+    """Pictures with their labels.
 
-    Hidden files and folders do not count. Links are followed; a folder or a file that several links reach counts once.
-
-    Raises:
-        ValueError: no sub-folders, a class without pictures, or sub-folders that are no classes.
+    Args:
+        root: where they are from, for messages.
+        samples: path and label of each picture.
+        classes: the names of the labels.
+        places: where each picture was found, for messages; default: its path.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.root = str(folder)
+    def __init__(
+        self, root: str, samples: list[tuple[str, int]], classes: list[str], places: list[str] | None = None
+    ) -> None:
+        self.root, self.samples, self.classes = root, samples, classes
+        self.places = places or [path for path, _ in samples]
         self.loader: Callable[[str], Tensor] | None = None
-        kinds = ", ".join(_endings())
-        inner = {each.name: each for each in _visible(folder) if each.is_dir()}
-        if not inner:
-            raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got none")
-        _check_classes(folder, inner)
-        self.classes = sorted(inner)
-        self.samples: list[tuple[str, int]] = []
-        for label, name in enumerate(self.classes):
-            pictures = [(path, label) for path in _below(inner[name], folder)]
-            if not pictures:
-                raise ValueError(f"{OP}: {folder} has no pictures in {name}; add some ({kinds}), or remove the folder")
-            self.samples += pictures
-        self.targets = [label for _, label in self.samples]
+        self.targets = [label for _, label in samples]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -100,6 +96,85 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         assert self.loader is not None
         path, label = self.samples[row]
         return self.loader(path), label
+
+
+def _in_folders(folder: Path) -> Pictures:
+    """The pictures of a folder with a sub-folder for each class, in the order of their names.
+
+    Hidden files and folders do not count. Links are followed; a folder or a file that several links reach counts once.
+
+    Raises:
+        ValueError: no sub-folders, a class without pictures, or sub-folders that are no classes.
+    """
+    kinds = ", ".join(_endings())
+    inner = {each.name: each for each in _visible(folder) if each.is_dir()}
+    if not inner:
+        raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got none")
+    if {"image", "mask"} <= {name.lower().removesuffix("s") for name in inner}:
+        remedy = "segcaps learns the pixels of overlapping objects, multi:NAME"
+        raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got masks; {remedy}")
+    _check_classes(folder, inner)
+    samples: list[tuple[str, int]] = []
+    for label, name in enumerate(classes := sorted(inner)):
+        pictures = [(path, label) for path in _below(inner[name], folder)]
+        if not pictures:
+            raise ValueError(f"{OP}: {folder} has no pictures in {name}; add some ({kinds}), or remove the folder")
+        samples += pictures
+    return Pictures(str(folder), samples, classes)
+
+
+def _listed(table: Path) -> dict[str, Pictures]:
+    """The pictures of a table by part: CSV with a line for each picture, whose path begins at the table's folder.
+
+    Raises:
+        ValueError: not such a table, or a line with a missing entry, picture or class, or another split.
+    """
+    with reading(OP, table, "a table of pictures", "save it as CSV in UTF-8"):
+        text = table.read_bytes().decode("utf-8-sig")
+        lines = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+        rows = [(lines.line_num, row) for row in lines]
+    header = lines.fieldnames or ()
+    if not {"file", "label"} <= {*header}:
+        raise ValueError(f"{OP}: {table} must begin with a line file,label or file,label,split, got {','.join(header)}")
+
+    def refused(line: int, rule: str, got: str) -> ValueError:
+        return ValueError(f"{OP}: line {line} of {table} must have {rule}, got {got!r}")
+
+    parts: dict[str, list[tuple[int, str, str]]] = {}
+    for line, row in rows:
+        for column in ("file", "label", *(["split"] if "split" in header else [])):
+            if not row[column]:
+                raise refused(line, f"a {column}", "")
+        part = _part(row.get("split") or "train")
+        if part is None:
+            raise refused(line, f"a split of {', '.join(PARTS)}", row["split"])
+        path = str(table.parent / row["file"])
+        if not os.path.isfile(path):
+            raise refused(line, "the path of a picture as file", path)
+        parts.setdefault(part, []).append((line, path, row["label"]))
+    if "train" not in parts or ("split" in header and len(parts) < 2):
+        got = ", ".join(parts) or "no lines"
+        raise ValueError(f"{OP}: {table} must have pictures to train on, and for validation or tests, got {got}")
+    # So 10 comes after 9.
+    names = {name for _, _, name in parts["train"]}
+    classes = sorted(names, key=int if all(each.isdecimal() for each in names) else str)
+    numbers = {name: label for label, name in enumerate(classes)}
+    found = {}
+    for part, pictures in parts.items():
+        for line, _, name in pictures:
+            if name not in numbers:
+                raise refused(line, "a label that pictures to train on have too", name)
+        samples = [(path, numbers[name]) for _, path, name in pictures]
+        places = [f"{path} (line {line} of {table})" for line, path, _ in pictures]
+        found[part] = Pictures(str(table), samples, classes, places)
+    return found
+
+
+def _part(name: str) -> str | None:
+    """The part that a folder or an entry names. Also "Train", "training_set" and "val2017"."""
+    word = "".join(filter(str.isalpha, name.lower()))
+    words = {word, word.removesuffix("set"), word.removesuffix("data")}
+    return next((part for part, names in NAMES_OF_PARTS.items() if words & {*names}), None)
 
 
 def _endings() -> tuple[str, ...]:
@@ -162,77 +237,74 @@ def _check_classes(folder: Path, inner: dict[str, Path]) -> None:
     if len(inner) == 1:
         remedy = f"give {inner[min(inner)]}, or {to_classes}"
     else:
-        known = f"{' or '.join(TRAINING)}, and {', '.join((*TESTS, *VALIDATION))}"
-        remedy = f"name the parts of a split {known}; for classes {to_classes}"
+        remedy = f"name the parts of a split {', '.join(PARTS)}; for classes {to_classes}"
     got = f"{', '.join(sorted(inner))} with nothing but folders of equal names ({', '.join(sorted(fewest))})"
     raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got {got}; {remedy}")
 
 
-def _parts(folder: Path) -> list[Path]:
-    """The sub-folders for training and for tests, or the folder itself.
+def _parts(folder: Path) -> dict[str, Path]:
+    """The sub-folders of the parts, or the folder itself as a single part.
 
     Raises:
         ValueError: two sub-folders for the same, or another sub-folder that may be a part.
     """
-    found: dict[tuple[str, ...], list[Path]] = {TRAINING: [], TESTS: [], VALIDATION: []}
-    others: list[Path] = []
+    found: dict[str | None, list[Path]] = {}
     for each in (each for each in _visible(folder) if each.is_dir()):
-        # Also "Train", "training_set" and "val2017".
-        word = "".join(filter(str.isalpha, each.name.lower()))
-        kinds = [names for names in found if {word, word.removesuffix("set"), word.removesuffix("data")} & {*names}]
-        (found[kinds[0]] if kinds else others).append(each)
-    train, test, validation = found.values()
-    if not (train and (test or validation)):
-        return [folder]
-    for names in (train, test or validation):
-        if len(names) > 1:
+        found.setdefault(_part(each.name), []).append(each)
+    others = found.pop(None, [])
+    if "train" not in found or len(found) < 2:
+        return {"train": folder}
+    for paths in found.values():
+        if len(paths) > 1:
             raise ValueError(
-                f"{OP}: {folder} must have one folder of each part, got {', '.join(each.name for each in names)}; "
+                f"{OP}: {folder} must have one folder of each part, got {', '.join(each.name for each in paths)}; "
                 "join or rename them"
             )
-    classes = {each.name for each in _visible(train[0]) if each.is_dir()}
+    parts = {part: found[part][0] for part in PARTS if part in found}
+    classes = {each.name for each in _visible(parts["train"]) if each.is_dir()}
     if unknown := [
         each.name for each in others if classes & {inner.name for inner in _visible(each) if inner.is_dir()}
     ]:
-        known = ", ".join((*TRAINING, *TESTS, *VALIDATION))
         raise ValueError(
-            f"{OP}: {folder} has {', '.join(unknown)} beside {train[0].name}, with folders of the same names; name it "
-            f"one of {known}, or move it elsewhere"
+            f"{OP}: {folder} has {', '.join(unknown)} beside {parts['train'].name}, with folders of the same names; "
+            f"name it {' or '.join(PARTS)}, or move it elsewhere"
         )
-    if test and validation:
-        unread = "; ".join(f"{each} is not read" for each in validation)
-        warnings.warn(f"{OP}: {test[0]} is used for tests; {unread}", stacklevel=2)
-    return [*train, *(test or validation)]
+    return parts
 
 
-def read_pictures(folder: Path, image_size: int | None) -> Split:
-    """A folder with a sub-folder of pictures for each class, or with sub-folders of a split that have these.
+def read_pictures(path: Path, image_size: int | None) -> Split:
+    """A folder with a sub-folder of pictures for each class, or with such folders of the parts, or a table.
 
     Raises:
-        ValueError: a class has no pictures or is in one part only; sub-folders that are no classes; a file that is in
-            two classes or parts; a damaged picture; sizes differ without image_size.
+        ValueError: a class has no pictures or is in some parts only; sub-folders that are no classes; a file that is in
+            two classes or parts; a damaged picture; sizes differ without image_size; a table with a wrong line.
     """
-    sets = [Pictures(each) for each in _parts(folder)]
-    if sets[0].classes != sets[-1].classes:
-        names = ", ".join(sorted(set(sets[0].classes) ^ set(sets[-1].classes)))
-        where = " and ".join(each.root for each in sets)
-        raise ValueError(f"{OP}: {where} must have the same classes, got {names} in one only")
-    paths = [path for each in sets for path, _ in each.samples]
+    table = path / TABLE if path.is_dir() else path
+    if not table.is_file():
+        sets = {part: _in_folders(folder) for part, folder in _parts(path).items()}
+    else:
+        sets = _listed(table)
+    whole = sets["train"]
+    for each in sets.values():
+        if each.classes != whole.classes:
+            names = ", ".join(sorted({*each.classes} ^ {*whole.classes}))
+            raise ValueError(f"{OP}: {whole.root} and {each.root} must have the same classes, got {names} in one only")
+    paths = [file for each in sets.values() for file, _ in each.samples]
     there: dict[tuple[int, int], str] = {}
-    for path in paths:
-        if (other := there.setdefault(_file(path), path)) is not path:
-            raise ValueError(f"{OP}: {path} must be in one class and one part, got the file {other} again; remove one")
+    for file, place in zip(paths, [place for each in sets.values() for place in each.places], strict=True):
+        if (other := there.setdefault(_file(file), place)) is not place:
+            raise ValueError(f"{OP}: {place} must be in one class and one part, got the file {other} again; remove one")
     size, modes = None, set()
-    for path in paths[:: -(-len(paths) // LOOKED_AT)]:
-        mode, got, _ = picture(path)
+    for file in paths[:: -(-len(paths) // LOOKED_AT)]:
+        mode, got, _ = picture(file)
         modes.add(mode)
         size = size or got
-        _check_size(path, got, size if image_size is None else None)
-    for each in sets:
+        _check_size(file, got, size if image_size is None else None)
+    for each in sets.values():
         each.loader = partial(
             read_picture, channels=1 if modes <= GREY else 3, size=size if image_size is None else None
         )
-    return parted([Images(each, name=each.root, image_size=image_size) for each in sets])
+    return parted({part: Images(each, name=each.root, image_size=image_size) for part, each in sets.items()})
 
 
 def _check_size(path: object, got: tuple[int, int], wanted: tuple[int, int] | None) -> None:
@@ -242,19 +314,25 @@ def _check_size(path: object, got: tuple[int, int], wanted: tuple[int, int] | No
 
 
 def read_npz(path: Path, image_size: int | None) -> Split:
-    """Arrays named as in NAMES: images ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, bytes or floats in [0, 1].
+    """Arrays named as in STYLES for each part, or as in WHOLE: images ``[N, H, W]``, ``[N, H, W, C]`` or
+    ``[N, C, H, W]``, bytes or floats in [0, 1].
 
     Raises:
         ValueError: not an .npz file, other arrays, pickled objects, or an array shorter than its header says.
     """
     op = f"{OP}: {path}"
     with reading(OP, path, "an .npz file", "write it again with numpy.savez"), np.load(path) as archive:
-        there = list(archive.files)
-        names = next((each for each in NAMES if set(each) <= set(there)), ())
-        arrays = [archive[name] for name in names]
-    if not names:
-        wanted = ", or ".join(" ".join(each) for each in NAMES)
-        raise ValueError(f"{op}: it must hold arrays named {wanted}, got {' '.join(there) or 'none'}")
+        there = {*archive.files}
+        known = [{part: tuple(name.format(part) for name in style) for part in PARTS} for style in STYLES]
+        found = [{part: pair for part, pair in each.items() if there & {*pair}} for each in known]
+        parts = next((each for each in found if "train" in each and len(each) > 1), {"train": WHOLE})
+        names = [name for pair in parts.values() for name in pair]
+        complete = there >= {*names}
+        arrays = [archive[name] for name in names] if complete else []
+    if not complete:
+        wanted = ", ".join(f"{' '.join(each['train'] + each['test'])} (and {' '.join(each['val'])})" for each in known)
+        got = " ".join(sorted(there)) or "none"
+        raise ValueError(f"{op}: it must hold arrays named {wanted}, or {' '.join(WHOLE)}, got {got}")
     tensors = []
     for name, found in zip(names, arrays, strict=True):
         # numpy gives bytes for what is not an array.
@@ -262,13 +340,13 @@ def read_npz(path: Path, image_size: int | None) -> Split:
         if getattr(kind, "kind", "") not in ("i", "u", "f") or found.itemsize > 8:
             raise ValueError(f"{op}: {name} must hold integers or floats, got {kind}; save it as such")
         tensors.append(torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("="))))
-    images = []
-    for name, values, labels in zip(names[::2], tensors[::2], tensors[1::2], strict=True):
+    images = {}
+    for part, name, values, labels in zip(parts, names[::2], tensors[::2], tensors[1::2], strict=True):
         fitting = values[:, None] if values.dim() == 3 else values
         if values.dim() == 4 and values.shape[3] <= 4:
             fitting = values.movedim(3, 1)
         if fitting.dim() != 4 or fitting.shape[1] > 4:
             got = checks.shape_of(values)
             raise ValueError(f"{op}: {name} must be [N, H, W], [N, H, W, C] or [N, C, H, W], got {got}")
-        images.append(Images(fitting, labels, name=str(path), image_size=image_size))
+        images[part] = Images(fitting, labels, name=str(path), image_size=image_size)
     return parted(images)

@@ -11,6 +11,7 @@ from .. import checks
 from .vision import torchvision
 
 OP = "capsfast.data.load"
+PARTS = ("train", "val", "test")
 
 
 class Images(Dataset[Tensor]):
@@ -109,9 +110,13 @@ def resized(image: Tensor, size: int | None) -> Tensor:
 
 
 class Split(NamedTuple):
-    """Images for training and for tests."""
+    """Images to train on, for validation and for tests.
+
+    val is None if the data has no such part. If the data has no part for tests, val and test are the same images.
+    """
 
     train: Images
+    val: Images | None
     test: Images
 
 
@@ -147,23 +152,31 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
     return found.reshape(count)
 
 
-def parted(found: list[Images]) -> Split:
-    """Images for training and for tests; if there is one set, every class is split 80:20, always in the same way.
+def parted(found: dict[str, Images]) -> Split:
+    """The parts by their names in PARTS. A single part is a whole data set, split 80:20, always in the same way."""
+    if len(found) == 1:
+        (whole,) = found.values()
+        train, test = divided(whole, 0.2, seed=0)
+        return Split(train, None, test)
+    return Split(found["train"], found.get("val"), found["test" if "test" in found else "val"])
+
+
+def divided(images: Images, share: float, seed: int) -> tuple[Images, Images]:
+    """Two parts: ``share`` of the images of every class, drawn by the seed, are in the second one.
 
     Raises:
-        ValueError: fewer than two classes have three images.
+        ValueError: the second part would have images of fewer than two classes.
     """
-    if len(found) == 2:
-        return Split(*found)
-    (images,) = found
-    tested = torch.zeros(len(images), dtype=torch.bool)
+    drawn = torch.zeros(len(images), dtype=torch.bool)
     for label in images.labels.unique():
         rows = (images.labels == label).nonzero()[:, 0]
-        mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-        tested[mixed[: round(len(rows) / 5)]] = True
-    if len(images.labels[tested].unique()) < 2:
-        raise ValueError(f"{OP}: {images.name} must have two classes of at least three images for a split 80:20")
-    return Split(*(images.part(each.nonzero()[:, 0]) for each in (~tested, tested)))
+        mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+        drawn[mixed[: min(round(len(rows) * share), len(rows) - 1)]] = True
+    if len(images.labels[drawn].unique()) < 2:
+        rule = f"must have two classes of at least {max(2, int(0.5 / share) + 1)} images"
+        raise ValueError(f"{OP}: {images.name} {rule} to set {share:.2g} of them apart; or give train, val and test")
+    first, second = (images.part(rows.nonzero()[:, 0]) for rows in (~drawn, drawn))
+    return first, second
 
 
 def channel_statistics(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 
 # Each draw has its own seed, so that resumed and distributed runs need no saved random state.
-Purpose = Literal["order", "transform", "attack", "step"]
-PURPOSES: tuple[Purpose, ...] = ("order", "transform", "attack", "step")
+Purpose = Literal["order", "transform", "attack", "step", "hold_out"]
+PURPOSES: tuple[Purpose, ...] = ("order", "transform", "attack", "step", "hold_out")
 
 
 def seed_for(seed: int, purpose: Purpose, *when: int) -> int:

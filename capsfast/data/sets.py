@@ -66,6 +66,10 @@ class DrawnSet(Dataset[Batch], ABC):
         return Batch(*(torch.stack(each) for each in zip(*samples, strict=True)))
 
     @abstractmethod
+    def of(self, source: Images) -> "DrawnSet":
+        """Other images, drawn like these."""
+
+    @abstractmethod
     def sample(self, row: int) -> tuple[Tensor, ...]:
         """One sample with the fields of :class:`Batch`, augmented with torch's generator."""
 
@@ -78,6 +82,9 @@ class ImageSet(DrawnSet):
     ) -> None:
         super().__init__(source, seed=seed, fresh=fresh)
         self.transform = transform
+
+    def of(self, source: Images) -> "ImageSet":
+        return ImageSet(source, self.transform, seed=self.seed, fresh=self.fresh)
 
     def sample(self, row: int) -> tuple[Tensor, Tensor]:
         image = self.source[row]
@@ -97,10 +104,14 @@ class OverlappingSet(DrawnSet):
 
     def __init__(self, source: Images, margin: int = 4, *, seed: int = 0, fresh: bool = False) -> None:
         super().__init__(source, seed=seed, fresh=fresh)
+        self.margin = margin
         self._place = placed(source.shape[1], margin)
         self._by_class = torch.argsort(source.labels, stable=True)
         self._counts = torch.bincount(source.labels)
         self._ends = self._counts.cumsum(0)
+
+    def of(self, source: Images) -> "OverlappingSet":
+        return OverlappingSet(source, self.margin, seed=self.seed, fresh=self.fresh)
 
     def sample(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
         pair = [row, self._partner(row, float(torch.rand((), dtype=torch.float64)))]

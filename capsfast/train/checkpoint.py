@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from ..data.catalogue import by_part
 from ..files import reading, replacing
 from ..models._network import Network, load_weights, made_from
 from .images import ImageData
@@ -91,6 +93,8 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if not _holds(content, HELD) or not isinstance(content.get("callbacks", {}), dict):
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote; {ANOTHER}")
+    # Earlier versions held no images out.
+    content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY].setdefault("hold_out", 0.0)
     for kind in (Learner, ImageData):
         taken, given = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]
         # An option of an earlier version that is off changes nothing.
@@ -144,31 +148,37 @@ def open_learner(path: Path | str, content: dict[str, Any] | None = None) -> Lea
     return learner.eval()
 
 
-def open_checkpoint(
-    path: Path | str, *, data: str | None = None, data_dir: str | None = None
-) -> tuple[Learner, ImageData]:
+def open_checkpoint(path: Path | str, *, data: Any = None, data_dir: str | None = None) -> tuple[Learner, ImageData]:
     """The trained network, in evaluation mode, and its data, opened.
 
     Args:
         path: a file that ``capsfast train`` wrote.
-        data, data_dir: data to use instead of the training's; sizes and classes must fit.
+        data, data_dir: data to use instead of the training's; sizes and classes must fit. data is a name, an
+            :class:`ImageData`, or what :func:`capsfast.data.load` takes: a data set of (image, label), or a tuple
+            (train, test) or (train, val, test). A training on such data sets needs it: the checkpoint holds none.
 
     Raises:
         FileNotFoundError, ValueError, RuntimeError: as :func:`open_learner` and :func:`capsfast.data.open_sets`; also
-            if the data does not fit the network.
+            if the data does not fit the network, or is missing.
     """
     op, content = "capsfast.train.open_checkpoint", read_checkpoint(path)
     learner, options = open_learner(path, content), dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
+    if data is None and options.get("data") is None:
+        raise ValueError(f"{op}: {path} holds no data, it was trained on data sets from Python; give them as data=")
     if data is not None:
         # No augmentation, and sizes as in training.
-        kept = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
-        options = {name: options[name] for name in kept if name in options} | {"data": data}
+        kept: tuple[str, ...] = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
+        named = isinstance(data, str | os.PathLike)
+        parts = {"data": data} if named else {} if isinstance(data, ImageData) else by_part(data)
+        if options.get("data") is None and not {"data", "val"} & parts.keys():
+            kept += ("hold_out",)  # the data sets may be those of the training
+        options = {name: options[name] for name in kept if name in options} | parts
     if data_dir is not None:
         options["data_dir"] = data_dir
     # Errors of data that the caller names are not of the checkpoint.
     of_the_caller = data is not None or data_dir is not None
     with nullcontext() if of_the_caller else made_from(op, str(path), "data= (--data) takes other images"):
-        images = ImageData(**options)
+        images = data if isinstance(data, ImageData) else ImageData(**options)
         assert images.sets
     check_fits(f"{op}: {path}", learner.hparams, images)
     return learner, images
@@ -180,15 +190,13 @@ def check_fits(op: str, model: Mapping[str, Any], images: ImageData) -> None:
     Raises:
         ValueError: images of other sizes, or of other classes; and the errors of :func:`capsfast.data.open_sets`.
     """
-    names = ("in_channels", "image_size", "num_classes")
-    wanted, got = {name: model[name] for name in names}, dict(zip(names, images.sets[2:], strict=True))
-    classes, known = images.sets.train.source.classes, model["class_names"]
+    got, source = images.sets.sizes, images.sets.train.source
+    wanted, classes, known = {name: model[name] for name in got}, source.classes, model["class_names"]
+    name = images.options["data"] or source.name
     if got != wanted:
-        raise ValueError(f"{op} needs {wanted}, {images.options['data']} has {got}")
+        raise ValueError(f"{op} needs {wanted}, {name} has {got}")
     if classes and known and classes != known:
-        raise ValueError(
-            f"{op} knows the classes {', '.join(known)}, {images.options['data']} has {', '.join(classes)}"
-        )
+        raise ValueError(f"{op} knows the classes {', '.join(known)}, {name} has {', '.join(classes)}")
 
 
 def open_pretrained(model: str, name: str) -> Learner:

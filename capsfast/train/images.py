@@ -18,6 +18,8 @@ from ..data.sets import DrawnSet
 
 # Options of the loaders; all other options go to open_sets.
 OF_LOADERS = ("batch_size", "workers")
+# The share of the training images held out if best checkpoints or patience need images for validation.
+HELD_OUT = 0.1
 
 
 def check_types(op: str, init: Callable[..., None], options: Mapping[str, Any]) -> None:
@@ -54,8 +56,8 @@ class ImageData(pl.LightningDataModule):
     Args:
         data: digits, mnist, fashion-mnist, kmnist, cifar10, svhn or smallnorb; multi:NAME (two images overlap) or
             affine:NAME (images placed on a larger canvas, warped for tests) with one of these names; a folder with a
-            sub-folder of pictures for each class, or with four IDX files; an .npz file; or the path of a data set in
-            Python such as my_module.MyImages.
+            sub-folder of pictures for each class, with a table labels.csv, or with four IDX files; a .csv or .npz file;
+            or the path of a data set in Python such as my_module.MyImages.
         data_dir: Folder with the files of a named data set. Default: $CAPSFAST_DATA/NAME, then ~/.cache/capsfast/NAME.
         download: Let torchvision download missing files into data_dir or ~/.cache/capsfast/NAME.
         batch_size: Images per step in one process.
@@ -70,14 +72,18 @@ class ImageData(pl.LightningDataModule):
             1 + contrast.
         transform: Path of your own class or function, applied last to training images, float tensors [C, H, W]; or a
             dict with class_path and init_args. It must draw random numbers from torch's generator.
-        seed: Seed of order and augmentation.
+        hold_out: Share of the training images held out for validation: of every class, drawn by the seed, and shown
+            without augmentation. Default: 0.1 if a run with best checkpoints or patience has no images for validation,
+            else 0. Leave it out for data that has them.
+        seed: Seed of order, augmentation and images held out.
         workers: Number of processes that prepare batches. 0 prepares them in the training process.
-        train: From Python, in place of data: a data set of (image, label) for training.
-        test: From Python, with train: a data set for tests.
+        train: From Python, in place of data: a data set of (image, label) for training; alone it is split 80:20.
+        val: From Python, with train: a data set for validation.
+        test: From Python, with train: a data set for tests. Default: val.
 
     Raises:
         TypeError: an option of another type.
-        ValueError: no data, data together with train and test, or a negative number of workers. ``sets`` raises the
+        ValueError: no data, data together with train, val or test, a number out of its range. ``sets`` raises the
             errors of :func:`capsfast.data.open_sets`.
     """
 
@@ -96,9 +102,11 @@ class ImageData(pl.LightningDataModule):
         brightness: float = 0.0,
         contrast: float = 0.0,
         transform: str | dict[str, Any] | None = None,
+        hold_out: float | None = None,
         seed: int = 0,
         workers: int = 0,
         train: Any = None,
+        val: Any = None,
         test: Any = None,
     ) -> None:
         super().__init__()
@@ -106,20 +114,19 @@ class ImageData(pl.LightningDataModule):
         batch_size, image_size, shift, crop, crop_padding, flip = checks.plain(
             (batch_size, image_size, shift, crop, crop_padding, flip)
         )
-        brightness, contrast, seed, workers = checks.plain((brightness, contrast, seed, workers))
-        if data is not None and (train is not None or test is not None):
-            raise ValueError(f"{op}: give data, or train and test, not both")
-        if data is None and (train is None or test is None):
-            raise ValueError(
-                f"{op}: data must be {CHOICES}; from Python train and test go too. A checkpoint of such data sets is "
-                "opened with data= (--data)"
-            )
-        self.save_hyperparameters(logger=False, ignore=["train", "test"])
+        brightness, contrast, hold_out, seed, workers = checks.plain((brightness, contrast, hold_out, seed, workers))
+        if data is not None and (train, val, test) != (None, None, None):
+            raise ValueError(f"{op}: give data, or train, val and test, not both")
+        if data is None and train is None:
+            raise ValueError(f"{op}: data must be {CHOICES}; from Python train, val and test go too")
+        self.save_hyperparameters(logger=False, ignore=["train", "val", "test"])
         check_types(op, ImageData.__init__, self.hparams)
         checks.integer(op, "workers", workers, least=0)
+        if not 0 <= (hold_out or 0) < 1:
+            raise ValueError(f"{op}: hold_out must be from 0 to less than 1, got {checks.shown(hold_out)}")
         data = None if data is None else os.fspath(data)
         self.options: dict[str, Any] = {**self.hparams, "data": data}
-        self._given = train, test
+        self._given = train, val, test
         # A checkpoint must find the data from any working directory, and download nothing.
         self.hparams["data"] = None if data is None else absolute(data)
         self.hparams["data_dir"] = None if data_dir is None else str(Path(data_dir).expanduser().absolute())
@@ -127,9 +134,40 @@ class ImageData(pl.LightningDataModule):
 
     @cached_property
     def sets(self) -> Sets:
-        """The data sets for training and for tests; the first access reads the files."""
+        """The data sets for training, validation and tests; the first access reads the files."""
         options = {name: value for name, value in self.options.items() if name not in OF_LOADERS}
         return open_sets(**options | ({"data": self._given} if options["data"] is None else {}))
+
+    @property
+    def watched(self) -> str:
+        """The part that is measured during training: val, or test if there are no images for validation."""
+        return "test" if self.sets.val is None else "val"
+
+    def hold_out(self, share: float) -> None:
+        """Takes a share for the option hold_out that was left out; checkpoints hold the share too."""
+        if share:
+            self.sets = self.sets.holding_out(share, self.options["seed"])
+        self.options["hold_out"] = self.hparams["hold_out"] = share
+
+    def hold_out_for(self, trainer: pl.Trainer) -> None:
+        """Decides the default of hold_out for a training.
+
+        Raises:
+            ValueError: best checkpoints or patience without images for validation.
+        """
+        asked = any(str(getattr(each, "monitor", None)).startswith("val_") for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if self.options["hold_out"] is None:
+            self.hold_out(HELD_OUT if asked and self.sets.val is None else 0.0)
+        if asked and self.sets.val is None:
+            raise ValueError(
+                f"capsfast.train.ImageData: best checkpoints and patience need images for validation, got hold_out="
+                f"{self.options['hold_out']}; give hold_out a share. A resumed run holds out what it did before"
+            )
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            assert self.trainer is not None
+            self.hold_out_for(self.trainer)
 
     def _loader(self, dataset: DrawnSet, shuffle: bool) -> ResumableLoader:
         rank, world_size = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -149,10 +187,10 @@ class ImageData(pl.LightningDataModule):
         return self._loader(self.sets.train, shuffle=True)
 
     def val_dataloader(self) -> ResumableLoader:
-        return self._loader(self.sets.test, shuffle=False)
+        return self._loader(self.sets.test if self.sets.val is None else self.sets.val, shuffle=False)
 
     def test_dataloader(self) -> ResumableLoader:
-        return self.val_dataloader()
+        return self._loader(self.sets.test, shuffle=False)
 
     def predict_dataloader(self) -> ResumableLoader:
-        return self.val_dataloader()
+        return self.test_dataloader()

@@ -107,7 +107,7 @@ class Learner(_OfItsModel):
     """
 
     # The metric that selects the best checkpoint.
-    monitor = ("test_accuracy", "max")
+    monitor = ("val_accuracy", "max")
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Learner(_OfItsModel):
         self.chance = 1 / num_classes  # the accuracy of guessing
         self.has_classes = model not in WITHOUT_CLASSES
         if not self.has_classes and type(self).monitor == Learner.monitor:
-            self.monitor = ("test_reconstruction", "min")
+            self.monitor = ("val_reconstruction", "min")
         if loss is not None and not self.has_classes:
             got = checks.shown(loss)
             raise ValueError(f"{op}: loss compares classes, and {model} has none; leave it out, got {got}")
@@ -275,17 +275,21 @@ class Learner(_OfItsModel):
         self.log("lr", self.lr * self._decay(self.global_step))
         return found["loss"]
 
-    def _log(self, found: dict[str, Any], **options: Any) -> None:
+    def _log(self, found: dict[str, Any], part: str = "", **options: Any) -> None:
         for name, value in found.items():
-            self.log(name, value, prog_bar=name.removeprefix("test_") not in DETAILS, **options)
+            self.log(f"{part}{name}", value, prog_bar=name not in DETAILS, **options)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        found, output = self.measured(batch)
-        results = {f"test_{name}": value for name, value in self.results(batch, found, output).items()}
-        # Lightning averages over all images of all processes.
-        self._log(results, sync_dist=True, batch_size=len(batch.labels))
+        # Without images for validation these are the images for tests.
+        self._log_results(batch, getattr(getattr(self.trainer, "datamodule", None), "watched", "val"))
 
-    test_step = validation_step
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_results(batch, "test")
+
+    def _log_results(self, batch: Batch, part: str) -> None:
+        results = self.results(batch, *self.measured(batch))
+        # Lightning averages over all images of all processes.
+        self._log(results, f"{part}_", sync_dist=True, batch_size=len(batch.labels))
 
     def results(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor | Metric]:
         """The results of a test by name: means over a batch, and metrics that accumulate over batches.

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from .learner import DETAILS
+
 LINE_SECONDS = 15.0
 LINE_STEPS = 10
 LOG_EVERY = 10  # steps
@@ -56,13 +58,14 @@ class Guessing(Callback):
 
     def _look(self, trainer: pl.Trainer, learner: Any, steps: int) -> None:
         found = trainer.callback_metrics
-        loss, accuracy, length = (found.get(name) for name in ("loss", "test_accuracy", "test_length"))
+        part = "val" if "val_accuracy" in found else "test"
+        loss, accuracy, length = (found.get(name) for name in ("loss", f"{part}_accuracy", f"{part}_length"))
         if loss is not None and not loss.isfinite():
             what = "its loss is not finite: lower the learning rate, or clip gradients"
         elif accuracy is None or accuracy > 1.2 * learner.chance or trainer.global_step < steps:
             return
         else:
-            what = f"it only guesses, with a test accuracy of {float(accuracy):.1%}: "
+            what = f"it only guesses, with a {part} accuracy of {float(accuracy):.1%}: "
             if length is not None and length < FADED and hasattr(learner.model, "routing"):
                 what += f"class capsules are {float(length):.0e} long in the mean, where the squash has no gradient; "
                 what += "raise the learning rate or init_std, or take larger images"
@@ -74,11 +77,13 @@ class Guessing(Callback):
 
 
 def shown(metrics: dict[str, Any], tests: bool) -> list[str]:
-    """The results of a test, or the parts of the loss in training, as name and value."""
+    """The results of tests and validations, or the parts of the loss in training, as name and value."""
     return [
         f"{name.replace('_', ' ')} {float(value):.5g}"
         for name, value in metrics.items()
-        if name != "images_per_s" and name.startswith("test_") == tests
+        if name != "images_per_s"
+        and name.startswith(("val_", "test_")) == tests
+        and name.split("_", 1)[-1] not in DETAILS
     ]
 
 

@@ -81,8 +81,8 @@ def make_trainer(
     Args:
         out: folder of checkpoints and logs. Every run, also a resumed run, has its own log ``logs/version_N``.
         epochs: passes over the data.
-        best: metric of a test that selects ``best.ckpt``, and ``"max"`` or ``"min"``, such as ``learner.monitor``;
-            None: no ``best.ckpt``.
+        best: metric of a validation that selects ``best.ckpt``, and ``"max"`` or ``"min"``, such as
+            ``learner.monitor``; None: no ``best.ckpt``.
         checkpoint_every: write ``step.ckpt`` every so many steps, in addition.
         progress: show a progress bar; without a terminal, print a line from time to time.
         options: options of :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
@@ -123,13 +123,24 @@ def several(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [] if given in (None, True) else [given]
 
 
-def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path | None = None) -> None:
+def fit(
+    trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path | None = None
+) -> dict[str, dict[str, float]]:
     """Trains, from the start or from a checkpoint, without Lightning's warnings that do not apply.
 
-    The network is always tested after the last step. A resumed run continues bit for bit like an uninterrupted run if
-    processes, threads, batch size and device are the same.
+    With images for validation, given or held out, the network is validated after every epoch (``val_check_interval`` of
+    the trainer) and tested once, after training; without them it is tested after every epoch. A callback that watches
+    a metric ``val_...``, such as ``best`` of :func:`make_trainer`, needs images for validation: see ``hold_out`` of
+    :class:`ImageData`.
+
+    A resumed run continues bit for bit like an uninterrupted run if processes, threads, batch size and device are the
+    same.
 
     Ctrl-C and SIGTERM end it after the current step, with ``last.ckpt``: see :class:`capsfast.train.stopping.Stop`.
+
+    Returns:
+        The results of the last weights, ``"last"``, and if ``best.ckpt`` was chosen of its weights, ``"best"``: the
+        step, and metrics by their names in the log.
 
     Raises:
         FileNotFoundError, ValueError, RuntimeError: as :func:`capsfast.train.open_checkpoint`; also if training can't
@@ -138,13 +149,14 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
         OSError: a checkpoint or a log can't be written; the previous checkpoint is still there.
     """
     # Lightning would run the code that a pickle holds.
-    resumed = None if resume is None else (resume, read_to_go_on(resume, learner)["global_step"])
+    resumed = None if resume is None else (resume, _held_out_again(resume, learner, images)["global_step"])
     try:
         with quiet(), handlers_kept():
             trainer.fit(learner, datamodule=images, ckpt_path=resume)
             if learner.tested_at != trainer.global_step and trainer.limit_val_batches != 0:
                 trainer.validate(learner, datamodule=images, verbose=False)
                 _keep_if_best(trainer)
+            return _results(trainer, learner, images, resume is not None)
     except (Stopped, SystemExit) as error:
         if isinstance(error, SystemExit) and not trainer.interrupted:
             raise
@@ -155,19 +167,67 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
         raise Interrupted(number, trainer.global_step, *(newest or ())) from None
 
 
+def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[str, Any]:
+    """The content of the checkpoint; ``images`` hold out what the run did before.
+
+    Raises:
+        ValueError: as :func:`read_to_go_on`; also if ``images`` were made to hold out others.
+    """
+    content = read_to_go_on(resume, learner)
+    held = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
+    if images.options["hold_out"] is None:
+        images.hold_out(held["hold_out"])
+    wanted, got = ((each["hold_out"], each["hold_out"] and each["seed"]) for each in (held, images.options))
+    if wanted != got:
+        rule = f"hold_out and seed must be those of {resume}, {wanted[0]} and {wanted[1]}"
+        raise ValueError(f"capsfast.train.fit: {rule}, got {got[0]} and {got[1]}; leave hold_out out")
+    return content
+
+
 def _keep_if_best(trainer: pl.Trainer) -> None:
-    """Lightning selects ``best.ckpt`` only within fit. After the last test ``last.ckpt`` may be better."""
+    """Lightning selects ``best.ckpt`` only within fit. After the last validation ``last.ckpt`` may be better."""
     for each in trainer.checkpoint_callbacks:
         if not isinstance(each, Best) or (score := trainer.callback_metrics.get(str(each.monitor))) is None:
             continue
         # All processes decide this together; the first process writes.
-        if not each.check_monitor_top_k(trainer, score) or not trainer.is_global_zero:
+        if not each.check_monitor_top_k(trainer, score):
             continue
         best = each.reached(score)
-        if (last := best.with_name("last.ckpt")).exists():
+        if trainer.is_global_zero and (last := best.with_name("last.ckpt")).exists():
             # This process has just written the file, and a user's callback may keep any object in it.
             content = torch.load(last, map_location="cpu", weights_only=False)
             # last.ckpt also learns the result, for a resumed run.
             content["callbacks"][each.state_key] = each.state_dict()
             for path in (best, last):
                 trainer.strategy.checkpoint_io.save_checkpoint(content, path)
+        trainer.strategy.barrier()
+
+
+def _results(trainer: pl.Trainer, learner: Learner, images: ImageData, resumed: bool) -> dict[str, dict[str, float]]:
+    """The results that :func:`fit` returns. Tests the last weights and the best if validations watched the training."""
+    part = f"{images.watched}_"
+    last = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(part)}
+    results = {"last": {"step": trainer.global_step, **last}}
+    if images.watched == "test" or trainer.limit_test_batches == 0:
+        return results
+    results["last"] |= trainer.test(learner, datamodule=images, verbose=False)[0]
+    for each in trainer.checkpoint_callbacks:
+        if not isinstance(each, Best) or each.best_model_score is None:
+            continue
+        # A resumed run has already read such a file without running code in it; a new run wrote this file itself.
+        content = torch.load(each.best_model_path, map_location="cpu", weights_only=resumed)
+        if content["global_step"] == trainer.global_step:
+            results["best"] = results["last"]
+            continue
+        weights = {name: value.clone() for name, value in learner.state_dict().items()}
+        # The log has the results of the last weights.
+        loggers, trainer.loggers = trainer.loggers, []
+        try:
+            learner.load_state_dict(content["state_dict"])
+            found = trainer.test(learner, datamodule=images, verbose=False)[0]
+        finally:
+            learner.load_state_dict(weights)
+            trainer.loggers = loggers
+        score = {str(each.monitor): float(each.best_model_score)}
+        results["best"] = {"step": content["global_step"], **score, **found}
+    return results

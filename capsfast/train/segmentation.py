@@ -49,11 +49,11 @@ class SegmentationLearner(Learner, model="segcaps"):
     true classes given to the decoder.
 
     A test logs ``test_iou``, over all images together, and ``test_pixels``, the share of pixels with exactly the right
-    classes. Arguments as for Learner, except ``loss``.
+    classes; a validation ``val_iou`` and ``val_pixels``. Arguments as for Learner, except ``loss``.
     """
 
     pixel_loss = MarginLoss(lam=ABSENT)
-    monitor = ("test_iou", "max")
+    monitor = ("val_iou", "max")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -71,7 +71,7 @@ def clustered(learner: StackedLearner, sets: Sets, *, limit: int) -> tuple[float
     if not isinstance(sets.test, ImageSet):
         raise ValueError("capsfast.train.clustered: images of one class each are needed, these overlap")
     # With the test images' transform: random augmentation would blur the clusters.
-    still = ImageSet(sets.train.source, sets.test.transform)
+    still = sets.test.of(sets.train.source)
     found, _ = object_presences(learner, still, limit=limit)
     presences, labels = object_presences(learner, sets.test)
     return cluster_accuracy(found, presences, labels, sets.num_classes), len(found), len(labels)

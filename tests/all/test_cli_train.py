@@ -22,6 +22,7 @@ from capsfast.train.checkpoint import read_checkpoint
 
 from ..support.commands import CAPSNET, failed, is_png, run, trained
 from ..support.idx_files import write_set
+from ..support.stored_files import write_pictures
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,13 @@ def test_progress_bar_shows_the_parts(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tests_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
-    """The last test is made after training, and counts for best.ckpt."""
-    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "30", "--test-every", "16")
+    """The last validation is made after training, and counts for best.ckpt. Then comes the only test."""
+    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "30", "--test-every", "16", "--best")
     record = json.loads((tmp_path / "record.json").read_text())
-    tested = record["curve"]["test_accuracy"]
-    assert [step for step, _ in tested] == [15, 30] and tested[1][1] > tested[0][1]
+    validated, tested = (record["curve"][f"{part}_accuracy"] for part in ("val", "test"))
+    assert [step for step, _ in validated] == [15, 30] and validated[1][1] > validated[0][1]
+    assert [step for step, _ in tested] == [30] and record["last"] == record["best"]
+    assert record["last"]["step"] == 30 and record["last"]["val_accuracy"] == pytest.approx(validated[1][1], rel=1e-4)
     assert record["results"]["test_accuracy"] == pytest.approx(tested[-1][1], rel=1e-4)
     assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] == read_checkpoint(last)["global_step"] == 30
     result = run("evaluate", last, "--out", tmp_path, "--json", tmp_path / "e.json")
@@ -169,7 +172,10 @@ def test_spellings_of_options(words: str, line: str) -> None:
         (["--data", "no/where"], "--data: no/where does not exist; name a folder or an .npz file"),
         (["--limit-train-batches", "0.001"], "capsfast train: "),
         (["--data", "torchvision.datasets.MNIST"], "missing a required argument: 'root'; root is the option data_dir"),
-        (["--patience", "2", "--limit-val-batches", "0"], "patience counts tests"),
+        (["--patience", "2", "--limit-val-batches", "0"], "best and patience need validation, and limit_val_batches=0"),
+        (["--best", "--limit-val-batches", "0"], "best and patience need validation, and limit_val_batches=0"),
+        (["--best", "--hold-out", "0"], "best checkpoints and patience need images for validation, got hold_out=0"),
+        (["--hold-out", "1"], "hold_out must be from 0 to less than 1, got 1"),
         (["--backend", "nothing"], "backend must be one of"),
         (["--resume", "nothing.ckpt"], "nothing.ckpt does not exist"),
     ],
@@ -267,14 +273,64 @@ def test_what_is_refused_overwrites_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:capsfast.train. the network learns nothing")
 def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
-    """The learning rate destroys what the network has learnt, so the first tests are the best."""
-    last = trained(tmp_path, *CAPSNET, "--decay-rate", "1e9", "--decay-steps", "100", "--patience", "2", epochs=9)
+    """The learning rate destroys what the network has learnt, so the first validations are the best."""
+    decay = ["--decay-rate", "1e9", "--decay-steps", "400"]
+    last = trained(tmp_path, *CAPSNET, *decay, "--patience", "2", "--best", epochs=9)
     record = json.loads((tmp_path / "record.json").read_text())
-    tested = [value for _, value in record["curve"]["test_accuracy"]]
-    assert len(tested) == tested.index(max(tested)) + 3 < 9
-    result = run("test", "--resume", tmp_path / "best.ckpt")
-    assert result.exit_code == 0 and f"test accuracy {max(tested):.5g}"[:18] in result.output
-    assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] < read_checkpoint(last)["global_step"]
+    validated = [value for _, value in record["curve"]["val_accuracy"]]
+    assert len(validated) == validated.index(max(validated)) + 3 < 9 and len(record["curve"]["test_accuracy"]) == 1
+    # 142 of 1437 are a tenth of every class. The record has a test of both checkpoints, each of its own weights.
+    held_out = {"images": 142, "held_out": 0.1}
+    assert record["parts"] == {"train": {"images": 1295}, "val": held_out, "test": {"images": 360}}
+    assert record["results"]["test_accuracy"] == record["last"]["test_accuracy"] < record["best"]["test_accuracy"]
+    for name, path in (("best", tmp_path / "best.ckpt"), ("last", last)):
+        found = record[name]
+        assert found["step"] == read_checkpoint(path)["global_step"]
+        for command, part in (("validate", "val"), ("test", "test")):
+            result = run(command, "--resume", path)
+            assert result.exit_code == 0 and f"{part} accuracy {found[f'{part}_accuracy']:.5g}" in result.output
+            assert ("val accuracy" in result.output) == (command == "validate")
+    assert record["best"]["step"] < record["last"]["step"] == record["steps"]
+    message = failed("train", "--resume", last, "--hold-out", "0.2")
+    assert message.endswith("leave out --hold-out")
+
+
+def test_a_run_that_asks_for_no_validation_holds_nothing_out(tmp_path: Path) -> None:
+    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "2")
+    assert not (tmp_path / "best.ckpt").exists()
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["parts"] == {"train": {"images": 1437}, "test": {"images": 360}} and "best" not in record
+    assert record["last"] == {"step": 2, **record["results"]} and not any("val_" in name for name in record["curve"])
+    message = failed("validate", "--resume", last)
+    assert message.startswith(f"capsfast validate: {last} has no images for validation; train with --best, --pat")
+    # These images have been trained on, so none of them can be held out now.
+    message = failed("train", "--resume", last, "--best", "--epochs", "2")
+    assert "need images for validation, got hold_out=0.0" in message and "A resumed run holds out what it" in message
+
+
+def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
+    """They are validated on without being asked; there is best.ckpt if it is asked for."""
+    write_pictures(tmp_path / "a" / "train")
+    write_pictures(tmp_path / "a" / "val", count=3)
+    small = ["--data", f"{tmp_path / 'a'}", *CAPSNET]
+    last = trained(tmp_path / "no-test", *small)
+    record = json.loads((tmp_path / "no-test" / "record.json").read_text())
+    assert record["parts"]["val"] == {"images": 6} and record["parts"]["test"] == {"images": 6, "same_as": "val"}
+    assert record["last"]["val_margin"] == pytest.approx(record["last"]["test_margin"], rel=1e-6)
+    assert (
+        f"images for validation: {tmp_path}/a/val; images for tests: {tmp_path}/a/val\n"
+        in run("test", "--resume", last, "--accelerator", "cpu").output
+    )
+    write_pictures(tmp_path / "a" / "test", count=2)
+    trained(tmp_path / "all", *small, "--best")
+    record = json.loads((tmp_path / "all" / "record.json").read_text())
+    assert [each["images"] for each in record["parts"].values()] == [20, 6, 4] and record["best"] == record["last"]
+    assert (tmp_path / "all" / "best.ckpt").exists() and not (tmp_path / "no-test" / "best.ckpt").exists()
+    assert "hold_out is for data without such images, got 0.2 for" in failed("train", *small, "--hold-out", "0.2")
+    # Other data hold nothing out, whatever the training did.
+    held = trained(tmp_path / "held", *CAPSNET, "--hold-out", "0.2", "--limit-train-batches", "1")
+    result = run("validate", "--resume", held, "--data", "digits", "--accelerator", "cpu")
+    assert result.exit_code == 1 and "has no images for validation" in result.output
 
 
 def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
@@ -286,14 +342,24 @@ def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_knows_the_best_result_so_far(tmp_path: Path) -> None:
-    """Also after its folder was moved. The cosine has ended, so the resumed run learns nothing more."""
-    trained(tmp_path / "a", *CAPSNET, "--schedule", "cosine", "--limit-train-batches", "25", "--test-every", "20")
+    """Also after its folder was moved. The cosine has ended, so the resumed run learns nothing more.
+
+    It validates on the same images as before, and tests best.ckpt of the earlier run.
+    """
+    trained(
+        tmp_path / "a", *CAPSNET, "--schedule", "cosine", "--limit-train-batches", "40", "--test-every", "25", "--best"
+    )
     (tmp_path / "a").rename(tmp_path / "b")
     best = tmp_path / "b" / "best.ckpt"
     before = best.read_bytes()
-    assert read_checkpoint(best)["global_step"] == 25
+    assert read_checkpoint(best)["global_step"] == 40
+    tested = json.loads((tmp_path / "b" / "record.json").read_text())["best"]
     assert run("train", "--resume", tmp_path / "b" / "last.ckpt", "--epochs", "2").exit_code == 0
-    assert best.read_bytes() == before and read_checkpoint(tmp_path / "b" / "last.ckpt")["global_step"] == 50
+    assert best.read_bytes() == before and read_checkpoint(tmp_path / "b" / "last.ckpt")["global_step"] == 80
+    record = json.loads((tmp_path / "b" / "record.json").read_text())
+    assert record["parts"]["val"] == {"images": 142, "held_out": 0.1} and record["last"]["step"] == 80
+    assert record["best"] == {name: tested[name] for name in record["best"]}
+    assert {"step", "val_accuracy", "test_accuracy", "test_margin"} <= record["best"].keys()
 
 
 OWN = """
@@ -341,7 +407,7 @@ def test_classes_of_ones_own_through_stop_resume_and_evaluate(tmp_path: Path, mo
     assert "of 360 right" in command("evaluate", "out/train/last.ckpt", "--accelerator", "cpu")
     mine = ["--model", "mine.MyNet", "--width", "12", "--loss", "mine.my_loss"]
     command("train", *mine, "--out", "net", "--epochs", "1")
-    assert "of 360 right" in command("evaluate", "net/best.ckpt", "--accelerator", "cpu")
+    assert "of 360 right" in command("evaluate", "net/last.ckpt", "--accelerator", "cpu")
 
 
 def test_a_network_that_only_guesses_is_said_to(tmp_path: Path) -> None:

@@ -115,10 +115,16 @@ def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launc
 @pytest.mark.slow
 def test_two_processes_agree_on_the_best_checkpoint(tmp_path: Path) -> None:
     """Both processes must compare the test after the last step with the test before, or one waits for ever."""
-    two = ["--batch-size", "16", "--devices", "2", "--strategy", "ddp", "--test-every", "4"]
-    tested = trained(tmp_path, LAUNCHERS["lightning"], *two)["curve"]["test_accuracy"]
-    steps = [torch.load(tmp_path / f"{name}.ckpt")["global_step"] for name in ("best", "last")]
-    assert len(tested) == 2 and steps == [6 if tested[1][1] > tested[0][1] else 4, 6]
+    ddp, options = ["--devices", "2", "--strategy", "ddp"], ["--test-every", "4", "--best"]
+    record = trained(tmp_path / "two", LAUNCHERS["lightning"], *ddp, *options, "--batch-size", "16")
+    validated = record["curve"]["val_accuracy"]
+    steps = [torch.load(tmp_path / "two" / f"{name}.ckpt")["global_step"] for name in ("best", "last")]
+    assert len(validated) == 2 and steps == [6 if validated[1][1] > validated[0][1] else 4, 6]
+    # Both hold out the images that one process holds out.
+    one = trained(tmp_path / "one", [sys.executable], *options, "--batch-size", "32")
+    assert record["parts"] == one["parts"] and record["parts"]["val"]["images"] == 142
+    for name in ("last", "best"):
+        assert record[name] == pytest.approx(one[name], rel=1e-4) and record[name]["step"] in steps
 
 
 @pytest.mark.slow
@@ -134,6 +140,6 @@ def test_pixels_are_counted_over_both_processes(tmp_path: Path) -> None:
 
     size = "--conv-channels 4 --types 2 --digit-dim 4 --option dims=[4,4] --option kernel_size=3 --max-steps 2"
     said("train", "--model", "segcaps", "--data", "multi:digits", *size.split(), "--out", str(tmp_path))
-    test = ["validate", f"--ckpt_path={tmp_path / 'last.ckpt'}", "--trainer.accelerator=cpu"]
+    test = ["test", f"--ckpt_path={tmp_path / 'last.ckpt'}", "--trainer.accelerator=cpu"]
     one, two = said(*test), said(*test, "--trainer.devices=2", "--trainer.strategy=ddp")
     assert one.startswith("test margin ") and "test iou " in one and two.splitlines()[-1] == one.strip()

@@ -146,7 +146,7 @@ def test_statistics_of_a_network_with_its_own_activations() -> None:
     """Statistics include the class capsules. Even dynamic routing takes the options of layers by passes."""
     images = ImageData("digits", batch_size=8)
     for options in ({}, {"routing": "dynamic", "squash": "exp"}):
-        learner = Learner("matrixcapsnet", *images.sets[2:], options={**SMALL["matrixcapsnet"], **options})
+        learner = Learner("matrixcapsnet", **images.sets.sizes, options={**SMALL["matrixcapsnet"], **options})
         found = train.routing_statistics(learner, images.sets.test, limit=8, batch_size=8)
         batch = next(iter(images.val_dataloader()))
         lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)

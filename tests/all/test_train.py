@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
@@ -200,6 +201,31 @@ def test_checkpoint_gives_network_and_data_back(folder: Path, tmp_path: Path) ->
     write_set(tmp_path / "other", size=11)
     with pytest.raises(ValueError, match=r"needs .*'image_size': 10.* has .*'image_size': 11"):
         train.open_checkpoint(tmp_path / "last.ckpt", data=str(tmp_path / "other"))
+
+
+def test_checkpoint_of_data_sets_from_python(tmp_path: Path) -> None:
+    """It opens with what the training took, and holds the same images out."""
+    sets = [TensorDataset(torch.rand(count, 1, 10, 10), torch.arange(count) % 4) for count in (40, 12, 8)]
+    images = ImageData(train=sets[0], test=sets[2], seed=5, hold_out=0.2)
+    learner = learner_for(images)
+    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False)
+    results = train.fit(trainer, learner, images)
+    assert results["last"]["step"] == 1 and {"val_accuracy", "test_accuracy"} <= results["last"].keys()
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(
+        ValueError, match=rf"{path} holds no data, it was trained on data sets from Python; give them as"
+    ):
+        train.open_checkpoint(path)
+    assert train.open_checkpoint(path, data=images)[1] is images
+    again = train.open_checkpoint(path, data=(sets[0], sets[2]))[1]
+    assert again.sets.val is not None and images.sets.val is not None and len(again.sets.test) == 8
+    assert torch.equal(again.sets.val.batch(torch.arange(8)).images, images.sets.val.batch(torch.arange(8)).images)
+    for data, counts in ((tuple(sets), (40, 12, 8)), (sets[0], (24, 8, 8))):
+        opened = train.open_checkpoint(path, data=data)[1].sets
+        assert opened.val is not None and (len(opened.train), len(opened.val), len(opened.test)) == counts
+    small = [(torch.rand(1, 9, 9), n % 4) for n in range(20)]
+    with pytest.raises(ValueError, match=r"last.ckpt needs .*'image_size': 10.*, data has .*'image_size': 9"):
+        train.open_checkpoint(path, data=small)
 
 
 class Trap:

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["", "multi:"])
 def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
     sets = open_sets(f"{kind}{folder}")
-    learner = Learner("segcaps", *sets[2:], options=TINY | {"reconstruction": reconstruction})
+    learner = Learner("segcaps", **sets.sizes, options=TINY | {"reconstruction": reconstruction})
     assert isinstance(learner, SegmentationLearner) and not learner.has_classes
     batch = sets.train.batch(torch.arange(5))
     found, output = learner.measured(batch)
@@ -90,7 +90,7 @@ def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
 
 def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
     images = ImageData(f"multi:{folder}", batch_size=7)
-    learner = Learner("segcaps", *images.sets[2:], options=TINY)
+    learner = Learner("segcaps", **images.sets.sizes, options=TINY)
     with torch.no_grad():
         learner.model.classes.conv.weight *= 3
     trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", devices=1, progress=False, logger=False)
@@ -144,7 +144,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
 def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images come from the CPU and go back there. Meta tensors stand for tensors on a GPU."""
     sets, gpu = open_sets(f"multi:{folder}"), torch.device("cuda:0")
-    learner = Learner("segcaps", *sets[2:], options=TINY)
+    learner = Learner("segcaps", **sets.sizes, options=TINY)
     assert isinstance(learner, SegmentationLearner)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for module in learner.modules():

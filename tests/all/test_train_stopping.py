@@ -1,7 +1,9 @@
 """Ctrl-C and SIGTERM during training: where it ends, what it keeps, and how it resumes."""
 
+import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,10 +44,11 @@ def interrupted(
     *,
     resume: Path | None = None,
     workers: int = 0,
+    hold_out: float | None = None,
     **more: Any,
 ) -> Interrupted:
     """How training ends if ``act`` is called before the ``call``-th call of a hook of the learner."""
-    learner, images = learner_and_images(folder, workers)
+    learner, images = learner_and_images(folder, workers, hold_out)
     calls = 0
     original = getattr(learner, hook)
 
@@ -91,6 +94,24 @@ def test_a_signal_keeps_the_step_and_resumes_bit_for_bit(
     assert learner.tested_at == 16
 
 
+def test_a_resumed_run_holds_out_the_same_images(folder: Path, tmp_path: Path) -> None:
+    """A checkpoint has their share, also if it is the default: 52 images to train on, 7 steps an epoch."""
+    best: Any = {"best": ("val_accuracy", "max")}
+    trained(folder, tmp_path / "whole", **best)
+    assert interrupted(folder, tmp_path, "training_step", 5, send(signal.SIGTERM), **best).step == 5
+    last = tmp_path / "last.ckpt"
+    held = read_checkpoint(last)["datamodule_hyper_parameters"]
+    assert (held["hold_out"], held["seed"]) == (0.1, 3)
+    for wrong in (0.0, 0.2):
+        with pytest.raises(ValueError, match=rf"hold_out and seed must be those of {last}, 0.1 and 3, got {wrong} and"):
+            trained(folder, tmp_path, last, wrong)
+    # Not even if the resumed run asks for no validation.
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    for out, more in ((tmp_path, best), (tmp_path / "copy", {})):
+        trained(folder, out, out / "last.ckpt", **more)
+        assert_same_state(tmp_path / "whole" / "last.ckpt", out / "last.ckpt", steps=14)
+
+
 def twice() -> None:
     send(signal.SIGINT)()
     send(signal.SIGINT)()
@@ -114,9 +135,9 @@ def test_a_second_ctrl_c_ends_at_once_with_the_checkpoint_before(
 
 def test_an_interrupted_test_of_the_end_is_an_interruption(folder: Path, tmp_path: Path) -> None:
     """The test after ``max_steps`` runs outside training, with other signal handlers."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        out = tmp_path / str(number)
-        end = interrupted(folder, out, "validation_step", 1, send(number), max_steps=5)
+    for number, hook in itertools.product((signal.SIGINT, signal.SIGTERM), ("validation_step", "test_step")):
+        out, share = tmp_path / f"{number}{hook}", 0.2 if hook == "test_step" else None
+        end = interrupted(folder, out, hook, 1, send(number), max_steps=5, hold_out=share)
         assert (end.signal, end.step, end.checkpoint, end.checkpoint_step) == (number, 5, out / "last.ckpt", 5)
 
 

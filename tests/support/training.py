@@ -23,20 +23,20 @@ def margin(lengths: Tensor, present: Tensor) -> Tensor:
 
 def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learner:
     options = {"capsnet": TINY, "deepcaps": TINY_DEEP}.get(model, {"conv_channels": 6, "primary_groups": 2})
-    return Learner(model, *images.sets[2:], **{"options": options, "lr": 0.01, **more})
+    return Learner(model, **images.sets.sizes, **{"options": options, "lr": 0.01, **more})
 
 
-def learner_and_images(folder: Path, workers: int = 0) -> tuple[Learner, ImageData]:
+def learner_and_images(folder: Path, workers: int = 0, hold_out: float | None = None) -> tuple[Learner, ImageData]:
     """Steps of 8 images; order, shift, flip and dropout are random."""
-    images = ImageData(str(folder), batch_size=8, flip=True, seed=3, workers=workers)
+    images = ImageData(str(folder), batch_size=8, flip=True, hold_out=hold_out, seed=3, workers=workers)
     learner = learner_for(images, decay_steps=3, warmup_steps=4)
     learner.model.conv = nn.Sequential(learner.model.conv, nn.Dropout(0.2))
     return learner, images
 
 
-def trained(folder: Path, out: Path, resume: Path | None = None, **more: Any) -> Learner:
+def trained(folder: Path, out: Path, resume: Path | None = None, hold_out: float | None = None, **more: Any) -> Learner:
     """Two epochs of 8 steps unless told otherwise."""
-    learner, images = learner_and_images(folder)
+    learner, images = learner_and_images(folder, hold_out=hold_out)
     options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
     train.fit(train.make_trainer(out, **options), learner, images, resume)
     return learner
@@ -53,11 +53,11 @@ def tensors(content: Any) -> Iterator[Tensor]:
             yield from tensors(each)
 
 
-def assert_same_state(one: Path, other: Path) -> None:
+def assert_same_state(one: Path, other: Path, steps: int = 16) -> None:
     """Weights, both moments of Adam, and the schedule, bit for bit, after two epochs."""
     a, b = read_checkpoint(one), read_checkpoint(other)
     for part in ("state_dict", "optimizer_states"):
         pairs = list(zip(tensors(a[part]), tensors(b[part]), strict=True))
         assert len(pairs) > 5 and all(torch.equal(x, y) for x, y in pairs)
-    assert a["global_step"] == b["global_step"] == 16 and a["epoch"] == b["epoch"]
+    assert a["global_step"] == b["global_step"] == steps and a["epoch"] == b["epoch"]
     assert a["lr_schedulers"] == b["lr_schedulers"]
