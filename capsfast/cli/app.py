@@ -63,8 +63,8 @@ def main(
 OF_LIGHTNING = {
     "train": "Train a capsule network: --data, --model, --epochs and so on.",
     "fit": "Train with configuration files and all options of Lightning's command line.",
-    "validate": "Test a checkpoint: loss and its parts, accuracy.",
-    "test": "Same as validate.",
+    "validate": "Measure a checkpoint on the images for validation: loss and its parts, accuracy.",
+    "test": "Measure a checkpoint on the images for tests.",
 }
 
 

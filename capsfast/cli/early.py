@@ -10,8 +10,9 @@ import yaml
 
 from ..files import reading
 
-HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
-config.yaml, record.json, curve.png and logs/ into its folder. Defaults are in parentheses.
+HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, config.yaml,
+record.json, curve.png and logs/ into its folder. With images for validation it is validated after every epoch and
+tested at the end. Defaults are in parentheses.
 
   --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
                         files, an .npz file, a class path such as my_module.MyImages; multi:NAME (two overlapping
@@ -26,7 +27,9 @@ config.yaml, record.json, curve.png and logs/ into its folder. Defaults are in p
   --out FOLDER          folder for all files; if it holds a run, the next free of out/train-2, ...    (out/train)
   --overwrite           replace the run in that folder
   --resume FILE         continue from this checkpoint, with its model and data, and config.yaml beside it
-  --patience N          stop after this many tests without improvement
+  --best                also write best.ckpt, the network with the best validation
+  --patience N          stop after this many validations without improvement; also write best.ckpt
+  --hold-out SHARE      share of the training images for validation                   (0.1 with --best or --patience)
 
 capsfast train --model NAME --routing NAME --help lists all options: of the training, the data, Lightning's trainer,
 this network and this routing. --config FILE reads options."""

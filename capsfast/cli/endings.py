@@ -23,10 +23,11 @@ def say(text: str, error: bool = False) -> None:
 
 
 def say_parts(sets: "Sets") -> None:
-    """Says which folders are the parts, if their names decide it."""
-    train, test = (each.source.name for each in (sets.train, sets.test))
-    if train != test:
-        say(f"images to train on: {train}; images for tests: {test}")
+    """Says which folders are the parts, if their names decide it, or that images are held out."""
+    parts = {"to train on": sets.train, "for validation": sets.val, "for tests": sets.test}
+    names = {use: part.source.name for use, part in parts.items() if part is not None}
+    if len({*names.values()}) > 1:
+        say("; ".join(f"images {use}: {name}" for use, name in names.items()))
 
 
 def stop(message: str, code: int = 1) -> typer.Exit:

@@ -221,7 +221,7 @@ class Command(LightningCLI):
             return make_trainer(
                 self.out,
                 epochs=given.pop("max_epochs"),
-                best=self.model.monitor if best else None,
+                best=self.model.monitor if best or patience is not None else None,
                 checkpoint_every=self._get(self.config, "checkpoint_every"),
                 progress=progress,
                 callbacks=callbacks,
