@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,34 @@ def test_options_in_place_of_those_that_were_saved(tmp_path: Path) -> None:
     assert loaded.class_names == list("abcdefghij") and loaded.routing.routing.backend == "reference"
     with pytest.raises(RuntimeError, match="size mismatch"):
         EfficientCapsNet.from_pretrained(tmp_path, conv_channels=8)
+
+
+@pytest.mark.parametrize("name", ["CNN", "DeepCaps", "EfficientCapsNet", "SegCaps"])
+@pytest.mark.parametrize("option", ["num_classes", "in_channels", "image_size"])
+def test_another_size_keeps_the_tensors_that_fit(name: str, option: str, tmp_path: Path) -> None:
+    model = small(name, num_classes=4)
+    model.class_names = list("abcd")
+    model.save_pretrained(tmp_path)
+    options = {"num_classes": 4, **SMALL[name], option: {"num_classes": 3, "in_channels": 2, "image_size": 12}[option]}
+    drawn, before = type(model)(**options).state_dict(), model.state_dict()
+    anew = [each for each in drawn if each not in before or drawn[each].shape != before[each].shape]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded: Any = type(model).from_pretrained(tmp_path, **{option: options[option]})
+    after = loaded.state_dict()
+    assert all(torch.equal(after[each], before[each]) for each in after if each not in anew)
+    assert loaded.class_names == (None if option == "num_classes" else list("abcd"))
+    text = f"{model._op}.from_pretrained: {len(drawn) - len(anew)} of {len(drawn)} tensors are from {tmp_path}; "
+    assert [str(each.message).partition("; not used: ")[0] for each in said] == (
+        [f"{text}drawn anew: {', '.join(anew)}"] if anew else []
+    )
+    assert bool(anew) == ((name, option) != ("SegCaps", "image_size"))  # convolutions alone fit any image
+
+
+def test_a_network_of_which_nothing_fits(tmp_path: Path) -> None:
+    small("CNN").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"no parameter of the network has the name and the shape of one in"):
+        CNN.from_pretrained(tmp_path, num_classes=3, channels=(5, 6), hidden=(7,))
 
 
 class Own(EfficientCapsNet):
@@ -302,3 +331,26 @@ def test_the_command_says_the_names_of_classes(tmp_path: Path) -> None:
     small("CapsNet").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"open_pretrained: the images of {tmp_path} must be square, got 8 x 9"):
         train.open_pretrained("capsnet", str(tmp_path))
+
+
+def test_training_begins_with_pretrained_weights(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from capsfast import train
+
+    weights = EfficientCapsNet.from_pretrained("mnist").state_dict()
+    learner = train.Learner("efficientcapsnet", pretrained="mnist", options={"backend": "reference"})
+    assert same(learner.model, EfficientCapsNet.from_pretrained("mnist")) and learner.model.training
+    assert learner.hparams["options"]["decoder_hidden"] == [128, 256] and "pretrained" not in learner.hparams
+    assert learner.hparams["options"]["backend"] == learner.model.routing.routing.backend == "reference"
+    with pytest.warns(UserWarning, match=r"^capsfast.train.Learner: 35 of 38 .* mnist; drawn anew: model.routing.W, "):
+        learner = train.Learner("efficientcapsnet", 1, 28, 3, pretrained="mnist", seed=5)
+    torch.manual_seed(5)
+    drawn = EfficientCapsNet(num_classes=3, decoder_hidden=(128, 256))
+    assert torch.equal(learner.model.routing.W, drawn.routing.W)  # drawn from the seed
+    assert torch.equal(learner.model.convs[0].weight, weights["convs.0.weight"])
+    with pytest.warns(UserWarning, match=r"32 of 32 tensors .*; not used: model.decoder.layers.0.weight, "):
+        train.Learner("efficientcapsnet", pretrained="mnist", options={"reconstruction": False})
+    with pytest.raises(ValueError, match=r"Learner: the options in mnist and of this call can't be used: .* no option"):
+        train.Learner("efficientcapsnet", pretrained="mnist", options={"colour": "red"})
+    with pytest.raises(FileNotFoundError, match=r"no\.ckpt does not exist"):
+        train.Learner(pretrained=f"{tmp_path}/no.ckpt")

@@ -6,7 +6,8 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ PRETRAINED = Path(__file__).parent / "pretrained"
 # huggingface_hub.PyTorchModelHubMixin uses the same file names, so that either reads the other's files.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 MOVED = ("device", "dtype")  # options that are not saved
+OF_DATA = {"in_channels", "image_size", "num_classes"}  # options that other images change
 AGAIN = "save the network again with save_pretrained"
 SAID = 400  # torch names every weight
 CARD = """---
@@ -82,6 +84,29 @@ def load_weights(op: str, path: object, network: nn.Module, tensors: Any, *, str
         ) from None
 
 
+def load_fitting(op: str, source: object, network: nn.Module, tensors: Mapping[str, Any]) -> str:
+    """Loads the tensors that have the name and the shape of one of the network; its other tensors stay as they are.
+
+    Returns:
+        A sentence that names the tensors that were not loaded, or ``""`` if all were.
+
+    Raises:
+        RuntimeError: no parameter of the network fits.
+    """
+    own = {name: each.shape for name, each in network.state_dict().items()}
+    fitting = {name: each for name, each in tensors.items() if getattr(each, "shape", 0) == own.get(name)}
+    if not any(name in fitting for name, _ in network.named_parameters()):
+        raise RuntimeError(
+            f"{op}: no parameter of the network has the name and the shape of one in {source}; use the class and the "
+            "sizes that were saved"
+        )
+    load_weights(op, source, network, fitting, strict=False)
+    anew = ", ".join(name for name in own if name not in fitting)
+    unused = ", ".join(str(name) for name in tensors if name not in own)
+    parts = [f"drawn anew: {anew}"] * bool(anew) + [f"not used: {unused}"] * bool(unused)
+    return f"{op}: {len(fitting)} of {len(own)} tensors are from {source}; {'; '.join(parts)}" if parts else ""
+
+
 def _is_plain(value: Any) -> bool:
     """Whether JSON can hold it."""
     try:
@@ -134,7 +159,9 @@ class Network(Layer):
         Args:
             name: one of these names, a folder that :meth:`save_pretrained` wrote, or a repository ``"owner/name"``.
             revision, token: branch, tag or commit of a repository, and an access token to read it.
-            options: options of the network that replace the saved ones, such as backend, device and dtype.
+            options: options of the network that replace the saved ones, such as backend, device and dtype. With
+                num_classes, image_size or in_channels, tensors that no longer fit are drawn anew, and a warning names
+                them.
 
         Raises:
             ValueError: no network with this name; a folder or a repository without the two files, with damaged files,
@@ -163,8 +190,11 @@ class Network(Layer):
                 raise ValueError(f"class_names must be a list of texts, got {checks.shown(names)}")
         with made_from(op, f"{folder / CONFIG}{' and of this call' * bool(options)}"):
             network = cls(**saved | options)
-        load_weights(op, folder / WEIGHTS, network, tensors)
-        if names is not None:
+        if not options.keys() & OF_DATA:
+            load_weights(op, folder / WEIGHTS, network, tensors)
+        elif said := load_fitting(op, text, network, tensors):
+            warnings.warn(said, stacklevel=2)
+        if names is not None and options.get("num_classes", len(names)) == len(names):
             network.class_names = names
         return network.eval()
 

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from .. import checks
 from ..data.catalogue import by_part
 from ..files import reading, replacing
 from ..models._network import Network, load_weights, made_from
@@ -141,10 +142,15 @@ def open_learner(path: Path | str, content: dict[str, Any] | None = None) -> Lea
         FileNotFoundError, ValueError: as :func:`read_checkpoint`; also if the options in it can't be used.
         RuntimeError: the weights are from another network.
     """
-    op, content = "capsfast.train.open_checkpoint", content or read_checkpoint(path)
-    with made_from(op, str(path)):
-        learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
-    load_weights(op, path, learner, content["state_dict"])
+    content = content or read_checkpoint(path)
+    held, tensors = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY], content["state_dict"]
+    return _made("capsfast.train.open_checkpoint", str(path), held, tensors)
+
+
+def _made(op: str, source: str, held: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
+    with made_from(op, source):
+        learner = Learner(**held)
+    load_weights(op, source, learner, tensors)
     return learner.eval()
 
 
@@ -199,18 +205,27 @@ def check_fits(op: str, model: Mapping[str, Any], images: ImageData) -> None:
         raise ValueError(f"{op} knows the classes {', '.join(known)}, {name} has {', '.join(classes)}")
 
 
-def open_pretrained(model: str, name: str) -> Learner:
-    """A network from ``from_pretrained`` as a :class:`Learner`, in evaluation mode.
+def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments of a :class:`Learner` that a pretrained network was made with, and the tensors of its state.
 
     Args:
+        op: begins messages.
         model: as for :class:`Learner`.
-        name: as for ``from_pretrained`` of the model: a network that comes with the package, a folder, a repository.
+        name: as for ``from_pretrained`` of the model, or a file that ``capsfast train`` wrote.
 
     Raises:
-        ValueError: a network that has no ``from_pretrained``, or whose images are not square.
-        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as ``from_pretrained``.
+        ValueError: a network that has no ``from_pretrained``, a checkpoint of another model, or images that are not
+            square.
+        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as ``from_pretrained`` or
+            :func:`read_checkpoint`.
     """
-    op = "capsfast.train.open_pretrained"
+    path = Path(name).expanduser()
+    if path.is_file() or path.suffix == ".ckpt":
+        content = read_checkpoint(path)
+        held = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
+        if held.get("model") != model:
+            raise ValueError(f"{op}: {name} holds the model {checks.shown(held.get('model'))}, got model {model}")
+        return held, content["state_dict"]
     made = network_class(op, model)
     if not issubclass(made, Network):
         raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
@@ -219,11 +234,21 @@ def open_pretrained(model: str, name: str) -> Learner:
     if height != width:
         raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
     options = network._options(op)
-    names, classes = network.class_names, options.get("num_classes", 10)
-    options = {
-        each: value for each, value in options.items() if each not in ("in_channels", "image_size", "num_classes")
-    }
-    with made_from(op, name):
-        learner = Learner(model, channels, height, classes, class_names=names, options=options)
-    learner.model = network
-    return learner.eval()
+    sizes = {"in_channels": channels, "image_size": height, "num_classes": options.get("num_classes", 10)}
+    options = {each: value for each, value in options.items() if each not in sizes}
+    held = {"model": model, **sizes, "class_names": network.class_names, "options": options}
+    return held, {f"model.{each}": tensor for each, tensor in network.state_dict().items()}
+
+
+def open_pretrained(model: str, name: str) -> Learner:
+    """A pretrained network as a :class:`Learner`, in evaluation mode.
+
+    Args:
+        model: as for :class:`Learner`.
+        name: a network that comes with the package, a folder, a repository, or a file that ``capsfast train`` wrote.
+
+    Raises:
+        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as :func:`read_pretrained`.
+    """
+    op = "capsfast.train.open_pretrained"
+    return _made(op, name, *read_pretrained(op, model, name))

@@ -1,11 +1,13 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import cos, pi
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
@@ -15,7 +17,7 @@ from .._imported import path_of
 from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
 from ..models import CapsNetOutput
-from ..models._network import Network
+from ..models._network import Network, load_fitting, made_from
 from ..nn import ReconstructionLoss
 from ..nn.routing.base import Capsules
 from .images import ImageData, check_types
@@ -118,6 +120,7 @@ class Learner(_OfItsModel):
         *,
         class_names: list[str] | None = None,
         options: dict[str, Any] | None = None,
+        pretrained: str | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         schedule: str = "exponential",
@@ -142,7 +145,15 @@ class Learner(_OfItsModel):
         check_types(op, Learner.__init__, {name: value for name, value in locals().items() if name != "self"})
         options = plain_options(options or {})
         loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
-        self.save_hyperparameters(logger=False)
+        tensors: dict[str, Tensor] | None = None
+        if pretrained is not None:
+            from .checkpoint import read_pretrained  # imports this module
+
+            held, tensors = read_pretrained(op, model, str(pretrained))
+            options, normalize = {**(held["options"] or {}), **options}, normalize or held.get("normalize")
+        # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
+        self.save_hyperparameters(logger=False, ignore="pretrained")
+        self.hparams.update(options=options, normalize=normalize)
         for name, value in {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}.items():
             if value is not None:
                 checks.positive(op, name, value)
@@ -155,7 +166,8 @@ class Learner(_OfItsModel):
             raise ValueError(f"{op}: class_names must hold {num_classes} names, got {len(class_names)}")
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
         self.seed = seed
-        with torch.random.fork_rng():
+        source = nullcontext() if tensors is None else made_from(op, f"{pretrained} and of this call")
+        with torch.random.fork_rng(), source:
             torch.manual_seed(seed)
             self.model: Any = build(model, self.sizes, options)
         if isinstance(self.model, Network):
@@ -177,6 +189,8 @@ class Learner(_OfItsModel):
             raise ValueError(f"{op}: loss compares classes, and {model} has none; leave it out, got {got}")
         if self.has_classes:
             self.accuracy = MeanMetric()
+        if tensors is not None and (said := load_fitting(op, pretrained, self, tensors)):
+            rank_zero_warn(said)
 
     @property
     def has_decoder(self) -> bool:

@@ -17,10 +17,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 
+from capsfast import train
 from capsfast._install import in_the_checkout
 from capsfast.train.checkpoint import read_checkpoint
 
-from ..support.commands import CAPSNET, failed, is_png, run, trained
+from ..support.commands import CAPSNET, SMALL, failed, is_png, run, trained
 from ..support.idx_files import write_set
 from ..support.stored_files import write_pictures
 
@@ -88,6 +89,30 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     assert {"mse", "reconstruction", "test_reconstruction"} <= record["curve"].keys()
     message = failed("train", "--resume", checkpoint, "--normalize", "image", "--crop", "7", "--loss", "margin")
     assert message.endswith("the checkpoint holds model, data and seed; leave out --loss, --normalize, --crop")
+
+
+def test_fine_tuning_needs_the_pretrained_network_once(tmp_path: Path) -> None:
+    """A checkpoint gives weights, options, and the normalisation of its images, to digits of other classes."""
+    options = [*SMALL, "--model", "efficientcapsnet", "--no-reconstruction"]
+    first = trained(tmp_path / "first", *options, "--normalize", "set", "--max-steps", "3")
+    new = ["--model", "efficientcapsnet", "--batch-size", "32", "--accelerator", "cpu"]
+    write_set(tmp_path / "images", size=8)
+    with pytest.warns(UserWarning, match="tensors are from .*last.ckpt; drawn anew: model.routing.W, "):
+        last = trained(
+            tmp_path / "second", "--data", str(tmp_path / "images"), "--pretrained", str(first), "--lr", "1e-9", *new
+        )
+    weights, held = (read_checkpoint(first), read_checkpoint(last))
+    assert held["hyper_parameters"]["options"] == weights["hyper_parameters"]["options"]
+    for name in ("model.convs.0.weight", "normalize.mean"):
+        torch.testing.assert_close(held["state_dict"][name], weights["state_dict"][name])
+    with pytest.raises(ValueError, match=r"last\.ckpt holds the model 'efficientcapsnet', got model capsnet"):
+        train.Learner(pretrained=str(first))
+    first.unlink()
+    assert "of 20 right" in run("evaluate", last, "--out", tmp_path / "e").output
+    assert run("train", "--resume", last, "--epochs", "2").exit_code == 0
+    assert read_checkpoint(last)["global_step"] == 4
+    message = failed("train", "--resume", last, "--pretrained", "mnist")
+    assert message.endswith("leave out --pretrained")
 
 
 def test_autoencoder(tmp_path: Path) -> None:
