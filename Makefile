@@ -89,8 +89,8 @@ gpu-build: $(EXTENSION) ## the extension for a machine with this PYTHON and an H
 gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (seven minutes at most)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
-clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
-	rm -rf build dist out *.egg-info examples/serve/serve capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+clean: ## remove what was built; out/, with checkpoints of training and results, and .venv stay
+	rm -rf build dist *.egg-info examples/serve/serve capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 
 # With make -j the extension is compiled while the rest is installed.

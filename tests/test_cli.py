@@ -1,5 +1,6 @@
 """``python -m capsfast``."""
 
+import json
 import re
 import subprocess
 import sys
@@ -56,6 +57,25 @@ def test_schemas_of_the_ops_are_shown_when_asked_for() -> None:
     assert "SymInt? J" not in RUN.invoke(app, ["info"]).output
     if capsfast.backends()["cpp"].available:
         assert "SymInt? J" in RUN.invoke(app, ["info", "--ops"]).output
+
+
+def test_models_are_listed_with_their_options_and_weights() -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("jsonargparse")
+    from capsfast import train
+    from capsfast.models import CapsNet
+
+    result = RUN.invoke(app, ["models", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found.keys() == train.NETWORKS.keys()
+    assert found["efficientcapsnet"]["pretrained"] == ["fashion-mnist", "mnist", "multi-mnist"]
+    assert found["capsnet"]["parameters"] == sum(each.numel() for each in CapsNet().parameters())
+    assert found["capsnet"]["class"] == "capsfast.models.CapsNet" and found["cnn"]["options"]["dropout"] == 0.5
+    assert found["autoencoder"]["options"].keys() >= {"num_caps", "conv_channels"}
+    text = RUN.invoke(app, ["models"], env={"COLUMNS": "200"}).stdout
+    assert all(f"{option}={value}" in text for option, value in found["deepcaps"]["options"].items() if value)
+    assert all(f" {name} " in text and "multi-mnist" in text for name in found)
 
 
 def test_missing_extra_is_one_line() -> None:

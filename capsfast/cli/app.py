@@ -20,7 +20,7 @@ from .endings import plain_errors, say
 MODULES = {
     "checking": ("check",),
     "measuring": ("bench", "report"),
-    "inspection": ("evaluate", "predict", "picture", "reconstruct", "perturb", "routing", "clusters"),
+    "inspection": ("evaluate", "predict", "picture", "reconstruct", "perturb", "routing", "clusters", "models"),
 }
 
 

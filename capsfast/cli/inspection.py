@@ -1,16 +1,24 @@
 """The commands that inspect a trained network. :mod:`capsfast.train` does the work."""
 
+import csv as csv_format
 import inspect
 import json as json_format
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count as numbers
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from ..files import check_replaceable, check_writable, write_text
+from ..files import check_replaceable, check_writable, replacing, write_text
 from .endings import plain_errors, say, say_parts, stop
 
 if TYPE_CHECKING:
@@ -18,17 +26,62 @@ if TYPE_CHECKING:
     from ..train import Learner, StackedLearner
 
 Checkpoint = Annotated[Path, typer.Argument(help="A file that train wrote, such as last.ckpt.", show_default=False)]
-Out = Annotated[Path, typer.Option(help="Folder for the pictures.")]
 Data = Annotated[str | None, typer.Option(help="Data set; default: the data set of the training.", show_default=False)]
 DataDir = Annotated[str | None, typer.Option(help="Folder with the files of the data set.", show_default=False)]
 Accelerator = Annotated[str, typer.Option(help="Lightning's accelerator: auto, cpu, gpu, ...")]
-Json = Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; default: the next free COMMAND-1, ... beside the checkpoint."),
+]
+Json = Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file instead of one in that folder.")]
+# The commands that work on models without class capsules of whole images; clusters is only for stacked.
+WORKING = {
+    "autoencoder": ("reconstruct",),
+    "segcaps": ("evaluate", "predict", "reconstruct"),
+    "stacked": ("clusters", "reconstruct"),
+}
+DRAWN = 20  # predictions.png shows at most so many pictures
+
+
+@contextmanager
+def folder_of_results(command: str, out: Path | None, beside: Path) -> Iterator[Path]:
+    """Where a command writes: into ``out``, or into a new folder, the next free ``beside/command-1`` and so on.
+
+    A command that writes nothing into the new folder, because it fails, leaves none.
+    """
+    if out is not None:
+        check_writable(out)
+        yield out
+        return
+    for n in numbers(1):
+        new = beside / f"{command}-{n}"
+        with suppress(FileExistsError):
+            new.mkdir(parents=True)
+            break
+    try:
+        check_writable(new)
+        yield new
+    finally:
+        with suppress(OSError):  # rmdir removes only an empty folder
+            new.rmdir()
+
+
+def check_works(command: str, learner: "Learner") -> None:
+    """Ends a command that does not work on this kind of network, and names the commands that do."""
+    model = learner.hparams["model"]
+    working = WORKING.get(model, ())
+    if command in working or (not working and command != "clusters"):
+        return
+    wanted = "of --model stacked" if command == "clusters" else "that classifies images"
+    remedy = f"; for {model} use {' or '.join(working)}" if working else ""
+    raise stop(f"capsfast {command}: a network {wanted} is needed, got {model}{remedy}")
 
 
 def of_a_checkpoint(run: Callable[..., None]) -> Callable[..., None]:
     """The command with the name and the options of ``run``, and the options that say which network and which images.
 
-    run: takes the network of the checkpoint, on its device, the data sets, and the options of the command.
+    run: takes the network of the checkpoint, on its device, the data sets, the folder for the results, and the options
+        of the command.
     """
 
     def command(
@@ -36,22 +89,23 @@ def of_a_checkpoint(run: Callable[..., None]) -> Callable[..., None]:
         data: Data = None,
         data_dir: DataDir = None,
         accelerator: Accelerator = "auto",
+        out: Out = None,
         **options: Any,
     ) -> None:
         with plain_errors(run.__name__):
-            if options.get("out") is not None:
-                check_writable(options["out"])
             if options.get("json") is not None:
                 check_replaceable(options["json"])
             from ..train import open_checkpoint
 
             learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
+            check_works(run.__name__, learner)
             _to_accelerator(learner, accelerator)
             say_parts(images.sets)
-            run(learner, images.sets, **options)
+            with folder_of_results(run.__name__, out, checkpoint.parent) as folder:
+                run(learner, images.sets, folder, **options)
 
     first, *common, _ = inspect.signature(command).parameters.values()
-    own = [*inspect.signature(run).parameters.values()][2:]
+    own = [*inspect.signature(run).parameters.values()][3:]
     options = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *common)]
     command.__signature__ = inspect.Signature([first, *options])  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in (first, *options)}
@@ -75,27 +129,37 @@ def _write(figure: Any, path: Path) -> None:
     say(f"wrote {save(figure, path)}")
 
 
-def _write_numbers(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        write_text(path, json_format.dumps(content, indent=1) + "\n")
-        say(f"wrote {path}")
+def _write_numbers(path: Path, content: Any) -> None:
+    write_text(path, json_format.dumps(content, indent=1) + "\n")
+    say(f"wrote {path}")
 
 
 @of_a_checkpoint
 def evaluate(
     learner: "Learner",
     sets: "Sets",
-    out: Out = Path("out/evaluate"),
+    out: Path,
     fgsm: Annotated[list[float], typer.Option(help="Attack by FGSM with this eps; repeatable.")] = [],  # noqa: B006
     pgd: Annotated[list[float], typer.Option(help="Attack by PGD with this eps; repeatable.")] = [],  # noqa: B006
     pgd_steps: Annotated[int, typer.Option(min=1, help="Number of steps of PGD.")] = 10,
     attacked: Annotated[int | None, typer.Option(min=1, help="Attack only so many images; default all.")] = None,
     json: Json = None,
 ) -> None:
-    """Measure accuracy on test images and on attacked images; draw the confusion matrix if each image has one class."""
+    """Measure accuracy on test images and on attacked images; draw the confusion matrix if each image has one class.
+
+    A network of ``train --model segcaps`` is measured as in training: intersection over union, right pixels, losses.
+    """
     from .. import plot, train
     from ..data.seeds import generator
 
+    json = json or out / "evaluate.json"
+    if isinstance(learner, train.SegmentationLearner):
+        if fgsm or pgd:
+            raise stop("capsfast evaluate: attacks need a network that classifies images; leave out --fgsm and --pgd")
+        measured = train.metrics(learner, sets.test)
+        say(f"test images: {', '.join(f'{name} {value:.5g}' for name, value in measured.items())}")
+        _write_numbers(json, {"test images": {"images": len(sets.test), **measured}})
+        return
     # Attacks by name, each with its own generator for the start.
     attacks: dict[str, train.Attack] = {f"FGSM, eps {eps:g}": partial(train.fgsm, eps=eps) for eps in fgsm}
     for eps in pgd:
@@ -118,7 +182,7 @@ def evaluate(
 def picture(
     learner: "Learner",
     sets: "Sets",
-    out: Out = Path("out/picture"),
+    out: Path,
     count: Annotated[int, typer.Option(min=1, help="Number of images.")] = 12,
     wrong: Annotated[bool, typer.Option("--wrong", help="Only misclassified images, in wrong.png.")] = False,
 ) -> None:
@@ -131,7 +195,7 @@ def picture(
 
 
 @of_a_checkpoint
-def reconstruct(learner: "Learner", sets: "Sets", out: Out = Path("out/reconstruct")) -> None:
+def reconstruct(learner: "Learner", sets: "Sets", out: Path) -> None:
     """Draw a test image of each class and its reconstruction by the decoder: reconstructions.png."""
     from .. import plot, train
 
@@ -151,8 +215,8 @@ def reconstruct(learner: "Learner", sets: "Sets", out: Out = Path("out/reconstru
 def perturb(
     learner: "Learner",
     sets: "Sets",
+    out: Path,
     label: Annotated[list[int], typer.Option(help="Class, may be repeated; default all.", show_default=False)] = [],  # noqa: B006
-    out: Out = Path("out/perturb"),
 ) -> None:
     """Draw reconstructions with each dimension of a class capsule changed by -0.25 to 0.25: a PNG for each class."""
     from .. import plot, train
@@ -172,7 +236,7 @@ def perturb(
 def routing(
     learner: "Learner",
     sets: "Sets",
-    out: Out = Path("out/routing"),
+    out: Path,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many images; default all.")] = None,
 ) -> None:
     """Draw capsule lengths by class, and coupling entropy by class and iteration: routing.png."""
@@ -188,6 +252,7 @@ def routing(
 def clusters(
     learner: "StackedLearner",
     sets: "Sets",
+    out: Path,
     images: Annotated[int, typer.Option(min=1, help="Find the clusters in so many training images.")] = 10_000,
     json: Json = None,
 ) -> None:
@@ -197,15 +262,15 @@ def clusters(
     """
     from .. import train
 
-    if not isinstance(learner, train.StackedLearner):
-        raise stop(f"capsfast clusters: a network of --model stacked is needed, got {learner.hparams['model']}")
     accuracy, found, tested = train.clustered(learner, sets, limit=images)
     say(f"{accuracy:.2%} of {tested} right, by {sets.num_classes} clusters of {found} images")
-    _write_numbers(json, {"images": tested, "accuracy": accuracy, "clustered": found})
+    _write_numbers(json or out / "clusters.json", {"images": tested, "accuracy": accuracy, "clustered": found})
 
 
 def predict(
-    pictures: Annotated[list[Path], typer.Argument(help="PNG or JPEG files.", show_default=False)],
+    pictures: Annotated[
+        list[Path], typer.Argument(help="Picture files, and folders with pictures anywhere below.", show_default=False)
+    ],
     checkpoint: Annotated[
         Path | None, typer.Option(help="A file that train wrote, such as last.ckpt.", show_default=False)
     ] = None,
@@ -220,36 +285,138 @@ def predict(
     model: Annotated[
         str | None, typer.Option(help="Model of the pretrained network, such as efficientcapsnet.", show_default=False)
     ] = None,
-    out: Out = Path("out/predict"),
+    csv: Annotated[Path | None, typer.Option(help="Write classes and lengths to this file, not to the screen.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write classes and lengths to this file, not to the screen.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of pictures read and classified together.")] = 64,
+    out: Out = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Classify pictures, resized to the network's image size: a line for each, and predictions.png.
+    """Classify pictures, resized to the network's image size: a line for each, and predictions.png of the first 20.
 
     Pictures must look like the training images. mnist, fashion-mnist and multi-mnist show a light object in the centre
-    on black. Digits have a margin of a seventh of the width, clothes fill the picture.
+    on black. Digits have a margin of a seventh of the width, clothes fill the picture. A picture that can't be read is
+    named, the others are classified, and the exit status is 1.
+
+    A network of ``train --model segcaps`` gives each class's share of the pixels, and a picture of the pixels' classes
+    for each picture.
     """
     if (checkpoint is None) == (pretrained is None) or (pretrained is None) != (model is None):
         got = {"--checkpoint": checkpoint, "--model": model, "--pretrained": pretrained}
         given = ", ".join(name for name, value in got.items() if value is not None) or "none of them"
         raise stop(f"capsfast predict: --checkpoint FILE or --model NAME --pretrained NAME is needed, got {given}")
-    with plain_errors("predict"), torch.no_grad():
-        check_writable(out)
-        from .. import plot, train
+    with plain_errors("predict"):
+        for path in filter(None, (csv, json)):
+            check_replaceable(path)
+        from .. import train
         from ..train.checkpoint import open_learner
 
-        if checkpoint is not None:
-            learner = open_learner(checkpoint)
-        else:
-            learner = train.open_pretrained(str(model), str(pretrained))
-        learner.check("predict")
+        files = _files(pictures)
+        learner = train.open_pretrained(str(model), str(pretrained)) if checkpoint is None else open_learner(checkpoint)
+        check_works("predict", learner)
         _to_accelerator(learner, accelerator)
-        names = learner.class_names
-        images = torch.cat([train.read_picture(path, learner) for path in pictures])
-        poses, found = learner.classify(images.to(learner.device))
-        for path, values in zip(pictures, found, strict=True):
-            best = values.argsort(descending=True)[:3].tolist()
-            say(f"{path}: {', '.join(f'{names[j]} {values[j]:.3f}' for j in best)}")
-        rows = {"picture": images}
-        if learner.has_decoder:
-            rows["reconstruction"] = learner.model.reconstruct(poses, found.argmax(1)).cpu()
-        _write(plot.images_figure(rows, [names[j] for j in found.argmax(1).tolist()]), out / "predictions.png")
+        with folder_of_results("predict", out, Path("out") if checkpoint is None else checkpoint.parent) as folder:
+            found = _classified(learner, files, folder, batch_size, lines=csv is None and json is None)
+            if csv is not None and found:
+                with replacing(csv) as draft, draft.open("w", newline="", encoding="utf-8") as table:
+                    rows = csv_format.writer(table)
+                    rows.writerow(["file", "class", *learner.class_names])
+                    rows.writerows([each["file"], each["class"], *each["lengths"].values()] for each in found)
+                say(f"wrote {csv}")
+            if json is not None and found:
+                _write_numbers(json, found)
+        if len(found) < len(files):
+            raise typer.Exit(1)
+
+
+def _files(given: list[Path]) -> list[Path]:
+    """The pictures, each once: files as they are given, and what folders hold.
+
+    Raises:
+        OSError: a file or a folder is not there.
+        ValueError: a folder has no pictures.
+    """
+    from ..data.files import pictures_below
+
+    files: dict[Path, None] = {}
+    for path in given:
+        path.stat()
+        below = [Path(each) for each in pictures_below(path)] if path.is_dir() else [path]
+        if not below:
+            raise ValueError(f"capsfast predict: {path} must hold pictures, got a folder without any")
+        files |= dict.fromkeys(below)
+    return [*files]
+
+
+def _read(path: Path, learner: "Learner") -> torch.Tensor | None:
+    """A picture for the network, ``[C, H, W]``; says why if it can't be read."""
+    from .. import train
+
+    try:
+        return train.read_picture(path, learner)[0]
+    except ValueError as error:
+        say(str(error), error=True)
+    except OSError as error:
+        say(f"capsfast predict: {error.strerror}: {path}", error=True)
+    return None
+
+
+def _classified(
+    learner: "Learner", files: list[Path], out: Path, batch_size: int, *, lines: bool
+) -> list[dict[str, Any]]:
+    """Classifies pictures in batches, says each class with ``lines``, and draws the first pictures.
+
+    Returns:
+        File, class and lengths of each picture that can be read.
+    """
+    from .. import plot, train
+    from ..data.vision import torchvision
+
+    segments = isinstance(learner, train.SegmentationLearner)
+    root = os.path.commonpath([os.path.abspath(each.parent) for each in files])
+    found: list[dict[str, Any]] = []
+    shown: list[tuple[torch.Tensor, ...]] = []
+    for start in range(0, len(files), batch_size):
+        pairs = ((path, _read(path, learner)) for path in files[start : start + batch_size])
+        images = {path: image for path, image in pairs if image is not None}
+        if not images:
+            continue
+        scores, drawn = train.classified(learner, torch.stack([*images.values()]))
+        for n, (path, values) in enumerate(zip(images, scores.tolist(), strict=True)):
+            lengths = dict(zip(learner.class_names, values, strict=True))
+            best = sorted(lengths, key=lengths.__getitem__, reverse=True)[:3]
+            # Perhaps no pixel has a class.
+            found.append({"file": str(path), "class": best[0] if lengths[best[0]] else None, "lengths": lengths})
+            if lines:
+                say(f"{path}: {', '.join(f'{name} {lengths[name]:.3f}' for name in best)}")
+            if len(shown) < DRAWN:
+                shown.append((images[path], *(() if drawn is None else (drawn[n],))))
+            if segments and drawn is not None:
+                with replacing(out / "classes" / f"{os.path.relpath(path, root)}.png") as draft:
+                    torchvision("utils").save_image(drawn[n], draft)
+    if found:
+        names = ("picture", "classes" if segments else "reconstruction")
+        rows = dict(zip(names, map(torch.stack, zip(*shown, strict=True)), strict=False))
+        _write(plot.images_figure(rows, [each["class"] or "" for each in found[:DRAWN]]), out / "predictions.png")
+        if segments:
+            say(f"wrote the classes of the pixels of {len(found)} pictures into {out / 'classes'}")
+    return found
+
+
+def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the networks of train --model: parameters, pretrained weights that come with the package, and options."""
+    with plain_errors("models"):
+        from ..train.networks import described
+
+        found = described()
+    if json:
+        typer.echo(json_format.dumps(found, indent=1))
+        return
+    table = Table("model", "parameters", "pretrained", "options", box=box.SIMPLE, show_lines=True)
+    for name, each in found.items():
+        options = ", ".join(f"{option}={value}" for option, value in each["options"].items())
+        parameters = f"{each['parameters']:,}".replace(",", " ")
+        table.add_row(name, parameters, "\n".join(each["pretrained"]), escape(options))
+    Console().print(table)
+    say("parameters for 28 x 28 grey images of ten classes; train --model NAME --option NAME=VALUE, --pretrained NAME")

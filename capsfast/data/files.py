@@ -201,13 +201,22 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-def _below(folder: Path, root: Path) -> list[str]:
+def pictures_below(folder: Path) -> list[str]:
+    """The pictures anywhere below a folder, without hidden files and folders; one that several links reach counts once.
+
+    Raises:
+        OSError: a folder can't be read.
+    """
+    return _below(folder, None)
+
+
+def _below(folder: Path, root: Path | None) -> list[str]:
     """The pictures anywhere below a folder. A link to the root, or to a folder above it, would lead to all classes."""
-    endings, above, seen = _endings(), os.path.realpath(root), set()
+    endings, above, seen = _endings(), root and os.path.realpath(root), set()
     found: list[tuple[str, list[str]]] = []
     for here, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
         real = os.path.realpath(here)
-        if real in seen or Path(above).is_relative_to(real):
+        if real in seen or (above and Path(above).is_relative_to(real)):
             folders.clear()
             continue
         seen.add(real)

@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from .. import checks
 from ..data import Batch, files
 from ..data.images import resized
 from ..data.sets import DrawnSet
+from ..models.segcaps import PRESENT
 from ..nn import Capsules, couplings
 from .learner import Learner, right_predictions
 from .objective import multi_hot
+from .segmentation import SegmentationLearner
 
 # Takes a loss as a function of images, and images; returns the attacked images.
 Attack = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -81,17 +84,68 @@ def evaluate(
     return Evaluation(seen, right, confusion.compute() if parts is None else None)
 
 
+@torch.no_grad()
+def metrics(
+    learner: Learner, dataset: DrawnSet, *, limit: int | None = None, batch_size: int = 256
+) -> dict[str, float]:
+    """The results of a test by name, as training logs them: of a segmentation network ``iou``, ``pixels`` and losses.
+
+    Arguments as for :func:`evaluate`.
+    """
+    learner.eval()
+    found: dict[str, Metric] = {}
+    for batch in (each.to(learner.device) for each in batches(dataset, batch_size, limit)):
+        for name, value in learner.results(batch, *learner.measured(batch)).items():
+            if isinstance(value, Metric):  # the learner's own, which holds this batch already
+                found[name] = value
+            else:
+                found.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
+    results = {name: float(each.compute()) for name, each in found.items()}
+    for each in found.values():
+        each.reset()
+    return results
+
+
 def read_picture(path: Path | str, learner: Learner) -> Tensor:
     """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: resized to a square, in grey or colour.
 
     Raises:
         OSError: no such file, or forbidden.
-        ValueError: the file is not a picture, or the network does not take images of 1 or 3 channels.
+        ValueError: the file is not a picture.
+        TypeError: the network does not take images of 1 or 3 channels.
     """
     channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]
     if channels not in (1, 3):
-        raise ValueError(f"capsfast.train.read_picture: pictures have 1 or 3 channels, the network takes {channels}")
+        raise TypeError(f"capsfast.train.read_picture: pictures have 1 or 3 channels, the network takes {channels}")
     return resized(files.read_picture(str(path), channels), size)[None]
+
+
+class Classified(NamedTuple):
+    """scores: ``[B, J]``, activations of the class capsules, or of a segmentation network the share of the pixels that
+    have each class. drawn: images ``[B, C, H, W]``, reconstructions from the capsules with the largest activations, or
+    the classes of the pixels as colours; None without a decoder."""
+
+    scores: Tensor
+    drawn: Tensor | None
+
+
+@torch.no_grad()
+def classified(learner: Learner, images: Tensor) -> Classified:
+    """What a network finds in ``images [B, C, H, W]`` in [0, 1]; results are on the CPU.
+
+    Raises:
+        ValueError: the network has no classes.
+    """
+    learner.eval()
+    if isinstance(learner, SegmentationLearner):
+        from ..plot import class_colours
+
+        there = learner.output(images.to(learner.device)).lengths > PRESENT
+        return Classified(there.float().mean((2, 3)).cpu(), class_colours(there))
+    learner.check("classified")
+    poses, activations = learner.classify(images.to(learner.device))
+    drawn = learner.model.reconstruct(poses, activations.argmax(1)).cpu() if learner.has_decoder else None
+    return Classified(activations.cpu(), drawn)
 
 
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:

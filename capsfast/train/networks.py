@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import checks
@@ -19,11 +20,12 @@ from ..models import (
     SegCaps,
     StackedCapsuleAutoencoder,
 )
+from ..models._network import MOVED, Network
 from ..models.output import CapsNetOutput
 from ..nn import Capsules
 from ..nn.routing.names import routing_class
 
-NETWORKS: dict[str, type[nn.Module]] = {
+NETWORKS: dict[str, type[Network]] = {
     "capsnet": CapsNet,
     "deepcaps": DeepCaps,
     "autoencoder": CapsAutoEncoder,
@@ -123,3 +125,21 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         own = ", ".join(each for each in taken if each not in given)
         raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)
+
+
+def described() -> dict[str, dict[str, Any]]:
+    """The models by name: class, parameters for MNIST's images, options with their defaults, pretrained weights."""
+    sizes = {"in_channels": 1, "image_size": 28, "num_classes": 10}
+    found: dict[str, dict[str, Any]] = {}
+    for name, kind in NETWORKS.items():
+        with torch.device("meta"):
+            network = build(name, sizes, {})
+        taken = inspect.signature(kind).parameters.values()
+        named = [each for each in taken if each.default is not each.empty and each.name not in (*sizes, *MOVED)]
+        found[name] = {
+            "class": f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}",
+            "parameters": sum(each.numel() for each in network.parameters()),
+            "options": {each.name: each.default for each in named},
+            "pretrained": [*kind._shipped()],
+        }
+    return found

@@ -1,5 +1,6 @@
 """The commands that inspect a checkpoint of ``python -m capsfast train``."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -89,13 +90,23 @@ def test_other_models_and_data(
     few_images: Path, tmp_path: Path, kind: str, arguments: list[str], pictures: list[str]
 ) -> None:
     checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
-    out = tmp_path / "pictures"
     commands = [["evaluate"], ["reconstruct"], ["perturb", "--label", "0"], ["routing", "--limit", "40"]]
     for command in [["evaluate", "--fgsm", "0.1"], ["picture"]] if arguments is CNN else commands:
-        result = run(command[0], checkpoint, *command[1:], "--out", out)
+        result = run(command[0], checkpoint, *command[1:])
         assert result.exit_code == 0, result.output
-    assert sorted(path.stem for path in out.iterdir()) == sorted(pictures)
-    assert all(map(is_png, out.iterdir()))
+    written = [*tmp_path.glob("*-1/*.png")]
+    assert sorted(path.stem for path in written) == sorted(pictures) and all(map(is_png, written))
+
+
+def test_each_result_has_a_new_folder_beside_the_checkpoint(digits: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copy(digits, tmp_path))
+    for n in (1, 2):
+        result = run("picture", checkpoint, "--count", str(n))
+        assert result.output == f"wrote {tmp_path}/picture-{n}/predictions.png\n"
+    first, second = ((tmp_path / f"picture-{n}" / "predictions.png").read_bytes() for n in (1, 2))
+    assert first != second
+    assert failed("perturb", checkpoint, "--label", "11") and failed("picture", tmp_path / "no" / "no.ckpt")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.ckpt", "picture-1", "picture-2"]
 
 
 def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
@@ -148,6 +159,51 @@ def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) ->
     assert "no.png can't be read as a picture" in failed("predict", tmp_path / "no.png", "--checkpoint", checkpoint)
 
 
+def test_folders_of_pictures_are_classified_in_batches(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25 pictures at several depths, one of them given twice, and two that are none. At most four are in memory."""
+    learner, images = train.open_checkpoint(digits)
+    pixels = images.sets.test.batch(torch.arange(25)).images
+    paths = [tmp_path / "p" / ("a" if n < 12 else "b/c") / f"{n:02}.png" for n in range(25)]
+    for path, image in zip(paths, pixels, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((255 * image[0]).round().byte().numpy()).save(path)
+    bad = [tmp_path / "p" / "a" / "bad.png", tmp_path / "p" / "b" / "empty.jpg"]
+    for path in (*bad, tmp_path / "p" / ".hidden.png", tmp_path / "p" / "notes.txt"):
+        path.write_text("no picture")
+    sizes: list[int] = []
+    original = train.classified
+    monkeypatch.setattr(train, "classified", lambda *it: sizes.append(len(it[1])) or original(*it))
+    table, numbers = tmp_path / "found.csv", tmp_path / "found.json"
+    words = ["--checkpoint", digits, "--batch-size", "4", "--accelerator", "cpu"]
+    result = run(
+        "predict", tmp_path / "p", paths[3], *words, "--csv", table, "--json", numbers, "--out", tmp_path / "o"
+    )
+    assert result.exit_code == 1 and max(sizes) == 4 and sum(sizes) == 25
+    said = result.stderr.splitlines()
+    assert all(f"{path} can't be read as a picture" in line for path, line in zip(bad, said, strict=True))
+    assert str(paths[3]) not in result.stdout
+    assert is_png(tmp_path / "o" / "predictions.png")
+    with torch.no_grad():
+        wanted = learner.classify((255 * pixels).round() / 255).activations
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = json.loads(numbers.read_text())
+    assert [row["file"] for row in rows] == [each["file"] for each in found] == [str(path) for path in paths]
+    assert [row["class"] for row in rows] == [each["class"] for each in found] == [*map(str, wanted.argmax(1).tolist())]
+    for lengths in (
+        [[float(row[str(j)]) for j in range(10)] for row in rows],
+        [[*each["lengths"].values()] for each in found],
+    ):
+        torch.testing.assert_close(torch.tensor(lengths), wanted)
+    lines = run("predict", *paths[:2], *words, "--out", tmp_path / "o").stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == [str(path) for path in paths[:2]]
+    (tmp_path / "nothing").mkdir()
+    assert failed("predict", tmp_path / "nothing", *words).endswith("must hold pictures, got a folder without any")
+    assert failed("predict", paths[0], "no.png", *words) == "capsfast predict: No such file or directory: no.png"
+
+
 def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
     sizes = {"num_parts": 4, "num_objects": 6, "template_size": 5, "dim": 8, "hidden": 16}
     options = [word for name, value in sizes.items() for word in ("--option", f"{name}={value}")]
@@ -155,13 +211,16 @@ def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
     checkpoint = trained(tmp_path / "out", *words, "--max-steps", "3")
     results = json.loads((tmp_path / "out" / "record.json").read_text())["results"]
     assert {"test_image", "test_parts", "test_prior_within", "test_reconstruction"} <= set(results)
-    result = run("clusters", checkpoint, "--images", "100", "--json", tmp_path / "clusters.json")
-    found = json.loads((tmp_path / "clusters.json").read_text())
+    result = run("clusters", checkpoint, "--images", "100")
+    found = json.loads((tmp_path / "out" / "clusters-1" / "clusters.json").read_text())
     assert found["images"] == 360 and found["clustered"] == 100 and 0.1 <= found["accuracy"] <= 1
     assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in result.output
     assert run("reconstruct", checkpoint, "--out", tmp_path / "pictures").exit_code == 0
     assert is_png(tmp_path / "pictures" / "reconstructions.png")
     assert "a network of --model stacked is needed, got capsnet" in failed("clusters", digits)
+    message = "a network that classifies images is needed, got stacked; for stacked use clusters or reconstruct"
+    for command in (["evaluate", checkpoint], ["predict", __file__, "--checkpoint", checkpoint]):
+        assert failed(*command) == f"capsfast {command[0]}: {message}"
 
 
 def test_clusters_are_those_of_images_without_augmentation(

@@ -121,8 +121,10 @@ def test_autoencoder(tmp_path: Path) -> None:
     checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1")
     curve = json.loads((tmp_path / "record.json").read_text())["curve"]
     assert curve["reconstruction"][-1][1] < curve["reconstruction"][0][1] and "test_accuracy" not in curve
-    for command in ("evaluate", "perturb", "routing"):
-        assert "autoencoder" in failed(command, checkpoint, "--out", tmp_path)
+    for command in ("evaluate", "perturb", "routing", "picture", "clusters"):
+        message = failed(command, checkpoint)
+        assert message.startswith(f"capsfast {command}: a network ")
+        assert message.endswith("is needed, got autoencoder; for autoencoder use reconstruct")
     result = run("reconstruct", checkpoint, "--out", tmp_path)
     assert result.exit_code == 0 and is_png(tmp_path / "reconstructions.png")
 

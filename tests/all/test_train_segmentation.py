@@ -12,17 +12,18 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner
+import numpy as np
+from PIL import Image
 
 import capsfast
 from capsfast import train
-from capsfast.cli.app import app
 from capsfast.data import Batch, open_sets
 from capsfast.plot import class_colours
 from capsfast.train import ImageData, Learner, SegmentationLearner, pixel_classes
 from capsfast.train.run import quiet
 from capsfast.train.segmentation import Overlap
 
+from ..support.commands import run, trained
 from ..support.idx_files import write_set
 
 TINY: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3), "digit_dim": 4, "kernel_size": 3}
@@ -110,10 +111,6 @@ def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
 
 def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     """Trains, writes a record, resumes from the checkpoint, and draws. Commands that need classes of images say so."""
-
-    def run(*arguments: Any) -> Any:
-        return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
-
     size = ["--conv-channels", 8, "--types", 2, "--digit-dim", 4, "--option", "dims=[4,4]"]
     size += ["--option", "kernel_size=3"]
     model = ["--model", "segcaps", "--data", f"multi:{folder}", *size, "--batch-size", 20, "--accelerator", "cpu"]
@@ -134,11 +131,50 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     rows = train.segmented(learner, images.sets.test.batch(torch.arange(3)))
     assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
     assert rows["classes"].shape == rows["predicted"].shape == (3, 3, 10, 10)
-    for command in ("evaluate", "perturb", "routing"):
+    for command in ("perturb", "routing", "picture"):
         result = run(command, out / "last.ckpt", "--out", out / "pictures")
-        assert result.exit_code == 1 and "classes" in result.output and "Traceback" not in result.output
+        assert result.exit_code == 1 and "for segcaps use evaluate or predict or reconstruct" in result.output
+    result = run("evaluate", out / "last.ckpt", "--fgsm", "0.1")
+    assert result.exit_code == 1 and "leave out --fgsm and --pgd" in result.output
+    result = run("evaluate", out / "last.ckpt")
+    assert result.exit_code == 0 and "test images: margin " in result.output, result.output
+    found = json.loads((out / "evaluate-1" / "evaluate.json").read_text())["test images"]
+    assert found.pop("images") == 20
+    tested = json.loads((out / "record.json").read_text())["results"]
+    assert {name.partition("_")[2]: value for name, value in tested.items()} == pytest.approx(found, rel=1e-4)
     result = run("train", *model, "--routing", "dynamic", "--option", "rank=2", "--out", tmp_path / "no")
     assert result.exit_code == 1 and "unrecognized arguments: --rank" in " ".join(result.output.split())
+
+
+def test_predicted_classes_of_pixels(folder: Path, tmp_path: Path) -> None:
+    """A PNG for each picture, with the pictures' own folders, and the share of pixels of each class."""
+    out, words = tmp_path / "run", ["--model", "segcaps", "--data", str(folder), "--max-steps", "1"]
+    options = [f"{name}={list(value) if name == 'dims' else value}" for name, value in TINY.items()]
+    trained(out, *words, *(word for each in options for word in ("--option", each)), "--accelerator", "cpu")
+    learner, images = train.open_checkpoint(out / "last.ckpt")
+    with torch.no_grad():
+        learner.model.classes.conv.weight *= 3
+        learner.model.classes.conv.weight[: TINY["digit_dim"]] = 0  # class 0 nowhere
+    content = torch.load(out / "last.ckpt")
+    torch.save(content | {"state_dict": learner.state_dict()}, out / "last.ckpt")
+    pixels = (255 * images.sets.test.batch(torch.arange(3)).images).round()
+    files = [tmp_path / "p" / name for name in ("a/1.png", "b/1.png", "b/1.bmp")]
+    for path, image in zip(files, pixels, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0].byte().numpy()).save(path)
+    result = run("predict", tmp_path / "p", "--checkpoint", out / "last.ckpt", "--json", tmp_path / "found.json")
+    assert result.exit_code == 0, result.output
+    with torch.no_grad():
+        there = learner.output(pixels / 255).lengths > 0.5
+    assert there.any() and not there.all()
+    found = {each["file"]: each for each in json.loads((tmp_path / "found.json").read_text())}
+    for path, classes in zip(files, there, strict=True):
+        shares = classes.float().mean((1, 2))
+        assert [*found[str(path)]["lengths"].values()] == pytest.approx(shares.tolist())
+        assert found[str(path)]["class"] == (str(int(shares.argmax())) if classes.any() else None)
+        drawn = Image.open(out / "predict-1" / "classes" / f"{path.relative_to(tmp_path / 'p')}.png")
+        wanted = (255 * class_colours(classes[None])[0]).round().byte().permute(1, 2, 0)
+        assert (torch.from_numpy(np.array(drawn)).int() - wanted.int()).abs().max() <= 1
 
 
 def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
