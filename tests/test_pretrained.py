@@ -352,5 +352,9 @@ def test_training_begins_with_pretrained_weights(tmp_path: Path) -> None:
         train.Learner("efficientcapsnet", pretrained="mnist", options={"reconstruction": False})
     with pytest.raises(ValueError, match=r"Learner: the options in mnist and of this call can't be used: .* no option"):
         train.Learner("efficientcapsnet", pretrained="mnist", options={"colour": "red"})
-    with pytest.raises(FileNotFoundError, match=r"no\.ckpt does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"No such file .*no\.ckpt"):
         train.Learner(pretrained=f"{tmp_path}/no.ckpt")
+    for content in ({}, {"state_dict": {}, "hyper_parameters": {"model": "capsnet"}}, [1]):
+        torch.save(content, tmp_path / "other.ckpt")
+        with pytest.raises(ValueError, match=r"Learner: .*other\.ckpt can't be read as a checkpoint; name one that "):
+            train.Learner(pretrained=f"{tmp_path}/other.ckpt")

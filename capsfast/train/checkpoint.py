@@ -13,13 +13,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from .. import checks
 from ..data.catalogue import by_part
 from ..files import reading, replacing
-from ..models._network import Network, load_weights, made_from
+from ..models._network import load_weights, made_from
 from .images import ImageData
 from .learner import Learner
-from .networks import network_class
+from .networks import read_pretrained
 
 # What every checkpoint holds, and what training needs to go on. Lightning looks for these without a check.
 HELD: dict[str, Any] = {
@@ -205,41 +204,6 @@ def check_fits(op: str, model: Mapping[str, Any], images: ImageData) -> None:
         raise ValueError(f"{op} knows the classes {', '.join(known)}, {name} has {', '.join(classes)}")
 
 
-def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments of a :class:`Learner` that a pretrained network was made with, and the tensors of its state.
-
-    Args:
-        op: begins messages.
-        model: as for :class:`Learner`.
-        name: as for ``from_pretrained`` of the model, or a file that ``capsfast train`` wrote.
-
-    Raises:
-        ValueError: a network that has no ``from_pretrained``, a checkpoint of another model, or images that are not
-            square.
-        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as ``from_pretrained`` or
-            :func:`read_checkpoint`.
-    """
-    path = Path(name).expanduser()
-    if path.is_file() or path.suffix == ".ckpt":
-        content = read_checkpoint(path)
-        held = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
-        if held.get("model") != model:
-            raise ValueError(f"{op}: {name} holds the model {checks.shown(held.get('model'))}, got model {model}")
-        return held, content["state_dict"]
-    made = network_class(op, model)
-    if not issubclass(made, Network):
-        raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
-    network: Any = made.from_pretrained(name)
-    channels, height, width = network.image_shape
-    if height != width:
-        raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
-    options = network._options(op)
-    sizes = {"in_channels": channels, "image_size": height, "num_classes": options.get("num_classes", 10)}
-    options = {each: value for each, value in options.items() if each not in sizes}
-    held = {"model": model, **sizes, "class_names": network.class_names, "options": options}
-    return held, {f"model.{each}": tensor for each, tensor in network.state_dict().items()}
-
-
 def open_pretrained(model: str, name: str) -> Learner:
     """A pretrained network as a :class:`Learner`, in evaluation mode.
 
@@ -248,7 +212,8 @@ def open_pretrained(model: str, name: str) -> Learner:
         name: a network that comes with the package, a folder, a repository, or a file that ``capsfast train`` wrote.
 
     Raises:
-        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as :func:`read_pretrained`.
+        ValueError, ModuleNotFoundError, FileNotFoundError, RuntimeError: as
+            :func:`capsfast.train.networks.read_pretrained`.
     """
     op = "capsfast.train.open_pretrained"
     return _made(op, name, *read_pretrained(op, model, name))

@@ -21,7 +21,7 @@ from ..models._network import Network, load_fitting, made_from
 from ..nn import ReconstructionLoss
 from ..nn.routing.base import Capsules
 from .images import ImageData, check_types
-from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
+from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options, read_pretrained
 from .normalize import Normalize
 from .objective import ClassLoss
 
@@ -147,10 +147,8 @@ class Learner(_OfItsModel):
         loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
         tensors: dict[str, Tensor] | None = None
         if pretrained is not None:
-            from .checkpoint import read_pretrained  # imports this module
-
             held, tensors = read_pretrained(op, model, str(pretrained))
-            options, normalize = {**(held["options"] or {}), **options}, normalize or held.get("normalize")
+            options, normalize = {**held["options"], **options}, normalize or held.get("normalize")
         # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
         self.save_hyperparameters(logger=False, ignore="pretrained")
         self.hparams.update(options=options, normalize=normalize)

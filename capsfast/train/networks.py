@@ -2,13 +2,16 @@
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from .. import checks
 from .._imported import by_path, path_of
+from ..files import reading
 from ..models import (
     CNN,
     CapsAutoEncoder,
@@ -125,6 +128,42 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         own = ", ".join(each for each in taken if each not in given)
         raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)
+
+
+def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments of a :class:`Learner` that a pretrained network was made with, and the tensors of its state.
+
+    Args:
+        op: begins messages.
+        model: as for :class:`Learner`.
+        name: as for ``from_pretrained`` of the model, or a file that ``capsfast train`` wrote.
+
+    Raises:
+        ValueError: a network that has no ``from_pretrained``, a checkpoint of another model, a file that is no
+            checkpoint, or images that are not square.
+        OSError, ValueError, ModuleNotFoundError, RuntimeError: as ``from_pretrained``.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or path.suffix == ".ckpt":
+        with reading(op, path, "a checkpoint", "name one that capsfast train wrote", quoted=False):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            held, tensors = dict(content[LightningModule.CHECKPOINT_HYPER_PARAMS_KEY]), dict(content["state_dict"])
+            trained, options = held["model"], dict(held["options"] or {})
+        if trained != model:
+            raise ValueError(f"{op}: model must be {trained}, as in {name}, got {model}")
+        return {**held, "options": options}, tensors
+    made = network_class(op, model)
+    if not issubclass(made, Network):
+        raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
+    network: Any = made.from_pretrained(name)
+    channels, height, width = network.image_shape
+    if height != width:
+        raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
+    options = network._options(op)
+    sizes = {"in_channels": channels, "image_size": height, "num_classes": options.get("num_classes", 10)}
+    options = {each: value for each, value in options.items() if each not in sizes}
+    held = {"model": model, **sizes, "class_names": network.class_names, "options": options}
+    return held, {f"model.{each}": tensor for each, tensor in network.state_dict().items()}
 
 
 def described() -> dict[str, dict[str, Any]]:
