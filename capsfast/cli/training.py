@@ -100,7 +100,7 @@ class Command(LightningCLI):
                 load_from_checkpoint_support=False,
             )
             work = self.fit if self.training else getattr(self, command)
-            work(self.model, self.datamodule, asked.resume)
+            work(self.model, self.datamodule, ckpt_path=asked.resume)
         finally:
             # A run that was refused leaves its number to the next run: rmdir removes only an empty folder.
             if self.claimed is not None:

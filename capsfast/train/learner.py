@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, Metric
 
 from .. import checks
 from .._imported import path_of
+from ..compat import optimizer_state
 from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
 from ..models import CapsNetOutput
@@ -335,6 +336,7 @@ class Learner(_OfItsModel):
             self.decay_steps = self.hparams["decay_steps"] = int(planned)
         # AdamW without weight decay is Adam.
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.hparams["weight_decay"])
+        optimizer.register_load_state_dict_pre_hook(optimizer_state)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -203,7 +203,7 @@ def test_spellings_of_options(words: str, line: str) -> None:
         (["--best", "--limit-val-batches", "0"], "best and patience need validation, and limit_val_batches=0"),
         (["--best", "--hold-out", "0"], "best checkpoints and patience need images for validation, got hold_out=0"),
         (["--hold-out", "1"], "hold_out must be from 0 to less than 1, got 1"),
-        (["--backend", "nothing"], "backend must be one of"),
+        (["--backend", "nothing"], "--backend must be 'cpp', 'triton', 'cuda', 'reference', got 'nothing'"),
         (["--resume", "nothing.ckpt"], "nothing.ckpt does not exist"),
     ],
 )
