@@ -93,15 +93,19 @@ def metrics(
     Arguments as for :func:`evaluate`.
     """
     learner.eval()
+    own = [each for each in learner.modules() if isinstance(each, Metric)]
+    for each in own:
+        each.reset()
     found: dict[str, Metric] = {}
-    for batch in (each.to(learner.device) for each in batches(dataset, batch_size, limit)):
+    for batch in batches(dataset, batch_size, limit):
+        batch = batch.to(learner.device)
         for name, value in learner.results(batch, *learner.measured(batch)).items():
-            if isinstance(value, Metric):  # the learner's own, which holds this batch already
+            if isinstance(value, Metric):  # one of its own, which holds this batch already
                 found[name] = value
             else:
                 found.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
     results = {name: float(each.compute()) for name, each in found.items()}
-    for each in found.values():
+    for each in own:  # training goes on with them
         each.reset()
     return results
 

@@ -172,6 +172,7 @@ def test_folders_of_pictures_are_classified_in_batches(
     bad = [tmp_path / "p" / "a" / "bad.png", tmp_path / "p" / "b" / "empty.jpg"]
     for path in (*bad, tmp_path / "p" / ".hidden.png", tmp_path / "p" / "notes.txt"):
         path.write_text("no picture")
+    (tmp_path / "p" / "b" / "again").symlink_to(tmp_path / "p")  # a circle
     sizes: list[int] = []
     original = train.classified
     monkeypatch.setattr(train, "classified", lambda *it: sizes.append(len(it[1])) or original(*it))

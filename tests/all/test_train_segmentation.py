@@ -107,6 +107,10 @@ def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
     assert found["test_pixels"] == pytest.approx(float(right)) and 0 < right < 1
     assert found["test_margin"] == pytest.approx(float(parts["margin"]), rel=1e-5)
     assert found["test_reconstruction"] == pytest.approx(float(parts["reconstruction"]), rel=1e-5)
+    wanted = {name.removeprefix("test_"): value for name, value in found.items()}
+    for batch_size in (20, 6):  # the second call begins anew
+        assert train.metrics(learner, images.sets.test, batch_size=batch_size) == pytest.approx(wanted, rel=1e-5)
+    assert train.metrics(learner, images.sets.test, limit=1)["pixels"] != pytest.approx(wanted["pixels"])
 
 
 def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
