@@ -3,6 +3,7 @@
 The source folder is the repository, so that relative links work on the site and on the repository's page.
 """
 
+import json
 import pkgutil
 import posixpath
 import re
@@ -23,10 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 project = "capsfast"
 author = "The capsfast authors"
 version = release = capsfast.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".ipynb": "markdown"}
 
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*"]
+include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*", "examples/*.ipynb"]
 # Folders that need not be searched for pages.
 exclude_patterns = [".*", "build", "out", "dist", "capsfast", "csrc", "tests", "**/__pycache__"]
 
@@ -67,7 +69,7 @@ def contents() -> str:
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     blocks = ["```{toctree}\n:hidden:\n\n/docs/README\n```"]
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        links = re.findall(r"^\* \[.*?\]\((.*?)\.(?:md|rst)\)", section, re.MULTILINE)
+        links = re.findall(r"^\* \[.*?\]\((.*?)\.(?:md|rst|ipynb)\)", section, re.MULTILINE)
         pages = [posixpath.normpath(posixpath.join("docs", link)) for link in links]
         entries = ["self" if page == root_doc else f"/{page}" for page in pages]
         lines = [f":caption: {section.splitlines()[0]}", ":hidden:", *entries]
@@ -82,8 +84,25 @@ def commands() -> str:
     return text[text.index("\n## ") :]
 
 
+def from_notebook(text: str) -> str:
+    """A notebook as Markdown, with its stored outputs: what was printed, and pictures."""
+    blocks = []
+    for cell in json.loads(text)["cells"]:
+        code = "".join(cell["source"])
+        blocks.append(f"```python\n{code}\n```" if cell["cell_type"] == "code" else code)
+        for output in cell.get("outputs", ()):
+            picture = output.get("data", {}).get("image/png")
+            printed = "".join(output.get("text", ())).rstrip()
+            blocks.append(
+                f"![picture](data:image/png;base64,{picture.strip()})" if picture else f"```text\n{printed}\n```"
+            )
+    return "\n\n".join(blocks)
+
+
 def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
-    if page == app.config.root_doc:
+    if app.env.doc2path(page).endswith(".ipynb"):
+        source[0] = from_notebook(source[0])
+    elif page == app.config.root_doc:
         source[0] += "\n\n" + contents()
     elif page == "docs/api/commands":
         source[0] += "\n" + commands()

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("sphinx")
 pytest.importorskip("myst_parser")
 pytest.importorskip("furo")
+pytest.importorskip("sphinx_copybutton")
 pytest.importorskip("lightning")
 
 from sphinx.util.inventory import InventoryFile
@@ -75,6 +76,7 @@ def test_every_page_is_found_by_the_search_without_a_server(site: Path) -> None:
     script = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(script[len("Search.setIndex(") : script.rindex(")")])
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/api/*.rst")]
+    pages += ROOT.glob("examples/*.ipynb")
     assert {str(page.relative_to(ROOT).with_suffix("")) for page in pages} <= set(index["docnames"])
     for page in site.rglob("*.html"):
         outside = re.findall(r"""<(?:script|link|img)\b[^>]*\b(?:src|href)="(?:https?:)?//""", page.read_text())
@@ -84,3 +86,15 @@ def test_every_page_is_found_by_the_search_without_a_server(site: Path) -> None:
 def test_the_folder_leads_to_the_first_page(site: Path) -> None:
     target = re.search(r'href="([^"]+)"', (site / "index.html").read_text(encoding="utf-8"))
     assert target is not None and (site / target[1]).is_file()
+
+
+def test_the_tutorial_has_code_to_copy_and_the_stored_outputs(site: Path) -> None:
+    page = (site / "examples" / "tutorial.html").read_text(encoding="utf-8")
+    cells = json.loads((ROOT / "examples" / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    assert page.count('<div class="highlight-python') == sum(cell["cell_type"] == "code" for cell in cells)
+    assert page.count('<div class="highlight-text') == sum("text" in output for output in outputs) > 0
+    pictures = re.findall(r'<img alt="picture" src="([^"]+)"', page)
+    assert len(pictures) == sum("data" in output for output in outputs) > 0
+    assert all(target.startswith("data:") or (site / "examples" / target).is_file() for target in pictures)
+    assert "copybutton.js" in page
