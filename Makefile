@@ -58,11 +58,12 @@ test-all: $(EXTENSION) | ready-test ready-docs ## both tiers: every test there i
 
 build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
 
-lint: | ready-lint ## ruff, clang-format, mypy
+lint: | ready-lint ## ruff, clang-format, mypy, zizmor
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(dir $(PY))clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) -m mypy
+	$(dir $(PY))zizmor --quiet --offline .github
 
 format: | ready-lint ## sort imports, format
 	$(PY) -m ruff check --select I --fix .

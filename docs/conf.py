@@ -28,7 +28,15 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".ipynb": "markdown"}
 
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*", "examples/*.ipynb"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "docs/*.md",
+    "docs/api/*",
+    "examples/*.ipynb",
+]
 # Folders that need not be searched for pages.
 exclude_patterns = [".*", "build", "out", "dist", "capsfast", "csrc", "tests", "**/__pycache__"]
 

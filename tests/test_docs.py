@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import capsfast
 from capsfast.bench import record
@@ -20,7 +21,13 @@ from .support.published_layers import DenseCapsule
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    README,
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -112,6 +119,13 @@ def test_nothing_recommends_a_capsfast_of_the_package_index() -> None:
     asked = re.compile(r"pip3? install (?:-\S+ )*[\"']?capsfast\b")
     found = [name_of(path) for path in files if path.is_file() and asked.search(path.read_text(errors="replace"))]
     assert found == []
+
+
+def test_the_program_in_the_form_for_wrong_values_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "wrong-value.yml").read_text(encoding="utf-8"))
+    (text,) = [each["attributes"]["value"] for each in form["body"] if "value" in each["attributes"]]
+    run(ROOT / ".github", [text])
+    assert re.fullmatch(r"tensor\(\d\.\d+e-\d\d, dtype=torch\.float64\)\n", capsys.readouterr().out)
 
 
 def test_options_table_names_every_option() -> None:

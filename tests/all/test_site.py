@@ -75,7 +75,13 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 def test_every_page_is_found_by_the_search_without_a_server(site: Path) -> None:
     script = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(script[len("Search.setIndex(") : script.rindex(")")])
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/api/*.rst")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/api/*.rst"),
+    ]
     pages += ROOT.glob("examples/*.ipynb")
     assert {str(page.relative_to(ROOT).with_suffix("")) for page in pages} <= set(index["docnames"])
     for page in site.rglob("*.html"):
