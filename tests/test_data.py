@@ -61,7 +61,7 @@ HUGE_IDX = bytes([0, 0, 8, 3]) + bytes([127, 255, 255, 255]) * 3
 # name: reader, name of the file, content, rule
 BROKEN = {
     "cut short": ("idx", "x", IDX[:-1], "sizes [2, 3, 4] need 24 bytes, at least 1, got fewer"),
-    "other magic": ("idx", "x", b"\x89PNG" + IDX, "magic number 00000803 of 3 sizes, got 89504e47"),
+    "other magic": ("idx", "x", b"\x89PNG" + IDX, "magic number 00000803 (torch.uint8), big-endian, got 89504e47"),
     "empty": ("idx", "x", b"", "ends inside its header"),
     "header only": ("idx", "x", IDX[:9], "ends inside its header"),
     "no images": ("idx", "x", bytes([0, 0, 8, 3]) + bytes(12), "sizes [0, 0, 0] need 0 bytes, at least 1"),
@@ -314,7 +314,7 @@ def test_the_three_parts_of_every_format(tmp_path: Path, made: Callable[[Path], 
     images = ImageData(**dict(names), batch_size=6)
     loaders = images.train_dataloader(), images.val_dataloader(), images.test_dataloader()
     assert [len(batch.labels) for loader in loaders for batch in loader] == [6, 4, 2] and images.watched == "val"
-    with pytest.raises(ValueError, match=r"hold_out is for data without such images, got 0.5 for .* has 4 images for"):
+    with pytest.raises(ValueError, match=r"data without images for validation, got 0.5 for .*, which has 4; leave"):
         data.open_sets(given, hold_out=0.5)
 
 
@@ -374,7 +374,7 @@ def test_a_table_without_a_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "rule"),
     [
-        (["picture;label"], "must begin with a line file,label or file,label,split, got picture;label"),
+        (["picture;label"], "must begin with file,label or file,label,split, got picture;label; name the columns so"),
         (["file,label"], "must have pictures to train on, and for validation or tests, got no lines"),
         (["file,label", "cat/00.png,cat", "", "dog/00.png"], "line 4 of {} must have a label, got ''"),
         (

@@ -198,7 +198,7 @@ def test_training(tmp_path: Path) -> None:
     def found(n: Callable[[Any], Any]) -> list[Any]:
         sizes = n({"in_channels": 1, "image_size": 8, "num_classes": 10, "lr": 0.5, "clip": 0.25, "seed": 3})
         learner = train.Learner("cnn", **sizes, options=n({"channels": [4, 4], "hidden": [3], "kernel_size": 3}))
-        options = n({"batch_size": 4, "shift": 1, "brightness": 0.5, "seed": 3})
+        options = n({"batch_size": 4, "shift": 1, "brightness": 0.5, "hold_out": 0.25, "seed": 3})
         data = train.ImageData("digits", flip=np.True_ if n is numpy_of else True, **options)
         held([*learner.hparams.items(), *data.hparams.items(), *data.options.items()], set())
         rows = [draw.rows for draw in BatchOrder(n(9), n(2), shuffle=True, seed=n(3))]

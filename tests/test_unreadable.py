@@ -39,7 +39,7 @@ NET: dict[str, Any] = {"image_size": 8, "num_classes": 3, "conv_channels": 4, "r
 TINY = {"conv_channels": 3, "primary_groups": 2, "digit_dim": 4}
 CPU = ("--accelerator", "cpu", "--out", "out")
 CONFIG, WEIGHTS, CHECKPOINT, OPTIONS = "net/config.json", "net/model.safetensors", "run/last.ckpt", "run/config.yaml"
-ARRAYS, RECORD, PICTURE = "images.npz", "record.json", "a.png"
+ARRAYS, RECORD, PICTURE, TABLE = "images.npz", "record.json", "a.png", "labels.csv"
 
 
 def fitted() -> None:
@@ -59,6 +59,7 @@ ENTRIES: dict[str, Any] = {
     "fit": fitted,
     "fit --config": ("fit", "--config", OPTIONS, *CPU),
     "load": lambda: data.load(ARRAYS),
+    "load table": lambda: data.load(TABLE),
     "train --data": ("train", "--data", ARRAYS, *CPU),
     "report": ("report", RECORD),
 }
@@ -226,7 +227,11 @@ GROUPS: list[tuple[str, tuple[str, ...], dict[str, Defect]]] = [
     (
         CHECKPOINT,
         (*OPENED, *RESUMED),
-        changes(values("batch_size", *WRONG[2:], part=DATA), values("shift", -1, "text", part=DATA)),
+        changes(
+            values("batch_size", *WRONG[2:], part=DATA),
+            values("shift", -1, "text", part=DATA),
+            values("hold_out", -1, 2, 0.001, "text", [1], part=DATA),
+        ),
     ),
     (CHECKPOINT, (*RESUMED, "fit"), changes(*(values(key, None, 3, [1]) for key in TO_GO_ON))),
     (
@@ -240,14 +245,21 @@ GROUPS: list[tuple[str, tuple[str, ...], dict[str, Defect]]] = [
             values("data", "text", [1], part="data"),
             values("devices", -1, "text", part="trainer"),
             values("patience", *WRONG[2:]),
+            values("best", 3, "text"),
         ),
     ),
     (
         OPTIONS,
         RESUMED,
-        BROKEN | changes(values("trainer", 3, "text", [1], {"max_epochs": "text"}), values("patience", *WRONG[2:])),
+        BROKEN
+        | changes(
+            values("trainer", 3, "text", [1], {"max_epochs": "text"}),
+            values("patience", *WRONG[2:]),
+            values("best", 3, "text"),
+        ),
     ),
     (ARRAYS, ("load", "train --data"), BROKEN),
+    (TABLE, ("load table",), BROKEN),
     (PICTURE, ("predict",), BROKEN | ABSENT),
     (
         RECORD,
@@ -270,9 +282,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         numbers = np.random.default_rng(0).integers(0, 256, (30, 8, 8)).astype(np.uint8)
-        np.savez(ARRAYS, images=numbers, labels=np.arange(30) % 3)
+        arrays: dict[str, Any] = {}
+        for part in ("train", "val", "test"):
+            arrays |= {f"x_{part}": numbers, f"y_{part}": np.arange(30) % 3}
+        np.savez(ARRAYS, **arrays)
         EfficientCapsNet(**NET).save_pretrained("net")
         Image.new("L", (8, 8)).save(PICTURE)
+        for name in ("b.png", "c.png", "d.png"):
+            Image.new("L", (8, 8)).save(name)
+        Path(TABLE).write_text("file,label,split\na.png,x,train\nb.png,y,train\nc.png,x,test\nd.png,y,test\n")
         record.save(Path(RECORD), record.environment(torch.device("cpu")), [])
         options = [word for name, value in TINY.items() for word in ("--option", f"{name}={value}")]
         done = run("train", "--data", root / ARRAYS, *options, "--epochs", "1", *CPU[:2], "--out", "run")

@@ -272,8 +272,9 @@ class Sets(NamedTuple):
             ValueError: there are images for validation, or too few images.
         """
         if self.val is not None:
-            got = f"{share} for {self.train.source.name}, which has {len(self.val)} images for validation"
-            raise ValueError(f"capsfast.data.open_sets: hold_out is for data without such images, got {got}")
+            rule = "hold_out is for data without images for validation"
+            got = f"got {share} for {self.train.source.name}, which has {len(self.val)}; leave hold_out out"
+            raise ValueError(f"capsfast.data.open_sets: {rule}, {got}")
         kept, held = divided(self.train.source, share, seed_for(seed, "hold_out"))
         held.name += f" ({len(held)} images held out of {len(self.train)} to train on)"
         return self._replace(train=self.train.of(kept), val=self.test.of(held))

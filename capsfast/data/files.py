@@ -76,25 +76,21 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
     Args:
         root: where they are from, for messages.
-        samples: path and label of each picture.
+        samples: path and label of each picture, and where it was found, for messages.
         classes: the names of the labels.
-        places: where each picture was found, for messages; default: its path.
     """
 
-    def __init__(
-        self, root: str, samples: list[tuple[str, int]], classes: list[str], places: list[str] | None = None
-    ) -> None:
+    def __init__(self, root: str, samples: list[tuple[str, int, str]], classes: list[str]) -> None:
         self.root, self.samples, self.classes = root, samples, classes
-        self.places = places or [path for path, _ in samples]
         self.loader: Callable[[str], Tensor] | None = None
-        self.targets = [label for _, label in samples]
+        self.targets = [label for _, label, _ in samples]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
         assert self.loader is not None
-        path, label = self.samples[row]
+        path, label, _ = self.samples[row]
         return self.loader(path), label
 
 
@@ -114,9 +110,9 @@ def _in_folders(folder: Path) -> Pictures:
         remedy = "segcaps learns the pixels of overlapping objects, multi:NAME"
         raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got masks; {remedy}")
     _check_classes(folder, inner)
-    samples: list[tuple[str, int]] = []
+    samples: list[tuple[str, int, str]] = []
     for label, name in enumerate(classes := sorted(inner)):
-        pictures = [(path, label) for path in _below(inner[name], folder)]
+        pictures = [(path, label, path) for path in _below(inner[name], folder)]
         if not pictures:
             raise ValueError(f"{OP}: {folder} has no pictures in {name}; add some ({kinds}), or remove the folder")
         samples += pictures
@@ -135,7 +131,10 @@ def _listed(table: Path) -> dict[str, Pictures]:
         rows = [(lines.line_num, row) for row in lines]
     header = lines.fieldnames or ()
     if not {"file", "label"} <= {*header}:
-        raise ValueError(f"{OP}: {table} must begin with a line file,label or file,label,split, got {','.join(header)}")
+        got = ",".join(header)
+        raise ValueError(
+            f"{OP}: {table} must begin with file,label or file,label,split, got {got}; name the columns so"
+        )
 
     def refused(line: int, rule: str, got: str) -> ValueError:
         return ValueError(f"{OP}: line {line} of {table} must have {rule}, got {got!r}")
@@ -159,15 +158,12 @@ def _listed(table: Path) -> dict[str, Pictures]:
     names = {name for _, _, name in parts["train"]}
     classes = sorted(names, key=int if all(each.isdecimal() for each in names) else str)
     numbers = {name: label for label, name in enumerate(classes)}
-    found = {}
-    for part, pictures in parts.items():
-        for line, _, name in pictures:
-            if name not in numbers:
-                raise refused(line, "a label that pictures to train on have too", name)
-        samples = [(path, numbers[name]) for _, path, name in pictures]
-        places = [f"{path} (line {line} of {table})" for line, path, _ in pictures]
-        found[part] = Pictures(str(table), samples, classes, places)
-    return found
+    found: dict[str, list[tuple[str, int, str]]] = {}
+    for part, (line, path, name) in ((part, each) for part, pictures in parts.items() for each in pictures):
+        if name not in numbers:
+            raise refused(line, "a label that pictures to train on have too", name)
+        found.setdefault(part, []).append((path, numbers[name], f"{path} (line {line} of {table})"))
+    return {part: Pictures(str(table), samples, classes) for part, samples in found.items()}
 
 
 def _part(name: str) -> str | None:
@@ -298,13 +294,13 @@ def read_pictures(path: Path, image_size: int | None) -> Split:
         if each.classes != whole.classes:
             names = ", ".join(sorted({*each.classes} ^ {*whole.classes}))
             raise ValueError(f"{OP}: {whole.root} and {each.root} must have the same classes, got {names} in one only")
-    paths = [file for each in sets.values() for file, _ in each.samples]
+    samples = [sample for each in sets.values() for sample in each.samples]
     there: dict[tuple[int, int], str] = {}
-    for file, place in zip(paths, [place for each in sets.values() for place in each.places], strict=True):
+    for file, _, place in samples:
         if (other := there.setdefault(_file(file), place)) is not place:
             raise ValueError(f"{OP}: {place} must be in one class and one part, got the file {other} again; remove one")
     size, modes = None, set()
-    for file in paths[:: -(-len(paths) // LOOKED_AT)]:
+    for file, _, _ in samples[:: -(-len(samples) // LOOKED_AT)]:
         mode, got, _ = picture(file)
         modes.add(mode)
         size = size or got

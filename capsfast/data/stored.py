@@ -2,9 +2,9 @@
 
 import gzip
 import zlib
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ GZIP, GZIP_MOST = b"\x1f\x8b", 1032  # how gzip data begins, and the most bytes 
 NORB = {0x1E3D4C55: torch.uint8, 0x1E3D4C54: torch.int32}
 NORB_STEMS = ("smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing")
 MOST_AXES = 8
-# Reads a number of integers of four bytes, "big" or "little".
-Read = Callable[[int, str], list[int]]
 
 
 def read_idx(path: Path | str, axes: int) -> Tensor:
@@ -25,14 +23,7 @@ def read_idx(path: Path | str, axes: int) -> Tensor:
         FileNotFoundError: no such file.
         ValueError: not an IDX file of unsigned bytes with this number of axes, too short or long, or broken gzip.
     """
-
-    def header(read: Read) -> tuple[torch.dtype, list[int]]:
-        (magic,) = read(1, "big")
-        if magic != 0x800 + axes:
-            raise ValueError(f"must start with the magic number {0x800 + axes:08x} of {axes} sizes, got {magic:08x}")
-        return torch.uint8, read(axes, "big")
-
-    return _read("read_idx", path, header)
+    return _read("read_idx", path, "big", {0x800 + axes: torch.uint8}, axes)
 
 
 def read_norb(path: Path | str) -> Tensor:
@@ -42,35 +33,35 @@ def read_norb(path: Path | str) -> Tensor:
         FileNotFoundError: no such file.
         ValueError: not such a file, too short or long, or broken gzip.
     """
-
-    def header(read: Read) -> tuple[torch.dtype, list[int]]:
-        magic, axes = read(2, "little")
-        if magic not in NORB:
-            names = " or ".join(f"{number:08x} ({dtype})" for number, dtype in NORB.items())
-            raise ValueError(f"must start with the magic number {names}, little-endian, got {magic:08x}")
-        if not 1 <= axes <= MOST_AXES:
-            raise ValueError(f"must have 1 to {MOST_AXES} axes, got {axes}")
-        # The header has room for three sizes even with fewer axes.
-        return NORB[magic], read(max(3, axes), "little")[:axes]
-
-    return _read("read_norb", path, header)
+    return _read("read_norb", path, "little", NORB)
 
 
-def _read(name: str, path: Path | str, header: Callable[[Read], tuple[torch.dtype, list[int]]]) -> Tensor:
-    """The values of a file whose header says their dtype and sizes. name: the function, for errors."""
+def _read(
+    name: str, path: Path | str, order: Literal["big", "little"], kinds: dict[int, torch.dtype], axes: int = 0
+) -> Tensor:
+    """The values of a file of one of these ``kinds``, dtypes by magic number. name: the function, for errors. axes: if
+    0, the file says how many."""
     path = Path(path)
     with path.open("rb") as plain:
         packed = plain.read(2) == GZIP
     try:
         with gzip.open(path) if packed else path.open("rb") as stream:
 
-            def read(count: int, order: str) -> list[int]:
+            def read(count: int) -> list[int]:
                 found = stream.read(4 * count)
                 if len(found) < 4 * count:
                     raise ValueError("ends inside its header")
-                return [int.from_bytes(found[n : n + 4], order) for n in range(0, 4 * count, 4)]  # type: ignore[arg-type]
+                return [int.from_bytes(found[n : n + 4], order) for n in range(0, 4 * count, 4)]
 
-            dtype, sizes = header(read)
+            (magic,) = read(1)
+            if magic not in kinds:
+                names = " or ".join(f"{number:08x} ({dtype})" for number, dtype in kinds.items())
+                raise ValueError(f"must start with the magic number {names}, {order}-endian, got {magic:08x}")
+            count = axes or read(1)[0]
+            if not 1 <= count <= MOST_AXES:
+                raise ValueError(f"must have 1 to {MOST_AXES} axes, got {count}")
+            # NORB's header has room for three sizes even with fewer axes.
+            dtype, sizes = kinds[magic], read(axes or max(3, count))[:count]
             wanted = prod(sizes) * dtype.itemsize
             # So a wrong size in a header takes no memory.
             fits = 0 < wanted <= path.stat().st_size * (GZIP_MOST if packed else 1)

@@ -353,7 +353,9 @@ def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "all" / "record.json").read_text())
     assert [each["images"] for each in record["parts"].values()] == [20, 6, 4] and record["best"] == record["last"]
     assert (tmp_path / "all" / "best.ckpt").exists() and not (tmp_path / "no-test" / "best.ckpt").exists()
-    assert "hold_out is for data without such images, got 0.2 for" in failed("train", *small, "--hold-out", "0.2")
+    assert "hold_out is for data without images for validation, got 0.2 for" in failed(
+        "train", *small, "--hold-out", "0.2"
+    )
     # Other data hold nothing out, whatever the training did.
     held = trained(tmp_path / "held", *CAPSNET, "--hold-out", "0.2", "--limit-train-batches", "1")
     result = run("validate", "--resume", held, "--data", "digits", "--accelerator", "cpu")
