@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ProgressBar
+import rich.table
+from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from rich.progress import TextColumn
+
+from ..backend import backends, demanded
 
 from .learner import DETAILS
 
@@ -87,6 +91,101 @@ def shown(metrics: dict[str, Any], tests: bool) -> list[str]:
     ]
 
 
+def started(trainer: pl.Trainer, learner: Any) -> str:
+    """What is trained: network, parameters, input capsules of the class routing, device, backend, images."""
+    hparams, routing = learner.hparams, getattr(getattr(learner, "model", None), "routing", None)
+    given = ", ".join(f"{name}={value}" for name, value in (hparams.get("options") or {}).items())
+    count = f"{sum(each.numel() for each in learner.parameters()):,}".replace(",", " ")
+    text = f"{hparams.get('model')}{f' ({given})' if given else ''}: {count} parameters"
+    if hasattr(routing, "in_caps"):
+        text += f", {routing.in_caps} input capsules"  # type: ignore[union-attr]
+    text += f"; device {learner.device}"
+    if routing is not None:
+        asked = demanded("capsfast.train.fit", getattr(getattr(routing, "routing", routing), "backend", None))
+        names = [name for name, each in backends().items() if each.available and learner.device.type in each.devices]
+        # On a GPU sizes decide.
+        text += f", backend {asked or ' or '.join(names if learner.device.type != 'cpu' else names[:1]) or 'reference'}"
+    sets = getattr(trainer.datamodule, "sets", None)  # type: ignore[attr-defined]
+    parts = (
+        f"{len(each)} {name}" for name, each in (sets._asdict() if sets else {}).items() if hasattr(each, "source")
+    )
+    return f"{text}; images: {', '.join(parts)}"
+
+
+def epoch_of(trainer: pl.Trainer) -> str:
+    """The epoch, and the number of epochs if there is one, counted from 1."""
+    # Count started epochs: Lightning increases current_epoch before the last test.
+    epoch, epochs = max(1, trainer.fit_loop.epoch_progress.current.ready), trainer.max_epochs
+    return f"{epoch}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)
+
+
+class Table(RichProgressBar):
+    """A table on a terminal, with a row for each epoch, above a progress bar of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._head = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, self._steps = time.monotonic(), 0
+        self._sums: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._begin()  # a run that is resumed within an epoch does not start the epoch
+        if self.progress is not None and self.is_enabled:
+            self.progress.console.print(started(trainer, pl_module), highlight=False, markup=False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self._begin()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *batch)
+        self._steps += 1
+        for name, value in trainer.callback_metrics.items():
+            self._sums[name] = self._sums.get(name, 0) + value
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._row(trainer, f"{time.monotonic() - self._began:.1f} s")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn != TrainerFn.FITTING:  # the last test, if training ended within an epoch
+            self._row(trainer, "")
+
+    def _row(self, trainer: pl.Trainer, seconds: str) -> None:
+        """Prints a row: means of the epoch, and results of the last test."""
+        if self.progress is None or not self.is_enabled:
+            return
+        cells = {"epoch": epoch_of(trainer), "step": str(trainer.global_step)}
+        for name, value in trainer.progress_bar_metrics.items():
+            # images_per_s is a mean already.
+            is_loss = name in self._sums and not name.startswith(("val_", "test_", "images_"))
+            shown = float(self._sums[name]) / self._steps if is_loss else value
+            cells[name] = f"{shown:.0f}" if name == "images_per_s" else f"{shown:.4g}"
+        cells["time"] = seconds
+        table = rich.table.Table(box=None, padding=(0, 1, 0, 0), show_header=self._head)
+        for name in cells:
+            title = name.replace("_per_", "/").replace("_", " ")
+            table.add_column(title, justify="right", width=max(7, *map(len, title.split())))
+        table.add_row(*cells.values())
+        self.progress.console.print(table)
+        self._head = False
+
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        return [TextColumn("{task.description}"), *super().configure_columns(trainer)[1:4]]
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        found = super().get_metrics(trainer, pl_module)
+        return {name: found[name] for name in ("loss", "images_per_s") if name in found}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"epoch {epoch_of(self.trainer)}"
+
+
 class Lines(ProgressBar):
     """Prints a line for the first step, then for steps at intervals, and for each test and checkpoint.
 
@@ -107,6 +206,8 @@ class Lines(ProgressBar):
         self._began = self._shown_at = time.monotonic()
         self._first = trainer.global_step
         self._shown: int | None = None
+        if self._enabled:
+            print(started(trainer, pl_module), flush=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step, now = trainer.global_step, time.monotonic()
@@ -135,12 +236,9 @@ class Lines(ProgressBar):
         self._say(self.trainer, f"wrote {path}")
 
     def _say(self, trainer: pl.Trainer, text: str) -> None:
-        total, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
-        # Count started epochs: Lightning increases current_epoch before the last test.
-        step, epoch = str(trainer.global_step), max(1, trainer.fit_loop.epoch_progress.current.ready)
+        step, total = str(trainer.global_step), trainer.estimated_stepping_batches
         if math.isfinite(total):
             step += f"/{int(total)}"
-        where = f"{epoch}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)
         if self._enabled:
             # Without flush, a pipe or file would get the lines only after kilobytes.
-            print(f"step {step}, epoch {where}: {text}", flush=True)
+            print(f"step {step}, epoch {epoch_of(trainer)}: {text}", flush=True)

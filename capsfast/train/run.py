@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
@@ -19,7 +19,7 @@ from .. import checks
 from .checkpoint import Best, WholeCheckpoints, read_to_go_on
 from .images import ImageData
 from .learner import Learner
-from .progress import LOG_EVERY, Guessing, Lines, Throughput
+from .progress import LOG_EVERY, Guessing, Lines, Table, Throughput
 from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
 # Trainer options whose defaults differ from Lightning's.
@@ -52,6 +52,7 @@ def quiet() -> Iterator[None]:
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # its report was asked for
     try:
         with warnings.catch_warnings():
             for message in IDLE:
@@ -61,10 +62,10 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def bar_or_lines() -> RichProgressBar | Lines:
-    """A bar if standard output is a terminal or a notebook, otherwise lines."""
+def table_or_lines() -> Table | Lines:
+    """A table and a bar if standard output is a terminal or a notebook, otherwise lines."""
     console = Console()
-    return RichProgressBar() if console.is_interactive or console.is_jupyter else Lines()
+    return Table() if console.is_interactive or console.is_jupyter else Lines()
 
 
 def make_trainer(
@@ -84,7 +85,7 @@ def make_trainer(
         best: metric of a validation that selects ``best.ckpt``, and ``"max"`` or ``"min"``, such as
             ``learner.monitor``; None: no ``best.ckpt``.
         checkpoint_every: write ``step.ckpt`` every so many steps, in addition.
-        progress: show a progress bar; without a terminal, print a line from time to time.
+        progress: show a table of epochs and a bar; without a terminal, print a line from time to time.
         options: options of :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
     """
     epochs, checkpoint_every, options = checks.plain((epochs, checkpoint_every, options))
@@ -102,7 +103,7 @@ def make_trainer(
         callbacks.append(ModelCheckpoint(filename="step", every_n_train_steps=checkpoint_every, **common))
     writer = WholeCheckpoints()
     if progress:
-        shown = bar_or_lines()
+        shown = table_or_lines()
         callbacks.append(shown)
         if isinstance(shown, Lines):
             writer.on_written = shown.wrote

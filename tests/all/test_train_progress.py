@@ -8,13 +8,18 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import RichProgressBar
-
+from capsfast import backends
 from capsfast.train import run
-from capsfast.train.progress import Lines, shown
+from capsfast.train.learner import Learner
+from capsfast.train.progress import Lines, Table, shown
 
 from ..support.idx_files import write_set
 from ..support.training import trained
+
+START = (
+    r"capsnet \(conv_channels=6, primary_groups=2, primary_dim=4, digit_dim=5\): [\d ]+ parameters, 18 input capsules; "
+    rf"device cpu, backend {'cpp' if backends()['cpp'].available else 'reference'}; images: 60 train, 20 test"
+)
 
 
 @pytest.fixture
@@ -24,9 +29,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[tuple[int, int, str]]:
-    """Step, epoch and text of each line."""
+    """Step, epoch and text of each line after the first."""
+    start, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(START, start), start
     found = []
-    for line in capsys.readouterr().out.splitlines():
+    for line in lines:
         match = re.fullmatch(r"step (\d+)/16, epoch (\d)/2: (.*)", line)
         assert match is not None, line
         found.append((int(match[1]), int(match[2]), match[3]))
@@ -36,7 +43,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[tuple[int, int, str]]:
 def test_lines_of_steps_tests_and_checkpoints(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "bar_or_lines", lambda: Lines(steps=3, seconds=0))
+    monkeypatch.setattr(run, "table_or_lines", lambda: Lines(steps=3, seconds=0))
     trained(folder, tmp_path / "out", progress=True, checkpoint_every=10)
     found = lines_of(capsys)
     steps = [(step, epoch, text) for step, epoch, text in found if "elapsed" in text]
@@ -55,15 +62,45 @@ def test_lines_of_steps_tests_and_checkpoints(
     assert len(found) == len(steps) + len(tests) + len(wrote)
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"), [({"FORCE_COLOR": "1", "TERM": "xterm"}, RichProgressBar), ({}, Lines)]
-)
-def test_the_bar_needs_a_terminal(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Any) -> None:
+def test_a_terminal_keeps_a_row_for_each_epoch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the start, a head and a row for each epoch; the losses are means of the epoch. 100 columns are enough."""
+    monkeypatch.setattr(run, "table_or_lines", Table)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    losses: list[Any] = []
+    step = Learner.training_step
+
+    def noted(self: Learner, *batch: Any) -> Any:
+        losses.append(loss := step(self, *batch))
+        return loss
+
+    monkeypatch.setattr(Learner, "training_step", noted)
+    trained(folder, tmp_path / "one", progress=True)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = re.sub(r"\r|\x1b\[[\d?]*[A-Za-z]", "\n", plain).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert re.search(START, " ".join(" ".join(lines[:8]).split()))
+    rows = [line.split() for line in lines if re.match(r" +\d/2 ", line)]
+    assert [row[:2] for row in rows] == [["1/2", "8"], ["2/2", "16"]] and rows[0][-1] == "s"
+    (head,) = (line.split() for line in lines if line.split()[:2] == ["epoch", "step"])
+    assert {"loss", "margin", "reconstruction", "accuracy", "images/s", "time"} <= {*head}
+    for row, mean in zip(rows, (sum(losses[:8]) / 8, sum(losses[8:]) / 8), strict=True):
+        assert float(row[2]) == pytest.approx(float(mean), rel=1e-3)
+    assert {line.split()[1] for line in lines if "━" in line and line.startswith("epoch")} == {"1/2", "2/2"}
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({"FORCE_COLOR": "1", "TERM": "xterm"}, Table), ({}, Lines)])
+def test_the_table_needs_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Any
+) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert type(run.bar_or_lines()) is expected
+    assert type(run.table_or_lines()) is expected
 
 
 def test_progress_shows_no_details() -> None:
