@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import re
 import shlex
 import sys
@@ -49,14 +50,13 @@ def test_train_learns_and_keeps_a_record(digits: Path) -> None:
     assert record["curve"]["margin"][-1][1] < 0.5 * record["curve"]["margin"][0][1]
 
 
-def test_progress_bar_shows_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal: here rich takes the output for one."""
-    monkeypatch.setenv("TTY_INTERACTIVE", "1")
-    result = run("train", *CAPSNET, "--epochs", "1", "--limit-train-batches", "5", "--out", tmp_path)
-    assert result.exit_code == 0
-    for shown in ("margin: ", "reconstruction: ", "images_per_s: ", "test_accuracy: "):
-        assert shown in " ".join(result.output.split())
-    assert "elapsed" not in result.output
+def test_the_report_of_a_profiler_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["--profiler", "simple", "--max-steps", "1", "--limit-val-batches", "0", "--no-progress"]
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    assert run("train", *CAPSNET, *words, "--out", tmp_path).exit_code == 0
+    assert "Profiler Report" in caplog.text and "run_training_batch" in caplog.text
 
 
 def test_tests_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
@@ -362,10 +362,13 @@ def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "has no images for validation" in result.output
 
 
-def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "2")
     result = run("train", "--resume", last, "--epochs", "1", "--out", tmp_path)
     assert result.exit_code == 0 and "epoch 1/1: test accuracy" in result.output, result.output
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")  # rich takes the output for a terminal
+    result = run("train", "--resume", last, "--epochs", "1", "--out", tmp_path)
+    assert result.exit_code == 0 and " 1/1 " in result.output, result.output
     result = run("train", *CAPSNET, "--max-steps", "0", "--out", tmp_path / "none")
     assert result.exit_code == 0 and "0 steps in " in result.output, result.output
 
