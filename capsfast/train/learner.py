@@ -102,11 +102,15 @@ class Learner(_OfItsModel):
         normalize: how images are normalised before the network: image (mean 0, deviation 1 for each image) or set (the
             same for each channel of the training images). Default: not at all. Losses, attacks and reconstructions use
             the images in [0, 1].
+        pretrained: initial weights: a network that comes with the package such as mnist, a folder from save_pretrained,
+            a repository on the Hugging Face Hub, or a checkpoint of capsfast train. Its options, and normalize of a
+            checkpoint, hold where they are not given. Tensors that do not fit are drawn anew, and a warning names them.
         seed: seed of the initial weights and of random numbers in training.
 
     Raises:
         ValueError, TypeError: unknown model, an option that the model does not take, numbers out of range, or an
             option for a part that the network does not have.
+        OSError, ValueError, RuntimeError: pretrained can't be read, is of another model, or no parameter of it fits.
     """
 
     # The metric that selects the best checkpoint.
@@ -121,7 +125,6 @@ class Learner(_OfItsModel):
         *,
         class_names: list[str] | None = None,
         options: dict[str, Any] | None = None,
-        pretrained: str | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         schedule: str = "exponential",
@@ -133,6 +136,7 @@ class Learner(_OfItsModel):
         spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
         normalize: str | None = None,
+        pretrained: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
