@@ -34,6 +34,7 @@ Out = Annotated[
     typer.Option(help="Folder for the results; default: the next free COMMAND-1, ... beside the checkpoint."),
 ]
 Json = Annotated[Path | None, typer.Option(help="Write the numbers to this JSON file instead of one in that folder.")]
+Lengths = Annotated[Path | None, typer.Option(help="Write classes and lengths to this file, not to the screen.")]
 # The commands that work on models without class capsules of whole images; clusters is only for stacked.
 WORKING = {
     "autoencoder": ("reconstruct",),
@@ -53,10 +54,11 @@ def folder_of_results(command: str, out: Path | None, beside: Path) -> Iterator[
         check_writable(out)
         yield out
         return
+    beside.mkdir(parents=True, exist_ok=True)
     for n in numbers(1):
         new = beside / f"{command}-{n}"
         with suppress(FileExistsError):
-            new.mkdir(parents=True)
+            new.mkdir()
             break
     try:
         check_writable(new)
@@ -285,10 +287,8 @@ def predict(
     model: Annotated[
         str | None, typer.Option(help="Model of the pretrained network, such as efficientcapsnet.", show_default=False)
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write classes and lengths to this file, not to the screen.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write classes and lengths to this file, not to the screen.")
-    ] = None,
+    csv: Lengths = None,
+    json: Lengths = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of pictures read and classified together.")] = 64,
     out: Out = None,
     accelerator: Accelerator = "auto",
@@ -355,10 +355,9 @@ def _read(path: Path, learner: "Learner") -> torch.Tensor | None:
 
     try:
         return train.read_picture(path, learner)[0]
-    except ValueError as error:
-        say(str(error), error=True)
-    except OSError as error:
-        say(f"capsfast predict: {error.strerror}: {path}", error=True)
+    except (OSError, ValueError) as error:
+        said = f"capsfast predict: {error.strerror}: {path}" if isinstance(error, OSError) else str(error)
+    say(said, error=True)
     return None
 
 

@@ -11,7 +11,6 @@ from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint, open_pretrained
 from .evaluate import (
     Attack,
-    Classified,
     Evaluation,
     Predictions,
     RoutingStatistics,
@@ -36,7 +35,6 @@ from .stopping import Interrupted
 __all__ = [
     "NETWORKS",
     "Attack",
-    "Classified",
     "Evaluation",
     "ImageData",
     "Interrupted",

@@ -124,18 +124,13 @@ def read_picture(path: Path | str, learner: Learner) -> Tensor:
     return resized(files.read_picture(str(path), channels), size)[None]
 
 
-class Classified(NamedTuple):
-    """scores: ``[B, J]``, activations of the class capsules, or of a segmentation network the share of the pixels that
-    have each class. drawn: images ``[B, C, H, W]``, reconstructions from the capsules with the largest activations, or
-    the classes of the pixels as colours; None without a decoder."""
-
-    scores: Tensor
-    drawn: Tensor | None
-
-
 @torch.no_grad()
-def classified(learner: Learner, images: Tensor) -> Classified:
-    """What a network finds in ``images [B, C, H, W]`` in [0, 1]; results are on the CPU.
+def classified(learner: Learner, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a network finds in ``images [B, C, H, W]`` in [0, 1].
+
+    Returns:
+        On the CPU the activations of the class capsules ``[B, J]`` and, with a decoder, reconstructions from the most
+        active capsules. Of a segmentation network each class's share of the pixels, and their classes as colours.
 
     Raises:
         ValueError: the network has no classes.
@@ -145,11 +140,11 @@ def classified(learner: Learner, images: Tensor) -> Classified:
         from ..plot import class_colours
 
         there = learner.output(images.to(learner.device)).lengths > PRESENT
-        return Classified(there.float().mean((2, 3)).cpu(), class_colours(there))
+        return there.float().mean((2, 3)).cpu(), class_colours(there)
     learner.check("classified")
     poses, activations = learner.classify(images.to(learner.device))
     drawn = learner.model.reconstruct(poses, activations.argmax(1)).cpu() if learner.has_decoder else None
-    return Classified(activations.cpu(), drawn)
+    return activations.cpu(), drawn
 
 
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
