@@ -1,7 +1,7 @@
 """A layer or a function of tensors in a CUDA graph: one launch for its forward, one for its backward."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ __all__ = ["graphed"]
 OP = "capsfast.graphed"
 DEVICE = "cuda"  # tests without a GPU take "cpu"
 AGAIN = "; capture the layer again with capsfast.graphed"
+R = TypeVar("R")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -42,7 +43,7 @@ class _Inputs(torch.autograd.Function):
         return (None, *[gradient if gradient is None else gradient.clone() for gradient in gradients])
 
 
-def graphed(layer: Callable[..., Any], example: Tensor | tuple[Tensor, ...], *, warmup: int = 3) -> Callable[..., Any]:
+def graphed(layer: Callable[..., R], example: Tensor | tuple[Tensor, ...], *, warmup: int = 3) -> Callable[..., R]:
     """Captures a layer, or a function such as a loop of routing passes, in a CUDA graph.
 
     The host then launches two graphs, one for the forward and one for the backward, instead of every kernel. That pays

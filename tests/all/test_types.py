@@ -54,6 +54,8 @@ def calls(u: Tensor, flag: bool) -> None:
     assert_type(compat.DenseCapsule(6, 3, 4, 5)(u), Tensor)
     assert_type(capsfast.dynamic_routing(u, u, return_coupling=True), Pair)
     assert_type(capsfast.accelerate(layer, u).undo(), None)
+    assert_type(capsfast.graphed(layer, u)(u), Tensor)
+    assert_type(capsfast.graphed(Mine(6, 3, 4, 5), u)(u), nn.Capsules)
 
 
 def mistakes(u: Tensor, layer: capsfast.DynamicRouting) -> None:
