@@ -60,7 +60,7 @@ nitpicky = True
 # Their pages are not here, and their inventories would need a network.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib|torchmetrics|typing_extensions)(\..*)?"),
-    ("py:class", r".*Keywords"),
+    ("py:class", r".*Keywords|capsfast\.graphs\.R"),
 ]
 
 html_theme = "furo"
