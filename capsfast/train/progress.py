@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.progress import TextColumn
 
 from ..backend import backends, demanded
-
 from .learner import DETAILS
 
 LINE_SECONDS = 15.0
