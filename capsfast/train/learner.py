@@ -156,7 +156,6 @@ class Learner(_OfItsModel):
             options, normalize = {**held["options"], **options}, normalize or held.get("normalize")
         # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
         self.save_hyperparameters(logger=False, ignore="pretrained")
-        self.hparams.update(options=options, normalize=normalize)
         for name, value in {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}.items():
             if value is not None:
                 checks.positive(op, name, value)
