@@ -117,9 +117,9 @@ class Command(LightningCLI):
         kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed", "options")}
         kept |= {f"{OPTIONS}.{name}": value for name, value in model["options"].items()}
         # Other data hold nothing out.
-        own = self.asked.data is None
+        same = self.asked.data is None
         kept |= {
-            f"data.{name}": value for name, value in data.items() if name != "seed" and (own or name != "hold_out")
+            f"data.{name}": value for name, value in data.items() if name != "seed" and (same or name != "hold_out")
         }
         return kept | {"seed": model["seed"]}
 

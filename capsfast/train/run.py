@@ -178,10 +178,11 @@ def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[s
     held = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
     if images.options["hold_out"] is None:
         images.hold_out(held["hold_out"])
-    wanted, got = ((each["hold_out"], each["hold_out"] and each["seed"]) for each in (held, images.options))
-    if wanted != got:
+    wanted, got = ((each["hold_out"], each["seed"]) for each in (held, images.options))
+    # Without a share the seed draws no images.
+    if wanted[0] != got[0] or (wanted[0] and wanted[1] != got[1]):
         rule = f"hold_out and seed must be those of {resume}, {wanted[0]} and {wanted[1]}"
-        raise ValueError(f"capsfast.train.fit: {rule}, got {got[0]} and {got[1]}; leave hold_out out")
+        raise ValueError(f"capsfast.train.fit: {rule}, got {got[0]} and {got[1]}; give the same")
     return content
 
 

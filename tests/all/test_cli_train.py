@@ -118,8 +118,10 @@ def test_fine_tuning_needs_the_pretrained_network_once(tmp_path: Path) -> None:
 def test_autoencoder(tmp_path: Path) -> None:
     options = ["--num-caps", "3", "--caps-dim", "4", "--conv-channels", "8", "--primary-groups", "4"]
     arguments = ["--model", "autoencoder", *options, "--batch-size", "32", "--lr", "0.01", "--accelerator", "cpu"]
-    checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1")
-    curve = json.loads((tmp_path / "record.json").read_text())["curve"]
+    checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1", "--best")
+    record = json.loads((tmp_path / "record.json").read_text())
+    curve = record["curve"]
+    assert record["best"]["val_reconstruction"] == pytest.approx(curve["val_reconstruction"][-1][1], rel=1e-4)
     assert curve["reconstruction"][-1][1] < curve["reconstruction"][0][1] and "test_accuracy" not in curve
     for command in ("evaluate", "perturb", "routing", "picture", "clusters"):
         message = failed(command, checkpoint)

@@ -119,12 +119,13 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     size += ["--option", "kernel_size=3"]
     model = ["--model", "segcaps", "--data", f"multi:{folder}", *size, "--batch-size", 20, "--accelerator", "cpu"]
     out = tmp_path / "out"
-    result = run("train", *model, "--lr", 0.01, "--epochs", 6, "--out", out)
-    assert result.exit_code == 0 and "test iou" in result.output, result.output
+    result = run("train", *model, "--lr", 0.01, "--epochs", 6, "--best", "--out", out)
+    assert result.exit_code == 0 and "val iou" in result.output and "test iou" in result.output, result.output
     record = json.loads((out / "record.json").read_text())
     assert set(record["results"]) == {"test_margin", "test_reconstruction", "test_iou", "test_pixels"}
     assert record["model"]["options"]["dims"] == [4, 4]
-    margin = record["curve"]["test_margin"]
+    margin, overlap = (record["curve"][name] for name in ("val_margin", "val_iou"))
+    assert record["best"]["val_iou"] == pytest.approx(max(value for _, value in overlap), rel=1e-4)
     assert margin[-1][1] < margin[0][1] and (out / "curve.png").is_file()
     result = run("train", "--resume", out / "last.ckpt", "--epochs", 7, "--out", out, "--accelerator", "cpu")
     assert result.exit_code == 0, result.output

@@ -103,8 +103,13 @@ def test_a_resumed_run_holds_out_the_same_images(folder: Path, tmp_path: Path) -
     held = read_checkpoint(last)["datamodule_hyper_parameters"]
     assert (held["hold_out"], held["seed"]) == (0.1, 3)
     for wrong in (0.0, 0.2):
-        with pytest.raises(ValueError, match=rf"hold_out and seed must be those of {last}, 0.1 and 3, got {wrong} and"):
+        with pytest.raises(
+            ValueError, match=rf"hold_out and seed must be those of {last}, 0.1 and 3, got {wrong} and 3; give"
+        ):
             trained(folder, tmp_path, last, wrong)
+    learner, _ = learner_and_images(folder)
+    with pytest.raises(ValueError, match=r"0\.1 and 3, got 0\.1 and 4; give the same"):
+        train.fit(train.make_trainer(tmp_path, **OPTIONS), learner, train.ImageData(str(folder), seed=4), last)
     # Not even if the resumed run asks for no validation.
     shutil.copytree(tmp_path, tmp_path / "copy")
     for out, more in ((tmp_path, best), (tmp_path / "copy", {})):
