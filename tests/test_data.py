@@ -357,7 +357,7 @@ def test_images_held_out(tmp_path: Path, kind: str) -> None:
         data.open_sets(name, hold_out=0.01)
     for wrong in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match="hold_out must be from 0 to less than 1, got"):
-            ImageData(name, hold_out=wrong)
+            assert ImageData(name, hold_out=wrong).sets
 
 
 def test_a_table_without_a_split(tmp_path: Path) -> None:

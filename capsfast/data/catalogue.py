@@ -125,9 +125,8 @@ def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
         parts = [read_smallnorb(*paths[:2]), read_smallnorb(*paths[2:])]
     else:
         parts = [(read_idx(images, 3)[:, None], read_idx(labels, 1)) for images, labels in (paths[:2], paths[2:])]
-    folder = str(paths[0].parent)
-    train, test = (Images(*part, name=folder, image_size=image_size) for part in parts)
-    return Split(train, None, test)
+    images = [Images(*part, name=str(paths[0].parent), image_size=image_size) for part in parts]
+    return parted(dict(zip(("train", "test"), images, strict=True)))
 
 
 def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
@@ -155,8 +154,8 @@ def _digits(image_size: int | None) -> Split:
     rows, labels = torch.arange(len(digits.target)), digits.target
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     parts = train_test_split(rows, test_size=360, stratify=labels, random_state=0)
-    train, test = (Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts)
-    return Split(train, None, test)
+    found = [Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts]
+    return parted(dict(zip(("train", "test"), found, strict=True)))
 
 
 def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, download: bool) -> Split:
@@ -309,7 +308,9 @@ def open_sets(
             images to train on don't have; an option out of its range; augmentation with ``multi`` or ``affine``.
     """
     op = "capsfast.data.open_sets"
-    image_size, options = checks.plain((image_size, options))
+    image_size, hold_out, options = checks.plain((image_size, hold_out, options))
+    if hold_out is not None and not 0 <= hold_out < 1:
+        raise ValueError(f"{op}: hold_out must be from 0 to less than 1, got {checks.shown(hold_out)}")
     kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
     train, val, test = load(name, data_dir, image_size=image_size, download=download)
     others = {"test on": test} if val is None else {"validate on": val, "test on": test}

@@ -83,8 +83,8 @@ class ImageData(pl.LightningDataModule):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: no data, data together with train, val or test, a number out of its range. ``sets`` raises the
-            errors of :func:`capsfast.data.open_sets`.
+        ValueError: no data, data together with train, val or test, or a negative number of workers. ``sets`` raises
+            the errors of :func:`capsfast.data.open_sets`.
     """
 
     def __init__(
@@ -122,8 +122,6 @@ class ImageData(pl.LightningDataModule):
         self.save_hyperparameters(logger=False, ignore=["train", "val", "test"])
         check_types(op, ImageData.__init__, self.hparams)
         checks.integer(op, "workers", workers, least=0)
-        if not 0 <= (hold_out or 0) < 1:
-            raise ValueError(f"{op}: hold_out must be from 0 to less than 1, got {checks.shown(hold_out)}")
         data = None if data is None else os.fspath(data)
         self.options: dict[str, Any] = {**self.hparams, "data": data}
         self._given = train, val, test
