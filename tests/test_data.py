@@ -321,6 +321,8 @@ def test_the_three_parts_of_every_format(tmp_path: Path, made: Callable[[Path], 
 def test_parts_that_are_missing() -> None:
     split = data.load(f"{__name__}.with_two_splits")
     assert len(split.train) == 6 and split.val is split.test and len(split.test) == 4
+    with pytest.raises(ValueError, match=r"EMNIST takes split, but not 'train': Unknown value .*; name a function of"):
+        data.load("torchvision.datasets.EMNIST", "nowhere")
     pair, alone = data.load((tensors(6), tensors(2))), data.load(tensors(10))
     assert pair.val is alone.val is None and (len(pair.test), len(alone.train), len(alone.test)) == (2, 8, 2)
     for wrong in ((), (None, tensors(2)), (tensors(2),) * 4):

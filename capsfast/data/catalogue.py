@@ -169,7 +169,12 @@ def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, d
         inspect.signature(make).bind(**given, **first)
     except TypeError as error:
         raise ValueError(f"{OP}: {path} can't be called: {error}; root is the option data_dir") from None
-    found: Any = make(**given, **first)
+    try:
+        found: Any = make(**given, **first)
+    except ValueError as error:
+        if "split" not in first:
+            raise
+        raise ValueError(f"{OP}: {path} takes split, but not 'train': {error}; name a function of your own") from error
     if "train" in first:
         found = found, make(**given, train=False)
     elif first:
