@@ -28,6 +28,8 @@ def say_parts(sets: "Sets") -> None:
     names = {use: part.source.name for use, part in parts.items() if part is not None}
     if len({*names.values()}) > 1:
         say("; ".join(f"images {use}: {name}" for use, name in names.items()))
+    if sets.test is sets.val:
+        say("there are no images for tests: the images for validation are used")
 
 
 def stop(message: str, code: int = 1) -> typer.Exit:

@@ -346,9 +346,9 @@ def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "no-test" / "record.json").read_text())
     assert record["parts"]["val"] == {"images": 6} and record["parts"]["test"] == {"images": 6, "same_as": "val"}
     assert record["last"]["val_margin"] == pytest.approx(record["last"]["test_margin"], rel=1e-6)
+    said = run("test", "--resume", last, "--accelerator", "cpu").output
     assert (
-        f"images for validation: {tmp_path}/a/val; images for tests: {tmp_path}/a/val\n"
-        in run("test", "--resume", last, "--accelerator", "cpu").output
+        f"images for validation: {tmp_path}/a/val; images for tests: {tmp_path}/a/val\nthere are no images for" in said
     )
     write_pictures(tmp_path / "a" / "test", count=2)
     trained(tmp_path / "all", *small, "--best")
