@@ -118,9 +118,11 @@ class Command(LightningCLI):
         kept |= {f"{OPTIONS}.{name}": value for name, value in model["options"].items()}
         # Other data hold nothing out.
         same = self.asked.data is None
-        kept |= {
-            f"data.{name}": value for name, value in data.items() if name != "seed" and (same or name != "hold_out")
-        }
+        if same and data.get("data") is None:
+            remedy = "capsfast.train.fit goes on" if self.training else "give other data with --data"
+            raise ValueError(f"capsfast {self.command}: {self.checkpoint} was trained on data sets from Python; {remedy}")
+        left_out = ("seed",) if same else ("seed", "hold_out")
+        kept |= {f"data.{name}": value for name, value in data.items() if name not in left_out}
         return kept | {"seed": model["seed"]}
 
     def _of_the_run(self) -> list[str]:

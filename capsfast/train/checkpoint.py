@@ -169,7 +169,9 @@ def open_checkpoint(path: Path | str, *, data: Any = None, data_dir: str | None 
     op, content = "capsfast.train.open_checkpoint", read_checkpoint(path)
     learner, options = open_learner(path, content), dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is None and options.get("data") is None:
-        raise ValueError(f"{op}: {path} holds no data, it was trained on data sets from Python; give them as data=")
+        raise ValueError(
+            f"{op}: {path} holds no data, it was trained on data sets from Python; give them as data= (--data)"
+        )
     if data is not None:
         # No augmentation, and sizes as in training.
         kept: tuple[str, ...] = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")

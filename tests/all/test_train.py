@@ -20,6 +20,7 @@ from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import decay, right_predictions
 from capsfast.train.objective import multi_hot
 
+from ..support.commands import failed
 from ..support.idx_files import write_set
 from ..support.training import TINY, learner_for, margin, trained
 
@@ -216,6 +217,9 @@ def test_checkpoint_of_data_sets_from_python(tmp_path: Path) -> None:
         ValueError, match=rf"{path} holds no data, it was trained on data sets from Python; give them as"
     ):
         train.open_checkpoint(path)
+    for command, remedy in (("test", "give other data with --data"), ("train", "capsfast.train.fit goes on")):
+        message = f"capsfast {command}: {path} was trained on data sets from Python; {remedy}"
+        assert failed(command, "--resume", path) == message
     assert train.open_checkpoint(path, data=images)[1] is images
     again = train.open_checkpoint(path, data=(sets[0], sets[2]))[1]
     assert again.sets.val is not None and images.sets.val is not None and len(again.sets.test) == 8
