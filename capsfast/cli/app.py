@@ -82,7 +82,7 @@ def _passed_on(name: str) -> None:
             asked = early.asked(name, context.args)
             from . import training
 
-            training.run(name, context.args, asked)
+            training.run(name, asked)
 
 
 for name in OF_LIGHTNING:

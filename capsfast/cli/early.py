@@ -43,19 +43,26 @@ READ = {
 }
 
 
-def options_in(path: Path) -> dict[str, Any]:
+def options_in(text: str, folder: Path = Path()) -> dict[str, Any]:
     """The options in a configuration file.
+
+    folder: of the file, which may name another one with the options of the model.
 
     Raises:
         ValueError: the file, or a group in it, is something else.
+        OSError: the other file can't be read.
     """
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.safe_load(text)
     groups = {"it": content}
     if isinstance(content, dict):
+        if isinstance(content.get("model"), str):
+            content["model"] = yaml.safe_load((folder / content["model"]).read_text(encoding="utf-8"))
         groups |= {name: content.get(name) or {} for name in GROUPS}
+        model = groups["model"]
+        groups["options"] = (model.get("options") if isinstance(model, dict) else None) or {}
     for name, group in groups.items():
         # jsonargparse passes over a group that is a number or a list. A text is the name of a file with the group.
-        if name != "it" and isinstance(group, str):
+        if name in ("data", "trainer") and isinstance(group, str):
             continue
         if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
             raise ValueError(f"{name} must hold names and values, got {reprlib.repr(group)}")
@@ -63,7 +70,8 @@ def options_in(path: Path) -> dict[str, Any]:
 
 
 def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
-    """The options on which others depend: ``model``, ``routing``, ``data``, ``resume``, ``out``, and ``config``, files.
+    """The words, and the options on which others depend: ``model``, ``routing``, ``data``, ``resume``, ``out``,
+    ``config``.
 
     Raises:
         ValueError: a word that is neither an option nor a value, or a checkpoint that a command lacks.
@@ -72,35 +80,43 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for dest, names in READ.items():
         parser.add_argument(*names, dest=dest, nargs="?")
-    parser.add_argument("--option", action="append", nargs="?", default=[])
-    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    for names in (("--option",), ("-c", "--config")):
+        parser.add_argument(*names, action="append", nargs="?", default=[])
     found, others = parser.parse_known_args(words)
     for before, word in zip(["", *others], others, strict=False):
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
             raise ValueError(f"capsfast {command}: options begin with --, got {word!r}")
-    for text in (each for each in found.option if each and each.startswith("routing=")):
-        found.routing = found.routing or text.partition("=")[2]
-    if found.resume is None and command not in ("train", "fit"):
+    if found.resume is None and command in ("validate", "test") and not {"-h", "--help"} & {*words}:
         raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
     if found.resume is not None and not Path(found.resume).is_file():
-        what = "is a folder; name a file in it, such as last.ckpt"
-        if not Path(found.resume).is_dir():
-            what = "does not exist; training writes last.ckpt into its folder after every epoch"
+        what = "does not exist; training writes last.ckpt into its folder after every epoch"
+        if Path(found.resume).is_dir():
+            what = "is a folder; name a file in it, such as last.ckpt"
         raise FileNotFoundError(f"capsfast {command}: --resume: {found.resume} {what}")
     folder = (found.data or "").rpartition(":")[2]
     if "/" in folder and not Path(folder).expanduser().exists():
         raise FileNotFoundError(f"capsfast {command}: --data: {folder} does not exist; name a folder or an .npz file")
-    # jsonargparse also takes the options themselves.
-    found.options = [yaml.safe_load(each) for each in found.config if each and ": " in each]
-    found.config = [Path(each).expanduser() for each in found.config if each and ": " not in each]
-    # A pipe can be read only once, by jsonargparse.
-    for path in (path for path in found.config if not path.is_fifo()):
-        with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):
-            found.options.append(options_in(path))
-            group = found.options[-1].get("model")
-            if isinstance(group, str):
-                found.options[-1]["model"] = yaml.safe_load(path.with_name(group).read_text(encoding="utf-8"))
-    for group in (each.get("model") or {} for each in reversed(found.options)):
-        found.model = found.model or group.get("model")
-        found.routing = found.routing or (group.get("options") or {}).get("routing")
+    found.words = list(words)
+    named = [each.partition("=")[2] for each in found.option if each and each.startswith("routing=")]
+    found.routing = found.routing or next(iter(named), None)
+    texts, found.config = [each for each in found.config if each], []
+    for text in reversed(texts):
+        path = Path(text).expanduser()
+        if ": " in text:  # jsonargparse also takes the options themselves
+            try:
+                told = options_in(text)
+            except (ValueError, yaml.YAMLError) as error:
+                raise ValueError(f"capsfast {command}: --config: {' '.join(str(error).split())}") from None
+        else:
+            with reading(f"capsfast {command}", path, "options", "config.yaml of a run shows the form"):
+                content = path.read_text(encoding="utf-8")
+                told = options_in(content, path.parent)
+            if path.is_fifo():  # can be read only once
+                found.words = [each.replace(text, content) for each in found.words]
+            else:
+                found.config.append(path)
+        model = told.get("model") or {}
+        for name, group in (("model", model), ("routing", model.get("options") or {})):
+            if getattr(found, name) is None and isinstance(group.get(name), str):
+                setattr(found, name, group[name])
     return found

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -69,11 +69,10 @@ class Command(LightningCLI):
 
     Args:
         command: its name.
-        words: its options.
-        asked: from :func:`capsfast.cli.early.asked`.
+        asked: its options, from :func:`capsfast.cli.early.asked`.
     """
 
-    def __init__(self, command: str, words: Sequence[str], asked: Namespace) -> None:
+    def __init__(self, command: str, asked: Namespace) -> None:
         self.command, self.asked = command, asked
         self.training = command in ("train", "fit")
         self.held: dict[str, Any] | None = None  # options of the model in the checkpoint
@@ -94,7 +93,7 @@ class Command(LightningCLI):
                     "exit_on_error": False,
                     "allow_abbrev": False,
                 },
-                args=[*self._of_the_run(), *words],
+                args=[*self._of_the_run(), *asked.words],
                 run=False,
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
@@ -120,7 +119,7 @@ class Command(LightningCLI):
         same = self.asked.data is None
         if same and data.get("data") is None:
             remedy = "capsfast.train.fit goes on" if self.training else "give other data with --data"
-            raise ValueError(f"capsfast {self.command}: {self.checkpoint} was trained on data sets from Python; {remedy}")
+            raise ValueError(f"capsfast {self.command}: {path} was trained on data sets from Python; {remedy}")
         left_out = ("seed",) if same else ("seed", "hold_out")
         kept |= {f"data.{name}": value for name, value in data.items() if name not in left_out}
         return kept | {"seed": model["seed"]}
@@ -131,7 +130,7 @@ class Command(LightningCLI):
         if not self.training or path is None or not path.is_file():
             return []
         with reading(f"capsfast {self.command}", path, "the options of a run", "mend it, or remove it"):
-            told = options_in(path)
+            told = options_in(path.read_text(encoding="utf-8"), path.parent)
             names = ("trainer", "checkpoint_every", "best", "patience")
             return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
 
@@ -193,6 +192,9 @@ class Command(LightningCLI):
             return
         if given.ckpt_path is not None and self.checkpoint is None:
             raise ValueError(f"capsfast {self.command}: ckpt_path must be given as an option, not in a file")
+        if given.model.model != (self.asked.model or "capsnet"):
+            got = f"{self.asked.model} before a --config with {given.model.model}"
+            raise ValueError(f"capsfast {self.command}: --config must come before --model, got --model {got}")
         options = vars(given.model.options or {})
         given.model["options"] = {
             name: value for name, value in options.items() if value != unchanged.model.options[name]
@@ -355,8 +357,8 @@ def _report(
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 
 
-def run(command: str, words: Sequence[str], asked: Namespace) -> None:
-    """Runs one of the four commands; ``asked`` is from :func:`capsfast.cli.early.asked`.
+def run(command: str, asked: Namespace) -> None:
+    """Runs one of the four commands with the options from :func:`capsfast.cli.early.asked`.
 
     Raises:
         ValueError, TypeError, FileNotFoundError, OSError: :func:`capsfast.cli.endings.plain_errors` prints them.
@@ -364,7 +366,7 @@ def run(command: str, words: Sequence[str], asked: Namespace) -> None:
     search_here()
     try:
         with quiet():
-            Command(command, words, asked)
+            Command(command, asked)
     except (ArgumentError, ValueError, TypeError, MisconfigurationException, ModuleNotFoundError) as error:
         cause: BaseException = error
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # the data set raised the cause

@@ -64,7 +64,7 @@ def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch
         monkeypatch.setattr(training.Command, each, None, raising=False)
     for each in ("fit", "validate"):
         monkeypatch.setattr(training.Command, each, lambda self, *_: None)
-    training.run(name, words, asked)
+    training.run(name, asked)
 
 
 def test_documented_commands_are_found() -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -196,6 +197,10 @@ def test_spellings_of_options(words: str, line: str) -> None:
         (["--flip", "7"], "capsfast train: --flip must be bool, got '7'"),
         (["--no-flip=true"], "argument --no-flip: ignored explicit argument 'true'"),
         (["--config={model: {lrr: 1}}"], "Group 'model' does not accept option 'lrr'; did you mean --lr?"),
+        (["--model=cnn", "--config={model: {model: capsnet}}"], "--config must come before --model, got --model cnn"),
+        (["--config={model: {model: 3}}"], "capsfast train: --model must be str, got '3'"),
+        (["--config={model: {options: 3}}"], "capsfast train: --config: options must hold names and values, got 3"),
+        (["--config={model: [3]}"], "capsfast train: --config: model must hold names and values, got [3]"),
         (["--config={model: {options: {width: 1}}}"], "Group 'model' does not accept option 'options.width'"),
         (["--logger", "TensorBoardLogger", "--logger.save_dir=a"], "`tensorboard`"),
         (["--data", "no/where"], "--data: no/where does not exist; name a folder or an .npz file"),
@@ -245,8 +250,17 @@ def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path, mon
     for config in ("--config=~/whole.yaml", "--config={model: {lr: 0.5, options: {conv_channels: 4}}}"):
         output = run("fit", config, "--print_config").output
         assert "conv_channels: 4\n" in output and "lr: 0.5\n" in output
+    # A pipe, as of a shell, can be read only once.
+    reader, writer = os.pipe()
+    os.write(writer, b"model:\n  model: deepcaps\n  options:\n    types: 4\n")
+    os.close(writer)
+    assert "types: 4\n" in run("fit", "--config", f"/dev/fd/{reader}", "--print_config").output
+    os.close(reader)
     help_of_train, help_of_fit = (run(name, "--help").output for name in ("train", "fit"))
+    assert "--model.lr" in run("validate", "--help").output
     assert all(f"--{name} " in help_of_train for name in ("data", "model", "epochs", "batch-size", "lr", "out"))
+    help_of_em = run("train", "--model", "deepcaps", "--routing", "em", "--help").output
+    assert "--types TYPES, --model.options.types TYPES" in help_of_em and "--inverse-temperature " in help_of_em
     assert "--model.lr" in help_of_fit and "learning rate after the warm-up" in help_of_fit
 
 
