@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 
 from .._imported import by_path
-from ..nn import AgreementRouting, RoutedCaps
+from ..models import SegCaps
+from ..nn import ROUTINGS, RoutedCaps, SlimConvCaps2d
 from ..nn.routing.names import options_of, routing_class
 from ..train.networks import network_class
 
@@ -20,8 +21,6 @@ ALSO |= {"trainer.enable_progress_bar": "progress", "ckpt_path": "resume"}
 # Parameters of networks and routings that other options decide, or that no option can hold.
 LEFT_OUT: set[Any] = {"in_channels", "image_size", "num_classes", "class_names", "device", "dtype", "weight"}
 LEFT_OUT |= {"routing", "in_caps", "out_caps", "in_dim", "out_dim"}
-# jsonargparse takes the options of its default routing for those of the layer, which has any routing.
-LEFT_OUT_OF = {RoutedCaps: {*options_of(AgreementRouting)}}
 
 
 class _NameAndValue(argparse.Action):
@@ -49,19 +48,30 @@ class Parser(LightningArgumentParser):
         network = network_class(op, model)
         kinds: list[Any] = [network]
         if choice := inspect.signature(network).parameters.get("routing"):
-            routing = routing or choice.default or "dynamic"
-            made = by_path(f"{op}: routing", routing) if "." in routing else routing
-            kinds += [routing_class(op, made), RoutedCaps]
+            routing, layer = routing or choice.default, SlimConvCaps2d if network is SegCaps else RoutedCaps
+            if routing is None:  # other options decide
+                kinds += ROUTINGS.values()
+            else:
+                made = by_path(f"{op}: routing", routing) if "." in routing else routing
+                kinds += filter(inspect.isclass, [routing_class(op, made)])
+            kinds.append(layer)
         for kind in kinds:
             there = {each.dest.rpartition(".")[2] for each in self._actions if each.dest.startswith(f"{OPTIONS}.")}
-            left_out = LEFT_OUT | there | LEFT_OUT_OF.get(kind, set())
+            # jsonargparse also follows **options into the code, where it finds those of other routings.
+            taken = inspect.signature(kind).parameters.values()
+            own = options_of(kind) or [each.name for each in taken if kind is network or each.kind is each.KEYWORD_ONLY]
+            found = LightningArgumentParser().add_class_arguments(kind, fail_untyped=False)
+            left_out = LEFT_OUT | there | {each for each in found if each not in own}
             group = self.add_argument_group(f"Options of {kind.__name__}")
-            add = group.add_class_arguments if inspect.isclass(kind) else group.add_function_arguments
-            add(kind, OPTIONS, as_group=False, skip=left_out, fail_untyped=False)
+            group.add_class_arguments(kind, OPTIONS, as_group=False, skip=left_out, fail_untyped=False)
             if kind is network and choice:
                 # Not jsonargparse's type: it would import the class, and a checkpoint holds names.
                 what = "dynamic, em, ... or the path of your own class"
                 group.add_argument(f"--{OPTIONS}.routing", type=str | None, default=choice.default, help=what)
+        for action in (each for each in self._actions if each.dest.startswith(f"{OPTIONS}.") and not each.required):
+            # The network gets what is given. Its own defaults depend on other options, or on pretrained weights.
+            action.help = f"{action.help or ''} Default: {action.default}.".lstrip()
+            action.default = argparse.SUPPRESS
         self.add_argument("--option", action=_NameAndValue, default=argparse.SUPPRESS, metavar="NAME=VALUE")
 
     def add_short_names(self) -> None:

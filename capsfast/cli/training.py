@@ -195,10 +195,7 @@ class Command(LightningCLI):
         if given.model.model != (self.asked.model or "capsnet"):
             got = f"{self.asked.model} before a --config with {given.model.model}"
             raise ValueError(f"capsfast {self.command}: --config must come before --model, got --model {got}")
-        options = vars(given.model.options or {})
-        given.model["options"] = {
-            name: value for name, value in options.items() if value != unchanged.model.options[name]
-        }
+        given.model["options"] = vars(given.model.get("options") or Namespace())
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         """

@@ -150,6 +150,8 @@ def test_autoencoder(tmp_path: Path) -> None:
         ("--model deepcaps --types=4", "types: 4"),
         ("--option routing=em --final 3", "final: 3.0"),
         ("'--config={model: {model: cnn, options: {hidden: [3]}}}' --dropout 0", "dropout: 0.0"),
+        ("--model matrixcapsnet --floor 2 --alpha 3", "floor: 2.0"),
+        ("--model segcaps --conv-bias", "conv_bias: true"),
         ("--decoder-hidden [3,4]", "decoder_hidden:\n    - 3\n    - 4"),
         ("--model efficientcapsnet --no-scaled --routing inverted-attention", "scaled: false"),
         ("--callbacks+=EarlyStopping --callbacks.monitor=a --callbacks+=LearningRateMonitor", "monitor: a"),
