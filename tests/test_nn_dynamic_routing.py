@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import capsfast
-from capsfast.nn import SharedWeight
+from capsfast.nn import Groups, LowRank, RoutedCaps, SharedWeight
 
 from .support import plain
 from .support.backends import Backend
@@ -86,7 +86,7 @@ def test_repr_shows_what_is_not_default() -> None:
 
 
 def test_initial_values() -> None:
-    layer = capsfast.DynamicRouting(100, 10, 8, 16, learned_logits=True, bias=True)
+    layer = capsfast.DynamicRouting(1152, 10, 8, 16, learned_logits=True, bias=True)
     assert layer.W.abs().max() <= 0.2
     assert 0.08 < layer.W.std() < 0.1  # a normal distribution cut at two deviations
     assert layer.logits is not None
@@ -94,6 +94,39 @@ def test_initial_values() -> None:
     assert layer.bias is not None
     assert torch.equal(layer.bias, torch.full((10, 16), 0.1))
     assert 0.008 < capsfast.DynamicRouting(100, 10, 8, 16, init_std=0.01).W.std() < 0.01
+    torch.manual_seed(0)
+    authors = nn.init.trunc_normal_(torch.empty(1152, 10, 16, 8), std=0.1, a=-0.2, b=0.2)
+    torch.manual_seed(0)
+    assert torch.equal(capsfast.DynamicRouting(1152, 10, 8, 16).W, authors)  # also from the same seed
+
+
+# I, J, K, D and options, and what the deviation of W is divided by compared with the same layer at the authors' sizes.
+STARTS: list[tuple[tuple[int, int, int, int], dict[str, Any], float]] = [
+    ((1152, 10, 8, 16), {}, 1),
+    ((1152, 10, 3, 16), {}, 1),
+    ((2048, 3, 8, 16), {}, 10 / 3 * 4 / 3),  # the square root of 2048 / 1152
+    ((288, 10, 8, 16), {}, 0.5),
+    ((1152, 10, 8, 64), {}, 2),
+    ((1152, 40, 8, 16), {}, 1 / 4 * 2),  # iterations lengthen many sums, which start with half the length
+    ((1152, 40, 8, 16), {"num_iterations": 1}, 1 / 4),
+    ((1152, 10, 8, 4), {}, 0.5 * 2),
+    ((1152, 10, 8, 16), {"positions": 36}, 6),
+    ((1152, 10, 8, 16), {"shared_weight": True}, 1152**0.5),
+    ((2304, 20, 8, 16), {"weight": Groups(2)}, 1),
+    ((2304, 20, 8, 16), {"weight": Groups(2, SharedWeight())}, 1152**0.5),
+    ((1152, 10, 8, 16), {"weight": LowRank(4)}, 1),
+    ((1000, 7, 8, 10), {"softmax": "in"}, 10 / 1000 * (1000 * 10 / 18432) ** 0.5 * (1.6 * 1000 / 10) ** 0.5),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "divisor"), STARTS, ids=str)
+def test_sums_start_as_long_as_at_the_authors_sizes(sizes: Any, options: dict[str, Any], divisor: float) -> None:
+    for routing in ("dynamic", "cosine", "k-means"):
+        if routing == "cosine" and "softmax" in options:
+            continue
+        layer = RoutedCaps(*sizes, routing=routing, **options)
+        assert layer._std == pytest.approx(0.1 / divisor), routing
+    assert capsfast.DynamicRouting(*sizes, **options)._std == pytest.approx(0.1 / divisor)
 
 
 # A shared weight has 1152 times fewer entries, and softmax "in" makes sums 1152 times smaller.

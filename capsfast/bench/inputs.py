@@ -30,7 +30,7 @@ class InputSet:
 def weight_std(case: Case) -> float:
     """A deviation with which weighted sums are of order one, so that coupling changes. A routing brings its own."""
     if case.routing:
-        return case.made.weight_std(case.K)
+        return case.made.weight_std(case.K, columns=case.D)
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
 
 

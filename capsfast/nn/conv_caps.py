@@ -14,8 +14,7 @@ from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer
 from .dynamic_routing import fully_connected
 from .routed_caps import RoutedCaps, pose_sizes
-from .routing.agreement import starting_std
-from .routing.base import Capsules
+from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice
 from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
 from .routing.votes import PassVotes, RecordedVotes, Votes
@@ -52,7 +51,8 @@ class ConvCaps2d(WindowLayer):
             Hinton, Sabour, Frosst (2018) and of Ribeiro, Leontidis, Kollias (2020). Learned logits count as scores.
         weight: as for RoutedCaps. :class:`capsfast.nn.Groups` split the types.
         init_std: as in RoutedCaps. By default dynamic routing starts with weighted sums (of equal coupling) about as
-            long as the input capsules, with one iteration twice as long. In a deep stack ``squash="exp"`` keeps this
+            long as the input capsules, with one iteration twice as long, and shorter for many small output capsules,
+            which iterations lengthen. In a deep stack ``squash="exp"`` keeps this
             length, while ``"paper"``, which is quadratic for short vectors, lets capsules fade.
         device, dtype: device and dtype of the parameters.
         options: all other options of RoutedCaps, such as shared_weight and pose_rows, and options of the routing.
@@ -110,7 +110,7 @@ class ConvCaps2d(WindowLayer):
             share: float = routed if options.get("softmax") == "in" else out_types // groups
             if competition == "child" and (start == "child" or options.get("learned_logits")):
                 share *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
-            init_std = starting_std(num_iterations, share, routed * columns)
+            init_std = starting_std(num_iterations, share, routed * columns, out_dim)
         self.routing = fully_connected(
             in_caps,
             out_types,

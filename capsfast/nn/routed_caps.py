@@ -106,7 +106,9 @@ class RoutedCaps(Layer):
             # There is no coupling between groups.
             self.routing.logits = nn.Parameter(logits.detach()[:, : out_caps // self.held.groups].clone())
         self.init_std = init_std
-        self._std = self.routing.weight_std(matrix[0 if pose_rows else 1]) if init_std is None else init_std
+        products, columns = matrix if pose_rows else matrix[::-1]
+        sizes = {"columns": columns, "groups": self.held.groups, "alike": self.held.alike(in_caps)}
+        self._std = self.routing.weight_std(products, **sizes) if init_std is None else init_std
         for name in weights.PARAMETERS:
             shape = shapes.get(name)
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **made)))

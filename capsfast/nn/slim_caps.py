@@ -15,8 +15,7 @@ from ..positions import to_samples
 from ..reference.squash import squash
 from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer
-from .routing.agreement import starting_std
-from .routing.base import Capsules
+from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice, make_routing, routing_name
 from .routing.votes import RecordedVotes, votes_of
 from .routing.windows import Everywhere, WindowVotes
@@ -46,7 +45,8 @@ class SlimConvCaps2d(WindowLayer):
         conv_bias: add a bias to the convolution, ``conv.bias``, and so to every vote.
         init_std: the kernel starts as a normal distribution with this deviation, truncated at two deviations. By
             default, dynamic routing starts with weighted sums (of equal coupling) about as long as the input capsules,
-            with one iteration twice as long; other routings start with votes as long as the input capsules.
+            with one iteration twice as long, and shorter for many small output capsules, which iterations lengthen.
+            Other routings start as in a fully connected layer, or with votes as long as the input capsules.
         device, dtype: device and dtype of the parameters.
         options: options of the routing. Dynamic routing has learned_logits, bias (``[J, D]``, added to the weighted
             sum), softmax, gradient, leaky, squash, eps and backend, as in :func:`capsfast.route_votes`.
@@ -109,10 +109,10 @@ class SlimConvCaps2d(WindowLayer):
                 f"{op}: routing must need only votes, because a convolution makes them, "
                 f"got {routing_name(routing)}, which needs the input capsules too; use ConvCaps2d for it"
             )
-        std = self.routing.weight_std(round(in_dim * reached))
+        std = self.routing.weight_std(round(in_dim * reached), columns=out_dim, alike=reached)
         if self.uses_poses_alone:
             share = in_types if options.get("softmax") == "in" else out_types
-            std = starting_std(num_iterations, share, in_types * reached * out_dim)
+            std = starting_std(num_iterations, share, in_types * reached * out_dim, out_dim)
         self.init_std, self._std = init_std, std if init_std is None else init_std
         groups = 1 if shared else in_types
         self.conv = self._convolution(

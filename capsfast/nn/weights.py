@@ -64,6 +64,11 @@ class Weight:
         """
         raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override shapes")
 
+    def alike(self, in_caps: int) -> int:
+        """The number of input capsules of a layer, or of a group, that share a matrix."""
+        positions: int | None = getattr(self, "positions", 1)
+        return in_caps if positions is None else positions
+
     def start(self, std: float, *parameters: Tensor) -> None:
         """Initialises the parameters so that the matrices have this deviation."""
         raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override start")
@@ -200,6 +205,9 @@ class Groups(Weight):
             name: tuple(size * self.groups if axis == self.axes[name] else size for axis, size in enumerate(shape))
             for name, shape in of_group.items()
         }
+
+    def alike(self, in_caps: int) -> int:
+        return self.weight.alike(in_caps // self.groups)
 
     def start(self, std: float, *parameters: Tensor) -> None:
         self.weight.start(std, *parameters)

@@ -13,7 +13,7 @@ from ...options import Backend, OptionKeywords, Options
 from .. import _arguments
 from .._arguments import ParameterKeywords
 from .._layer import Layer
-from .base import Capsules, IterativeRouting, lengths
+from .base import Capsules, SummingRouting, lengths
 from .votes import Votes
 
 
@@ -28,7 +28,7 @@ class Agreement(Layer):
         return {name: getattr(self, name) for name in Options._fields}
 
 
-class AgreementRouting(Agreement, IterativeRouting):
+class AgreementRouting(Agreement, SummingRouting):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1).
 
     It runs the fused op :func:`capsfast.dynamic_routing` or :func:`capsfast.route_votes`; if windows compete, passes.
@@ -74,9 +74,6 @@ class AgreementRouting(Agreement, IterativeRouting):
             nn.init.zeros_(self.logits)
         if self.bias is not None:
             nn.init.constant_(self.bias, 0.1)
-
-    def weight_std(self, summed: int) -> float:
-        return 0.1  # as in the authors' code
 
     def route(self, votes: Votes, activation: Tensor | None, logits: Tensor | None = None) -> Capsules:
         """``logits [I, J]`` or ``[B, I, J]`` are added to the learned logits."""
@@ -191,17 +188,3 @@ class RoutingByAgreement(Agreement, Layer):
         """Calls the layer and returns its result with the lengths."""
         v: Tensor = self(votes, **given)
         return Capsules(v, lengths(v))
-
-
-def starting_std(num_iterations: int | None, share: float, summed: float) -> float:
-    """The deviation of a weight that makes the first weighted sum about as long as the input capsules.
-
-    With independent weights ``|s|^2 = summed (std / share)^2 |u|^2``. With one iteration the sum is twice as long:
-    further iterations lengthen it.
-
-    Args:
-        num_iterations: iterations of the routing.
-        share: equal coupling is 1 / share.
-        summed: number of products that are summed in all components of an output capsule together.
-    """
-    return float((2 if num_iterations == 1 else 1) * share / summed**0.5)

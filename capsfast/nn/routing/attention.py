@@ -104,9 +104,9 @@ class SelfAttentionRouting(Routing):
     def _initialise(self) -> None:
         nn.init.zeros_(self.bias)
 
-    def weight_std(self, summed: int) -> float:
+    def weight_std(self, products: int, **_: Any) -> float:
         # He's initialisation as in the authors' code, where a weight [J, I, K, D] counts I J K inputs.
-        return float((2 / (self.in_caps * self.out_caps * summed)) ** 0.5)
+        return float((2 / (self.in_caps * self.out_caps * products)) ** 0.5)
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         attended = votes._attended(self.out_dim**-0.5)
@@ -172,9 +172,9 @@ class InvertedAttentionRouting(IterativeRouting):
             nn.init.uniform_(self.readout, -limit, limit)
             nn.init.zeros_(self.offset)
 
-    def weight_std(self, summed: int) -> float:
+    def weight_std(self, products: int, **_: Any) -> float:
         # As in the authors' code: with equal coupling the first sum does not grow with the number of input capsules.
-        return float((self.out_caps / (self.in_caps * summed)) ** 0.5)
+        return float((self.out_caps / (self.in_caps * products)) ** 0.5)
 
     def query(self, pose: Tensor) -> Tensor:
         """The query of a pass for poses ``[B, J, D]``."""

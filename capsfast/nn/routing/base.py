@@ -25,6 +25,11 @@ def lengths(poses: Tensor, dim: int = -1) -> Tensor:
     return torch.linalg.vector_norm(poses, dim=dim)  # type: ignore[no-any-return]
 
 
+# Sabour, Frosst, Hinton (2017) route 1152 to 10 capsules of size 16, and their W starts with a deviation of 0.1. Their
+# weighted sums of equal coupling are then this many times as long as the input capsules.
+AUTHORS_LENGTH = 0.1 * (1152 * 16) ** 0.5 / 10
+
+
 class Routing(Layer):
     """Routes votes to output capsules. It holds the routing's own parameters, but not the weight.
 
@@ -83,12 +88,17 @@ class Routing(Layer):
         """
         raise NotImplementedError(f"{self._op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
-    def weight_std(self, summed: int) -> float:
-        """The initial deviation of a layer's weight. Each component of a vote is a sum of ``summed`` products.
+    def weight_std(self, products: int, *, columns: int, groups: int = 1, alike: float = 1) -> float:
+        """The initial deviation of a layer's weight. By default the mean vote is as long as its input capsule.
 
-        By default the mean vote is as long as its input capsule.
+        Args:
+            products: number of products whose sum is a component of a vote.
+            columns: number of components of a vote in which a component of the input capsule counts: out_dim, for
+                pose matrices their columns.
+            groups: number of groups of capsules, see :class:`capsfast.nn.Groups`.
+            alike: number of input capsules that share a matrix.
         """
-        return float(summed**-0.5)
+        return float(products**-0.5)
 
     def forward(
         self,
@@ -178,3 +188,40 @@ class IterativeRouting(Routing):
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.num_iterations = num_iterations
+
+
+class SummingRouting(IterativeRouting):
+    """An :class:`IterativeRouting` whose output capsules are squashed weighted sums."""
+
+    softmax = "out"
+
+    def weight_std(self, products: int, *, columns: int, groups: int = 1, alike: float = 1) -> float:
+        """As long sums of equal coupling as in the authors' layer, see :func:`starting_std`."""
+        inputs, outputs = self.in_caps // groups, self.out_caps // groups
+        share = inputs if self.softmax == "in" else outputs
+        return starting_std(self.num_iterations, share, inputs * columns * alike, self.out_dim, AUTHORS_LENGTH)
+
+
+def starting_std(
+    num_iterations: int | None, share: float, summed: float, out_dim: int, length: float | None = None
+) -> float:
+    """The deviation of a weight with which weighted sums of equal coupling have a length.
+
+    With independent weights ``|s|^2 = summed (std / share)^2 |u|^2``. Iterations add about
+    ``(|s| / |u|)^2 share / out_dim |u|^2`` times the output capsule to its sum. Where this is more than in the authors'
+    layer, for more output capsules or smaller ones, sums start shorter, so that it is as in that layer: otherwise the
+    squash saturates as soon as the input capsules are long. At the sizes of that layer the result is 0.1.
+
+    Args:
+        num_iterations: iterations of the routing; None for more than one.
+        share: equal coupling is 1 / share.
+        summed: number of products that are summed in all components of an output capsule together, times the number of
+            input capsules that share a matrix: these are often alike, and their votes add up.
+        out_dim: size of an output capsule.
+        length: ``|s| / |u|``; default 1, for one iteration 2, because further iterations lengthen the sum.
+    """
+    times = (1 if num_iterations != 1 else 2) if length is None else length
+    times /= AUTHORS_LENGTH
+    if num_iterations != 1:
+        times = min(times, (10 / 16 * out_dim / share) ** 0.5)
+    return float(0.1 * (share / 10) * (1152 * 16 / summed) ** 0.5 * times)

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ...functional import squash as _squash
 from ...options import Softmax, Squash
-from .base import Capsules, IterativeRouting, lengths
+from .base import Capsules, SummingRouting, lengths
 from .votes import Votes
 
 
-class KMeansRouting(IterativeRouting):
+class KMeansRouting(SummingRouting):
     """Soft k-means: a vote is scored by its dot product with the center at length 1 (Ren, Lu 2018).
 
     The centers start as the mean votes. An iteration forms ``c_ij = softmax(sharpness vote_ij . center_j /
@@ -61,7 +61,7 @@ class KMeansRouting(IterativeRouting):
         return Capsules(v, lengths(v))
 
 
-class CosineRouting(IterativeRouting):
+class CosineRouting(SummingRouting):
     """Agreement by angle with the squash at the end, after 3D-UCaps (Nguyen, Hua, Le 2021).
 
     ``s_j = sum_i softmax_j(b_ij) vote_ij + bias_j``. After each sum but the last, the agreement with ``s_j``, not
