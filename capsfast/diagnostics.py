@@ -188,7 +188,8 @@ def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> 
             f"{measured.saturation:.0%} of the output capsules are longer than {LONG}, where the squash is flat: the "
             f"margin loss is {measured.margin_loss:.3f} and the root mean square of its gradient {gradient_rms:.0e}, "
             f"so that training stands still.",
-            "smaller weights (init_std from 0.01 to 0.1; torch.randn is 1), or shorter input capsules.",
+            "smaller weights (a smaller init_std; torch.randn is 1), or shorter input capsules; if training lengthened "
+            "the capsules, a lower learning rate or more steps of warm-up.",
         )
     if longest < SHORT:
         yield Finding(

@@ -8,12 +8,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import rich.table
+import torch
 from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.progress import TextColumn
+from torch import Tensor
 
 from ..backend import backends, demanded
+from ..diagnostics import Finding, diagnose
+from ..nn.routing.base import Capsules
 from .learner import DETAILS
 
 LINE_SECONDS = 15.0
@@ -23,6 +27,8 @@ LOG_EVERY = 10  # steps
 SOME_STEPS, MANY_STEPS = 50, 500
 # Length of class capsules below which they have nearly no gradient.
 FADED = 1e-2
+# Images of the last step for the diagnosis.
+DIAGNOSED = 32
 
 
 class Throughput(Callback):
@@ -47,10 +53,15 @@ class Throughput(Callback):
 class Guessing(Callback):
     """Warns once if the loss is not finite or the network only guesses, with the reason if it is known.
 
-    Guessing is checked at the end of training after SOME_STEPS, and at every test after MANY_STEPS.
+    Guessing is checked at the end of training after SOME_STEPS, and at every test after MANY_STEPS. The reason comes
+    from :func:`capsfast.diagnose` with images of the last step.
     """
 
     said = False
+    _images: Tensor | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self._images = batch.images
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -60,16 +71,19 @@ class Guessing(Callback):
         self._look(trainer, pl_module, SOME_STEPS)
 
     def _look(self, trainer: pl.Trainer, learner: Any, steps: int) -> None:
-        found = trainer.callback_metrics
-        part = "val" if "val_accuracy" in found else "test"
-        loss, accuracy, length = (found.get(name) for name in ("loss", f"{part}_accuracy", f"{part}_length"))
+        metrics = trainer.callback_metrics
+        part = "val" if "val_accuracy" in metrics else "test"
+        loss, accuracy, length = (metrics.get(name) for name in ("loss", f"{part}_accuracy", f"{part}_length"))
         if loss is not None and not loss.isfinite():
             what = "its loss is not finite: lower the learning rate, or clip gradients"
         elif accuracy is None or accuracy > 1.2 * learner.chance or trainer.global_step < steps:
             return
         else:
             what = f"it only guesses, with a {part} accuracy of {float(accuracy):.1%}: "
-            if length is not None and length < FADED and hasattr(learner.model, "routing"):
+            found = self._finding(trainer, learner)
+            if found is not None:
+                what += f"{found.name}: {found.what} Remedy: {found.remedy}"
+            elif length is not None and length < FADED and hasattr(learner.model, "routing"):
                 what += f"class capsules are {float(length):.0e} long in the mean, where the squash has no gradient; "
                 what += "raise the learning rate or init_std, or take larger images"
             else:
@@ -77,6 +91,28 @@ class Guessing(Callback):
         if not self.said:
             rank_zero_warn(f"capsfast.train: the network learns nothing after {trainer.global_step} steps: {what}")
         self.said = True
+
+    def _finding(self, trainer: pl.Trainer, learner: Any) -> Finding | None:
+        """What is wrong with the network's routing layer, for the process that warns; leaves training as it was."""
+        model = learner.model
+        if not trainer.is_global_zero or self._images is None or not hasattr(model, "encode"):
+            return None
+        images = self._images[:DIAGNOSED]
+        modes = [(each, each.training) for each in model.modules()]
+        model.eval()  # batch statistics and random numbers belong to training
+        try:
+            # A test runs in inference mode, whose tensors have no gradient.
+            with torch.inference_mode(False), torch.random.fork_rng([images.device] if images.is_cuda else []):
+                with torch.no_grad():
+                    u = learner.encode(images.to(next(model.parameters()).dtype))
+                activation = {"activation": u.activations} if isinstance(u, Capsules) else {}
+                found = diagnose(model.routing, u.poses if isinstance(u, Capsules) else u, **activation)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None  # a network of a user's own, which may have other parts under these names
+        finally:
+            for each, mode in modes:
+                each.training = mode
+        return next(iter(found.findings), None)
 
 
 def shown(metrics: dict[str, Any], tests: bool) -> list[str]:

@@ -462,5 +462,9 @@ def test_classes_of_ones_own_through_stop_resume_and_evaluate(tmp_path: Path, mo
 
 def test_a_network_that_only_guesses_is_said_to(tmp_path: Path) -> None:
     small = ["--conv-channels", "4", "--primary-groups", "2", "--digit-dim", "4", "--batch-size", "32"]
-    with pytest.warns(UserWarning, match=r"learns nothing after 180 steps: it only guesses, with a test accuracy of"):
+    guesses = r"learns nothing after 180 steps: it only guesses, with a test accuracy of \d+\.\d%: "
+    with pytest.warns(UserWarning, match=guesses):
         trained(tmp_path, *small, "--lr", "1e6", "--accelerator", "cpu", epochs=4)
+    large = [*small, "--lr", "1e-5", "--option", "init_std=50", "--accelerator", "cpu"]
+    with pytest.warns(UserWarning, match=guesses + r"saturated: \d+% of the output .* Remedy: smaller weights"):
+        trained(tmp_path / "large", *large, epochs=4)

@@ -2,19 +2,22 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lightning")
 
 from capsfast import backends
-from capsfast.train import run
-from capsfast.train.learner import Learner
-from capsfast.train.progress import Lines, Table, shown
+from capsfast.data import Batch
+from capsfast.train import Learner, run
+from capsfast.train.progress import Guessing, Lines, Table, shown
 
 from ..support.idx_files import write_set
 from ..support.training import trained
+from .test_networks import SMALL
 
 START = (
     r"capsnet \(conv_channels=6, primary_groups=2, primary_dim=4, digit_dim=5\): [\d ]+ parameters, 18 input capsules; "
@@ -108,3 +111,28 @@ def test_progress_shows_no_details() -> None:
     metrics = {"loss": 1.0, "image": 2.0, "images_per_s": 3.0, "test_accuracy": 0.5, "test_iou": 0.25}
     assert shown(metrics, tests=False) == ["loss 1", "image 2"]
     assert shown(metrics, tests=True) == ["test accuracy 0.5", "test iou 0.25"]
+
+
+@pytest.mark.parametrize("name", ["capsnet", "deepcaps", "matrixcapsnet", "efficientcapsnet", "invertedattention", "cnn"])
+def test_the_diagnosis_of_guessing_leaves_training_as_it_was(name: str) -> None:
+    learner = Learner(name, 1, 10, 4, options=SMALL[name])
+    guessing, batch = Guessing(), Batch(torch.rand(8, 1, 10, 10), torch.arange(8) % 4)
+    guessing.on_train_batch_end(SimpleNamespace(), learner, None, batch, 0)  # type: ignore[arg-type]
+    learner.train().measured(batch)[0]["loss"].backward()
+    if name in ("capsnet", "deepcaps"):
+        with torch.no_grad():
+            learner.model.routing.W.mul_(1e4)
+
+    def state() -> list[Any]:
+        tensors = [*learner.parameters(), *learner.buffers(), *(each.grad for each in learner.parameters())]
+        copies = [None if each is None else each.clone() for each in tensors]
+        return [torch.get_rng_state(), *copies, *(each.training for each in learner.modules())]
+
+    before = state()
+    with torch.inference_mode():  # as a test runs
+        found = guessing._finding(SimpleNamespace(is_global_zero=True), learner)  # type: ignore[arg-type]
+        other_rank = guessing._finding(SimpleNamespace(is_global_zero=False), learner)  # type: ignore[arg-type]
+    for old, new in zip(before, state(), strict=True):
+        assert torch.equal(old, new) if isinstance(old, torch.Tensor) else old == new
+    assert other_rank is None
+    assert (found is not None and found.name == "saturated") if name in ("capsnet", "deepcaps") else found is None
