@@ -12,10 +12,27 @@ from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.names import RoutingChoice
 from ._images import DecodedCapsules
 
+LARGEST_SIDE, MOST_PLACES = 44, 14 * 14
+
 
 def fitting_kernel(height: int, width: int) -> int:
     """9 as in the paper; for small images the largest odd kernel whose primary capsules are at least 2 x 2 places."""
     return max(1, min(9, (min(height, width) - 1) // 2 - 1 | 1))
+
+
+def fitting_stride(height: int, width: int, kernel: int, primary_stride: int) -> int:
+    """1; for images with a side above 44 the least stride that leaves at most 14 x 14 places, as 44 pixels do.
+
+    The places of the primary capsules grow with the area of the image, and with them W and the time of a step.
+    """
+    stride = 1
+    while max(height, width) > LARGEST_SIDE:
+        features = [(side - kernel) // stride + 1 for side in (height, width)]
+        places = [(side - kernel) // primary_stride + 1 for side in features]
+        if places[0] * places[1] <= MOST_PLACES or (min(height, width) - kernel) // (stride + 1) + 1 < kernel:
+            break
+        stride += 1
+    return stride
 
 
 class CapsuleEncoder(DecodedCapsules):
@@ -31,6 +48,8 @@ class CapsuleEncoder(DecodedCapsules):
         primary_groups: int,
         primary_dim: int,
         kernel_size: int | None,
+        conv_stride: int | None,
+        primary_stride: int,
         num_iterations: int | None,
         routing: RoutingChoice,
         device: torch.device | str | None,
@@ -42,9 +61,10 @@ class CapsuleEncoder(DecodedCapsules):
         size = self._sees(in_channels, image_size)
         kernel = fitting_kernel(*size) if kernel_size is None else kernel_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, **made)
-        self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, stride=2, **made)
-        features = _arguments.window_grid(op, size, (kernel, kernel), (1, 1), (0, 0), (1, 1))
+        stride = fitting_stride(*size, kernel, primary_stride) if conv_stride is None else conv_stride
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **made)
+        self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, primary_stride, **made)
+        features = _arguments.window_grid(op, size, (kernel, kernel), (stride, stride), (0, 0), (1, 1))
         height, width = self.primary.grid(features)
         in_caps = primary_groups * height * width
         self.routing = fully_connected(

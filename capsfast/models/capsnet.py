@@ -30,6 +30,9 @@ class CapsNet(CapsuleEncoder):
         reconstruction: whether there is a decoder.
         decoder_hidden: widths of the decoder's hidden layers.
         kernel_size: kernel of both convolutions; default 9, smaller for images below 19 pixels.
+        conv_stride, primary_stride: strides of the first convolution and of the primary capsules. By default the first
+            is 1; for images with a side above 44 pixels it grows, so that there are at most 14 x 14 places of primary
+            capsules, with the default types 6272 capsules. ``model.routing.in_caps`` is their number.
         backend, device, dtype, routing_options: other options of :class:`capsfast.DynamicRouting` or RoutedCaps.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`.
@@ -59,6 +62,8 @@ class CapsNet(CapsuleEncoder):
         reconstruction: bool = True,
         decoder_hidden: Sequence[int] = (512, 1024),
         kernel_size: int | None = None,
+        conv_stride: int | None = None,
+        primary_stride: int = 2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **routing_options: Any,
@@ -72,6 +77,8 @@ class CapsNet(CapsuleEncoder):
             primary_groups,
             primary_dim,
             kernel_size,
+            conv_stride,
+            primary_stride,
             num_iterations,
             routing,
             device,
