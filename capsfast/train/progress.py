@@ -202,11 +202,17 @@ class Table(RichProgressBar):
             shown = float(self._sums[name]) / self._steps if is_loss else value
             cells[name] = f"{shown:.0f}" if name == "images_per_s" else f"{shown:.4g}"
         cells["time"] = seconds
+        titles = {name: name.replace("_per_", "/").replace("_", " ") for name in cells}
+        widths = {name: max(7, *map(len, title.split())) for name, title in titles.items()}
+        # Parts of a loss come last where all columns are too wide for the terminal.
+        kept = {"epoch", "step", "loss", "time"}
+        parts = [name for name in cells if name not in kept and not name.endswith(("accuracy", "iou"))]
+        while parts and sum(widths.values()) + len(widths) > self.progress.console.width:
+            del widths[parts.pop()]
         table = rich.table.Table(box=None, padding=(0, 1, 0, 0), show_header=self._head)
-        for name in cells:
-            title = name.replace("_per_", "/").replace("_", " ")
-            table.add_column(title, justify="right", width=max(7, *map(len, title.split())))
-        table.add_row(*cells.values())
+        for name, width in widths.items():
+            table.add_column(titles[name], justify="right", width=width)
+        table.add_row(*(cells[name] for name in widths))
         self.progress.console.print(table)
         self._head = False
 

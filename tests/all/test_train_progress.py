@@ -113,7 +113,9 @@ def test_progress_shows_no_details() -> None:
     assert shown(metrics, tests=True) == ["test accuracy 0.5", "test iou 0.25"]
 
 
-@pytest.mark.parametrize("name", ["capsnet", "deepcaps", "matrixcapsnet", "efficientcapsnet", "invertedattention", "cnn"])
+@pytest.mark.parametrize(
+    "name", ["capsnet", "deepcaps", "matrixcapsnet", "efficientcapsnet", "invertedattention", "cnn"]
+)
 def test_the_diagnosis_of_guessing_leaves_training_as_it_was(name: str) -> None:
     learner = Learner(name, 1, 10, 4, options=SMALL[name])
     guessing, batch = Guessing(), Batch(torch.rand(8, 1, 10, 10), torch.arange(8) % 4)
