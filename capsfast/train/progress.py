@@ -204,7 +204,7 @@ class Table(RichProgressBar):
         cells["time"] = seconds
         titles = {name: name.replace("_per_", "/").replace("_", " ") for name in cells}
         widths = {name: max(7, *map(len, title.split())) for name, title in titles.items()}
-        # Parts of a loss come last where all columns are too wide for the terminal.
+        # A narrow terminal leaves out parts of the loss and of the results.
         kept = {"epoch", "step", "loss", "time"}
         parts = [name for name in cells if name not in kept and not name.endswith(("accuracy", "iou"))]
         while parts and sum(widths.values()) + len(widths) > self.progress.console.width:
