@@ -63,7 +63,7 @@ def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch
     for each in ("model", "datamodule"):
         monkeypatch.setattr(training.Command, each, None, raising=False)
     for each in ("fit", "validate"):
-        monkeypatch.setattr(training.Command, each, lambda self, *_: None)
+        monkeypatch.setattr(training.Command, each, lambda self, *_, **__: None)
     training.run(name, asked)
 
 
