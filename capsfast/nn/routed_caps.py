@@ -34,7 +34,7 @@ class RoutedCaps(Layer):
             ``out_dim = P R``. A vote is a matrix product ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None:
             capsules are vectors.
         init_std: W starts as a normal distribution with this deviation, truncated at two deviations; default:
-            :meth:`Routing.weight_std`.
+            :meth:`Routing.weight_std`; for ``"dynamic"`` see :class:`capsfast.DynamicRouting`.
         identity: add the identity to the initial W, whose matrices must be square. Input capsules with similar poses
             then have similar votes, whose mean is about as long as the poses. With independent matrices for many input
             capsules, the mean vote is close to 0.
