@@ -1,6 +1,7 @@
 """CapsNet, DeepCaps and CapsAutoEncoder against plain networks, and as modules."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +212,21 @@ def test_gradients_of_single_samples() -> None:
 def test_diagnosis_of_a_fresh_capsnet_is_clean() -> None:
     model = CapsNet(conv_channels=32, primary_groups=8)
     assert not capsfast.diagnose(model.routing, model.encode(torch.rand(20, 1, 28, 28))).findings
+
+
+@pytest.mark.parametrize(("size", "stride", "in_caps"), [(28, 1, 1152), (44, 1, 6272), (64, 2, 3200), (96, 3, 3872)])
+def test_larger_images_have_a_stride_and_not_more_capsules(
+    size: int, stride: int, in_caps: int, tmp_path: Path
+) -> None:
+    model = CapsNet(1, size, 3, conv_channels=2, decoder_hidden=(4,))
+    assert model.conv.stride == (stride, stride) and model.routing.in_caps == in_caps
+    assert model(torch.rand(2, 1, size, size)).reconstruction.shape == (2, 1, size, size)
+    model = CapsNet(
+        1, size, 3, conv_channels=2, primary_groups=2, conv_stride=1, primary_stride=3, reconstruction=False
+    )
+    assert (
+        model.routing.in_caps == 2 * ((size - 17) // 3 + 1) ** 2 == model.encode(torch.rand(1, 1, size, size)).shape[1]
+    )
+    pytest.importorskip("safetensors")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(CapsNet.from_pretrained(tmp_path).routing.W, model.routing.W)

@@ -1,7 +1,9 @@
 """The commands that inspect a checkpoint of ``python -m capsfast train``."""
 
 import csv
+import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("PIL")
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from capsfast import train
 from capsfast.train import stacked
@@ -248,3 +250,26 @@ def test_clusters_are_those_of_images_without_augmentation(
     torch.testing.assert_close(seen, [train_images, test_images])
     multi = trained(tmp_path / "multi", "--data", f"multi:{few_images}", *words[:-10], *words[-4:])
     assert failed("clusters", multi) == "capsfast.train.clustered: images of one class each are needed, these overlap"
+
+
+def test_the_documented_command_learns(tmp_path: Path) -> None:
+    """Few classes and many input capsules: with a deviation of 0.1 the class capsules saturate in the first step."""
+    numbers = random.Random(0)
+    for kind, n in itertools.product(("disc", "cross", "frame"), range(100)):
+        image = Image.new("RGB", (32, 32), tuple(numbers.randrange(60) for _ in range(3)))
+        pen, color = ImageDraw.Draw(image), tuple(numbers.randrange(120, 256) for _ in range(3))
+        r = numbers.randrange(6, 11)
+        x, y = numbers.randrange(r + 1, 31 - r), numbers.randrange(r + 1, 31 - r)
+        if kind == "disc":
+            pen.ellipse((x - r, y - r, x + r, y + r), color)
+        elif kind == "frame":
+            pen.rectangle((x - r, y - r, x + r, y + r), outline=color, width=3)
+        else:
+            pen.line((x - r, y, x + r, y), color, 3)
+            pen.line((x, y - r, x, y + r), color, 3)
+        (tmp_path / "pictures" / kind).mkdir(parents=True, exist_ok=True)
+        image.save(tmp_path / "pictures" / kind / f"{n}.png")
+    command = ["--data", str(tmp_path / "pictures"), "--image-size", "32", "--patience", "5"]
+    small = ["--conv-channels", "32", "--batch-size", "32", "--accelerator", "cpu"]
+    trained(tmp_path / "out", *command, *small, epochs=6)
+    assert json.loads((tmp_path / "out" / "record.json").read_text())["results"]["test_accuracy"] > 0.7

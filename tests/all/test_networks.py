@@ -1,4 +1,4 @@
-"""Every network of the trainer: resumed, compiled, in bfloat16, on two ranks."""
+"""Every network of the trainer: its start, resumed, compiled, in bfloat16, on two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("lightning")
 
+import capsfast
 from capsfast import train
 from capsfast.data import Batch
 from capsfast.train import NETWORKS, ImageData, Learner
@@ -151,3 +152,55 @@ def test_statistics_of_a_network_with_its_own_activations() -> None:
         batch = next(iter(images.val_dataloader()))
         lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
         torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)
+
+
+# Every network with classes in its forms, by the names of the trainer.
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("capsnet", {}),
+    ("deepcaps", {}),
+    ("efficientcapsnet", {}),
+    ("efficientcapsnet", {"strides": (1, 1, 2, 2), "kernel_size": 5, "primary_stride": 2}),
+    ("efficientcapsnet", {"kernel_sizes": (7, 3, 3, 3), "strides": (2, 1, 1, 2), "norm": "instance"}),
+    ("invertedattention", {}),
+    ("matrixcapsnet", {}),
+    ("matrixcapsnet", {"form": "variational"}),
+    ("segcaps", {}),
+    ("segcaps", {"form": "r3"}),
+    ("cnn", {}),
+]
+REFUSED = {
+    ("efficientcapsnet", "strides", "kernel_size", "primary_stride"): (8, 28),
+    ("efficientcapsnet", "kernel_sizes", "strides", "norm"): (8,),
+    ("segcaps", "form"): (28,),
+}
+
+
+@pytest.mark.parametrize("size", [8, 28, 48, 96])
+@pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
+def test_capsules_start_neither_saturated_nor_faded(name: str, options: dict[str, Any], size: int) -> None:
+    torch.manual_seed(0)
+    for classes in (2, 3, 10, 100) if size < 96 else (3,):
+        small = {} if name in ("cnn", "matrixcapsnet") else {"reconstruction": False}
+        if size in REFUSED.get((name, *options), ()):  # the authors' forms for other images
+            with pytest.raises(ValueError, match=r"image_size must be (larger|divisible)|must fit into the input"):
+                NETWORKS[name](3, size, classes, **small, **options)
+            continue
+        network: Any = NETWORKS[name](3, size, classes, **small, **options)
+        images = torch.rand(4, 3, size, size)
+        with torch.no_grad():
+            activations = network.classify(images).activations
+        assert activations.mean() < 0.9 and activations.amax() > 1e-3, (classes, activations)
+        if not hasattr(network, "encode"):
+            continue
+        with torch.no_grad():
+            encoded = network.encode(images)
+        u, given = (
+            (encoded, {}) if isinstance(encoded, Tensor) else (encoded.poses, {"activation": encoded.activations})
+        )
+        assert name != "capsnet" or u.shape[1] < 10_000
+        findings = [each.name for each in capsfast.diagnose(network.routing, u, **given).findings]
+        assert not findings, (classes, findings)
+        if name == "capsnet":
+            # The first steps make the primary capsules long. Then the squash must not be flat either.
+            long = capsfast.squash(1e3 * u)
+            assert network.routing(long).norm(dim=2).mean() < 0.9
