@@ -21,7 +21,7 @@ tested at the end. Defaults are in parentheses.
   --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
   --routing NAME        dynamic, em, ... or a class path                                              (the model's)
   --epochs N            passes over the data                                                          (10)
-  --batch-size N        images per step in each process                                               (128)
+  --batch-size N        images per step in each process            (128, fewer if an epoch had fewer than eight steps)
   --lr X                learning rate                                                                 (0.001)
   --seed N              seed of weights, order and augmentation                                       (0)
   --out FOLDER          folder for all files; if it holds a run, the next free of out/train-2, ...    (out/train)

@@ -93,7 +93,9 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if not _holds(content, HELD) or not isinstance(content.get("callbacks", {}), dict):
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote; {ANOTHER}")
-    # Earlier versions held no images out.
+    # Earlier versions held no images out, and had one learning rate.
+    held = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
+    held.setdefault("routing_lr", held.get("lr"))
     content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY].setdefault("hold_out", 0.0)
     for kind in (Learner, ImageData):
         taken, given = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]

@@ -20,6 +20,8 @@ from ..data.sets import DrawnSet
 OF_LOADERS = ("batch_size", "workers")
 # The share of the training images held out if best checkpoints or patience need images for validation.
 HELD_OUT = 0.1
+# By default a batch has at most so many images, and an epoch at least so many steps of as many images.
+LARGEST_BATCH, STEPS = 128, 8
 
 
 def check_types(op: str, init: Callable[..., None], options: Mapping[str, Any]) -> None:
@@ -60,7 +62,7 @@ class ImageData(pl.LightningDataModule):
             or the path of a data set in Python such as my_module.MyImages.
         data_dir: Folder with the files of a named data set. Default: $CAPSFAST_DATA/NAME, then ~/.cache/capsfast/NAME.
         download: Let torchvision download missing files into data_dir or ~/.cache/capsfast/NAME.
-        batch_size: Images per step in one process.
+        batch_size: Images per step in one process. Default: 128; from 8 to 127 if an epoch had fewer than eight steps.
         image_size: Resize all images to a square with this many pixels per side first.
         shift: Move training images by up to this many pixels. Default: 2 for 28 pixels and in proportion for other
             sizes; none with crop, multi: or affine:.
@@ -93,7 +95,7 @@ class ImageData(pl.LightningDataModule):
         data_dir: str | None = None,
         *,
         download: bool = False,
-        batch_size: int = 128,
+        batch_size: int | None = None,
         image_size: int | None = None,
         shift: int | None = None,
         crop: int | None = None,
@@ -169,9 +171,10 @@ class ImageData(pl.LightningDataModule):
 
     def _loader(self, dataset: DrawnSet, shuffle: bool) -> ResumableLoader:
         rank, world_size = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+        size = self.options["batch_size"]
         order = BatchOrder(
             len(dataset),
-            self.options["batch_size"],
+            min(LARGEST_BATCH, max(STEPS, len(self.sets.train) // STEPS)) if size is None else size,
             shuffle=shuffle,
             seed=self.options["seed"],
             rank=rank,

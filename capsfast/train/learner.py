@@ -19,8 +19,8 @@ from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
 from ..models import CapsNetOutput
 from ..models._network import Network, load_fitting, made_from
-from ..nn import ReconstructionLoss
-from ..nn.routing.base import Capsules
+from ..nn import ReconstructionLoss, RoutedCaps
+from ..nn.routing.base import Capsules, SummingRouting
 from .images import ImageData, check_types
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options, read_pretrained
 from .normalize import Normalize
@@ -28,6 +28,8 @@ from .objective import ClassLoss
 
 SCHEDULES = ("exponential", "cosine")
 DECAY_STEPS = 2000
+# Products in a weighted sum of Sabour, Frosst, Hinton (2017), by the number of output capsules that share them.
+AUTHORS_PRODUCTS = 1152 * 8 / 10
 # Metrics in the log that progress does not show.
 DETAILS = ("margin_present", "margin_absent", "length")
 
@@ -93,6 +95,9 @@ class Learner(_OfItsModel):
         decay_rate: the exponential schedule multiplies the learning rate by decay_rate every decay_steps, smoothly.
         decay_steps: see decay_rate; a cosine falls to 0 over this many steps. Default: 2000; for a cosine, all steps
             of the training.
+        routing_lr: learning rate of W of the layers with dynamic routing. Default: lr; and less by the factor by which
+            in_caps * in_dim / out_caps is above that of the authors' layer, 1152 * 8 / 10, because a step of Adam moves
+            every number by the learning rate, and so a weighted sum by this many times as much.
         clip: largest norm of all gradients together; default: no clipping.
         loss: loss of the classes: margin, mse, spread, cross-entropy, or a class path, see
             :class:`capsfast.train.objective.ClassLoss`. Default: margin, for cnn cross-entropy. A network without
@@ -126,6 +131,7 @@ class Learner(_OfItsModel):
         class_names: list[str] | None = None,
         options: dict[str, Any] | None = None,
         lr: float = 1e-3,
+        routing_lr: float | None = None,
         weight_decay: float = 0.0,
         schedule: str = "exponential",
         warmup_steps: int = 0,
@@ -144,8 +150,8 @@ class Learner(_OfItsModel):
         in_channels, image_size, num_classes, warmup_steps, decay_steps, spread_steps, seed, options = checks.plain(
             (in_channels, image_size, num_classes, warmup_steps, decay_steps, spread_steps, seed, options)
         )
-        lr, weight_decay, decay_rate, clip, reconstruction_weight = checks.plain(
-            (lr, weight_decay, decay_rate, clip, reconstruction_weight)
+        lr, routing_lr, weight_decay, decay_rate, clip, reconstruction_weight = checks.plain(
+            (lr, routing_lr, weight_decay, decay_rate, clip, reconstruction_weight)
         )
         check_types(op, Learner.__init__, {name: value for name, value in locals().items() if name != "self"})
         options = plain_options(options or {})
@@ -156,7 +162,8 @@ class Learner(_OfItsModel):
             options, normalize = {**held["options"], **options}, normalize or held.get("normalize")
         # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
         self.save_hyperparameters(logger=False, ignore="pretrained")
-        for name, value in {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}.items():
+        rates = {"lr": lr, "routing_lr": routing_lr, "decay_rate": decay_rate}
+        for name, value in {**rates, "decay_steps": decay_steps, "clip": clip}.items():
             if value is not None:
                 checks.positive(op, name, value)
         weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
@@ -338,10 +345,24 @@ class Learner(_OfItsModel):
             # Stored, so that a resumed run with a different end keeps this schedule.
             self.decay_steps = self.hparams["decay_steps"] = int(planned)
         # AdamW without weight decay is Adam.
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.hparams["weight_decay"])
+        optimizer = torch.optim.AdamW(self._groups(), lr=self.lr, weight_decay=self.hparams["weight_decay"])
         optimizer.register_load_state_dict_pre_hook(optimizer_state)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameters by their learning rate."""
+        rates = dict.fromkeys(self.parameters(), self.lr)
+        for layer in (each for each in self.model.modules() if isinstance(each, RoutedCaps)):
+            W = layer._parameters.get("W")
+            if W is not None and isinstance(layer.routing, SummingRouting):
+                inputs = layer.out_caps if layer.routing.softmax == "in" else layer.in_caps
+                factor = AUTHORS_PRODUCTS * layer.out_caps / (inputs * W.shape[-1])
+                rates[W] = self.hparams["routing_lr"] or self.lr * min(1.0, factor)
+        by_rate: dict[float, list[Any]] = {}
+        for parameter, rate in rates.items():
+            by_rate.setdefault(rate, []).append(parameter)
+        return [{"params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
 
     def _decay(self, step: int) -> float:
         rate = self.hparams["decay_rate"] if self.hparams["schedule"] == "exponential" else None

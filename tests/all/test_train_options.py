@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 pytest.importorskip("lightning")
 
@@ -80,6 +81,37 @@ def test_weight_decay_shrinks_by_the_learning_rate(folder: Path, tmp_path: Path)
     before = [each.detach() for each in learner_for(ImageData(str(folder), crop=9, crop_padding=1)).parameters()]
     for start, without, with_decay in zip(before, found[0.0], found[0.5], strict=True):
         torch.testing.assert_close(with_decay, without - 0.01 * 0.5 * start)
+
+
+@pytest.mark.parametrize(
+    ("image_size", "num_classes", "options", "rate"),
+    [
+        (28, 10, {}, None),  # the authors' layer
+        (32, 3, {}, 0.01 * 921.6 * 3 / (2048 * 8)),
+        (32, 3, {"softmax": "in"}, None),
+        (32, 3, {"routing": "em"}, None),
+    ],
+)
+def test_many_input_capsules_for_each_class_take_small_steps(
+    image_size: int, num_classes: int, options: dict[str, Any], rate: float | None
+) -> None:
+    small = {"conv_channels": 4, "decoder_hidden": (2,), **options}
+    for given, wanted in ((None, rate), (0.002, 0.002 if options.get("routing") != "em" else None)):
+        learner = Learner("capsnet", 1, image_size, num_classes, options=small, lr=0.01, routing_lr=given)
+        groups = learner.configure_optimizers()["optimizer"].param_groups  # type: ignore[index,call-overload]
+        rates = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+        assert rates.keys() == {*learner.parameters()}
+        assert rates.pop(learner.model.routing.W) == pytest.approx(wanted or 0.01)
+        assert {*rates.values()} == {0.01}
+
+
+def test_a_small_data_set_has_some_steps_in_an_epoch() -> None:
+    pair = [TensorDataset(torch.rand(n, 1, 4, 4), torch.arange(n) % 2) for n in (50, 2000)]
+    for size, given, wanted in ((0, None, 8), (1, None, 128), (0, 3, 3)):
+        images = ImageData(train=pair[size], test=pair[0], batch_size=given)
+        assert images.train_dataloader().order.batch_size == wanted
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        ImageData(train=pair[0], test=pair[0], batch_size=0).train_dataloader()
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 3, 1, 1]), torch.tensor([[0, 1], [3, 2], [1, 0], [2, 3]])])
