@@ -15,11 +15,14 @@ record.json, curve.png and logs/ into its folder. With images for validation it 
 tested at the end. Defaults are in parentheses.
 
   --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
-                        files, an .npz file, a class path such as my_module.MyImages; multi:NAME (two overlapping
-                        images) or affine:NAME (larger canvas; tests are rotated, sheared, scaled)    (digits)
+                        files, a table labels.csv, an .npz file, a class path such as my_module.MyImages; multi:NAME
+                        (two overlapping images) or affine:NAME (larger canvas; tests are rotated, sheared, scaled)
+                                                                                                      (digits)
+  --image-size N        resize pictures to N x N
   --download            download the data set if it is missing
   --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
   --routing NAME        dynamic, em, ... or a class path                                              (the model's)
+  --pretrained NAME     start from the weights of mnist, ..., a folder, a repository or a checkpoint
   --epochs N            passes over the data                                                          (10)
   --batch-size N        images per step in each process            (128, fewer if an epoch had fewer than eight steps)
   --lr X                learning rate                                                                 (0.001)
@@ -85,7 +88,8 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
     found, others = parser.parse_known_args(words)
     for before, word in zip(["", *others], others, strict=False):
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
-            raise ValueError(f"capsfast {command}: options begin with --, got {word!r}")
+            remedy = "" if command in ("train", "fit") else "; --resume FILE names a checkpoint"
+            raise ValueError(f"capsfast {command}: options begin with --, got {word!r}{remedy}")
     if found.resume is None and command in ("validate", "test") and not {"-h", "--help"} & {*words}:
         raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
     if found.resume is not None and not Path(found.resume).is_file():

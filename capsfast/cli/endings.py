@@ -2,9 +2,10 @@
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -39,6 +40,21 @@ def stop(message: str, code: int = 1) -> typer.Exit:
 
 
 @contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Prints warnings of the package without the place in its code that gave them."""
+    before = warnings.formatwarning
+
+    def formatted(message: Warning | str, *place: Any, **line: Any) -> str:
+        return f"{message}\n" if str(message).startswith("capsfast") else before(message, *place, **line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextmanager
 def one_line(command: str, kept: Callable[[], str] = str) -> Iterator[None]:
     """Ctrl-C and a full, read-only or forbidden folder end the command in one line instead of a traceback.
 
@@ -68,7 +84,7 @@ def plain_errors(command: str) -> Iterator[None]:
     if missing:
         raise stop(f"capsfast: this command needs {' and '.join(missing)}; {in_the_checkout('train')}")
     try:
-        with one_line(command):
+        with one_line(command), plain_warnings():
             yield
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
         if not str(error).startswith("capsfast"):

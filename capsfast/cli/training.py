@@ -76,6 +76,7 @@ class Command(LightningCLI):
         self.command, self.asked = command, asked
         self.training = command in ("train", "fit")
         self.held: dict[str, Any] | None = None  # options of the model in the checkpoint
+        self.first_step = 0
         self.claimed: Path | None = None
         self.checkpoint = None if asked.resume is None else Path(asked.resume)
         self.kept = {} if self.checkpoint is None else self._of_checkpoint(self.checkpoint)
@@ -112,7 +113,7 @@ class Command(LightningCLI):
         open_learner(path, content)  # what it holds may be anything
         model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
         data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
-        self.held = model
+        self.held, self.first_step = model, int(content["global_step"])
         kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed", "options")}
         kept |= {f"{OPTIONS}.{name}": value for name, value in model["options"].items()}
         # Other data hold nothing out.
@@ -275,7 +276,11 @@ class Command(LightningCLI):
             error.filename = error.filename or str(self.out)
             raise
         if self.trainer.is_global_zero:
-            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on, results)
+            for each in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(each, EarlyStopping) and each.stopped_epoch > 0:
+                    say(f"stopped: {each.patience} validations without improvement")
+            seconds = time.perf_counter() - start
+            _report(self.trainer, model, datamodule, self.out, seconds, self.goes_on, self.first_step, results)
 
     def validate(self, model: Learner, datamodule: ImageData, **options: Any) -> None:
         if datamodule.sets.val is None:
@@ -315,6 +320,7 @@ def _report(
     out: Path,
     seconds: float,
     resumed: bool,
+    first_step: int,
     results: dict[str, dict[str, float]],
 ) -> None:
     logs = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
@@ -338,6 +344,7 @@ def _report(
         "processes": trainer.world_size,
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
+        "first_step": first_step,
         "seconds": round(seconds, 1),
         "parts": parts,
         "results": {name: value for name, value in results["last"].items() if name.startswith("test_")},
@@ -348,7 +355,7 @@ def _report(
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
     write_text(out / "record.json", f"{{\n{lines}\n}}\n")
     last = ", ".join(shown(results["last"], tests=True))
-    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if last else ''}{last}")
+    say(f"{trainer.global_step - first_step} steps in {seconds:.1f} s{': ' if last else ''}{last}")
     if "best" in results:
         say(f"best.ckpt, step {results['best']['step']}: {', '.join(shown(results['best'], tests=True))}")
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")

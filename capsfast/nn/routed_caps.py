@@ -54,7 +54,8 @@ class RoutedCaps(Layer):
         (torch.Size([4, 10, 16]), torch.Size([4, 10]))
     """
 
-    W: nn.Parameter | None
+    # None if another weight has parameters of its own. For type checkers W is there, as in nearly every layer.
+    W: nn.Parameter
     A: nn.Parameter | None
     U: nn.Parameter | None
     V: nn.Parameter | None

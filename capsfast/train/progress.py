@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import rich.table
 import torch
-from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ProgressBar, RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.progress import TextColumn
@@ -53,8 +53,8 @@ class Throughput(Callback):
 class Guessing(Callback):
     """Warns once if the loss is not finite or the network only guesses, with the reason if it is known.
 
-    Guessing is checked at the end of training after SOME_STEPS, and at every test after MANY_STEPS. The reason comes
-    from :func:`capsfast.diagnose` with images of the last step.
+    Guessing is checked at the end of training after SOME_STEPS, or at any step if patience ended it, and at every test
+    after MANY_STEPS. The reason comes from :func:`capsfast.diagnose` with images of the last step.
     """
 
     said = False
@@ -68,7 +68,8 @@ class Guessing(Callback):
             self._look(trainer, pl_module, MANY_STEPS)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._look(trainer, pl_module, SOME_STEPS)
+        stopped = any(isinstance(each, EarlyStopping) and each.stopped_epoch > 0 for each in trainer.callbacks)  # type: ignore[attr-defined]
+        self._look(trainer, pl_module, 1 if stopped else SOME_STEPS)
 
     def _look(self, trainer: pl.Trainer, learner: Any, steps: int) -> None:
         metrics = trainer.callback_metrics
