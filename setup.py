@@ -269,7 +269,7 @@ def build():
     except ImportError as error:
         raise SystemExit(
             f"capsfast: building needs torch >= {TORCH_TARGET} in this environment ({error}); pip's isolated one "
-            "has none. Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
+            "has none. Run: pip install torch ninja pybind11, then install again with --no-build-isolation"
         ) from error
 
     if found != "c++":
@@ -313,4 +313,5 @@ if __name__ == "__main__":
     # Without NumPy torch warns at every import; a build needs no NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     # An archive of the sources, and pip's question what a build requires, need no torch.
-    setup(**({} if {"egg_info", "sdist"} & {*sys.argv} else build()))
+    compiles = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"} & {*sys.argv}
+    setup(**(build() if compiles or not {"egg_info", "sdist"} & {*sys.argv} else {}))

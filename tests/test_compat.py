@@ -380,6 +380,17 @@ def test_moments_of_another_layout_are_refused(shape: tuple[int, ...]) -> None:
             compat.optimizer_state(optimizer, saved)
 
 
-def test_moments_that_are_smaller_than_their_parameter_are_the_optimizers_business() -> None:
+def test_moments_that_are_not_one_for_each_number_are_the_optimizers_business() -> None:
     optimizer = trained((7, 4), torch.optim.Adafactor)
     assert compat.optimizer_state(optimizer, optimizer.state_dict()) == optimizer.state_dict()
+    parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))]
+    lbfgs = torch.optim.LBFGS(parameters)
+
+    def closure() -> Any:
+        lbfgs.zero_grad()
+        loss = sum(each.square().sum() for each in parameters)
+        loss.backward()  # type: ignore[union-attr]
+        return loss
+
+    lbfgs.step(closure)
+    assert compat.optimizer_state(lbfgs, lbfgs.state_dict()) == lbfgs.state_dict()

@@ -1,6 +1,7 @@
 """What ``train``, ``fit``, ``validate`` and ``test`` can know before Lightning is imported, which takes seconds."""
 
 import argparse
+import os
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
             raise ValueError(f"capsfast {command}: options begin with --, got {word!r}{remedy}")
     if found.resume is None and command in ("validate", "test") and not {"-h", "--help"} & {*words}:
         raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
+    found.resume = found.resume and os.path.expanduser(found.resume)
     if found.resume is not None and not Path(found.resume).is_file():
         what = "does not exist; training writes last.ckpt into its folder after every epoch"
         if Path(found.resume).is_dir():
@@ -99,7 +101,9 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
         raise FileNotFoundError(f"capsfast {command}: --resume: {found.resume} {what}")
     folder = (found.data or "").rpartition(":")[2]
     if "/" in folder and not Path(folder).expanduser().exists():
-        raise FileNotFoundError(f"capsfast {command}: --data: {folder} does not exist; name a folder or an .npz file")
+        raise FileNotFoundError(
+            f"capsfast {command}: --data: {folder} does not exist; name a folder, an .npz or a .csv file"
+        )
     found.words = list(words)
     named = [each.partition("=")[2] for each in found.option if each and each.startswith("routing=")]
     found.routing = found.routing or next(iter(named), None)

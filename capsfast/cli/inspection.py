@@ -339,14 +339,14 @@ def _files(given: list[Path]) -> list[Path]:
     """
     from ..data.files import pictures_below
 
-    files: dict[Path, None] = {}
+    files: dict[str, Path] = {}
     for path in given:
         path.stat()
         below = [Path(each) for each in pictures_below(path)] if path.is_dir() else [path]
         if not below:
             raise ValueError(f"capsfast predict: {path} must hold pictures, got a folder without any")
-        files |= dict.fromkeys(below)
-    return [*files]
+        files |= {os.path.realpath(each): each for each in below}
+    return [*files.values()]
 
 
 def _read(path: Path, learner: "Learner") -> torch.Tensor | None:

@@ -58,10 +58,20 @@ class Begin(Callback):
             self.config.pop(name, None)
 
     @rank_zero_only
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        # Otherwise a run that is resumed from another folder takes the old best.ckpt for its own.
+        if self.is_new and stage == "fit":
+            (self.folder / "best.ckpt").unlink(missing_ok=True)
+
+    @rank_zero_only
     def on_train_start(self, *_: Any) -> None:
+        config = self.folder / "config.yaml"
+        if not self.is_new and config.is_file() and not self.config["model"].get("pretrained"):
+            # A checkpoint does not hold where its first weights came from.
+            self.config["model"]["pretrained"] = yaml.safe_load(config.read_text("utf-8"))["model"].get("pretrained")
         for name in OF_A_RUN if self.is_new else ():
             (self.folder / name).unlink(missing_ok=True)
-        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        write_text(config, yaml.safe_dump(self.config, sort_keys=False))
 
 
 class Command(LightningCLI):
@@ -121,7 +131,7 @@ class Command(LightningCLI):
         if same and data.get("data") is None:
             remedy = "capsfast.train.fit goes on" if self.training else "give other data with --data"
             raise ValueError(f"capsfast {self.command}: {path} was trained on data sets from Python; {remedy}")
-        left_out = ("seed",) if same else ("seed", "hold_out")
+        left_out = () if same else ("seed", "hold_out")
         kept |= {f"data.{name}": value for name, value in data.items() if name not in left_out}
         return kept | {"seed": model["seed"]}
 
@@ -151,8 +161,10 @@ class Command(LightningCLI):
         parser.add_argument("--checkpoint_every", type=int | None, help="Write step.ckpt every so many steps.")
         parser.add_argument("--best", type=bool, default=False, help="Write best.ckpt, the best by validation.")
         parser.add_argument("--patience", type=int | None, help="Stop after so many validations without improvement.")
-        for part in ("model", "data"):
-            parser.link_arguments("seed", f"{part}.seed")
+        # Data of a checkpoint keep their seed: it drew the images that are held out.
+        self.linked = {f"{part}.seed" for part in GROUPS[:2]} - self.kept.keys()
+        for name in sorted(self.linked):
+            parser.link_arguments("seed", name)
         for name, read in LINKED.items():
             parser.link_arguments("data", f"model.{name}", read, apply_on="instantiate")
         for action in parser._actions:
@@ -178,14 +190,16 @@ class Command(LightningCLI):
         """
         given, unchanged = self.config, self.parser.parse_args([])
         if self.held is not None:
-            fixed = (*GROUPS[:2], "seed") if self.training else GROUPS[:1]
+            fixed = {*(GROUPS[:2] if self.training else GROUPS[:1])}
+            if self.training or self.asked.data is None:  # other images would be held out, such as those to train on
+                fixed |= {"seed", "data.seed", "data.hold_out"}
             changed = [
                 self.parser.short(name)  # type: ignore[attr-defined]
                 for name, value in given.items()
-                if name.partition(".")[0] in fixed and value != unchanged.get(name) and ".seed" not in name
+                if {name, name.partition(".")[0]} & fixed and value != unchanged.get(name) and name not in self.linked
             ]
             if changed:
-                what = "model, data and seed" if self.training else "model"
+                what = "model, data and seed" if self.training else "model, seed and hold_out"
                 raise ValueError(
                     f"capsfast {self.command}: the checkpoint holds {what}; leave out {', '.join(changed)}"
                 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from .. import checks
 
@@ -14,7 +14,7 @@ def optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     ``optimizer.load_state_dict`` takes moments of any shape, and the next step fails, or reads them in another order.
     Leading axes of length 1 are added or removed, as the layers of :mod:`capsfast.compat` do with weights.
 
-    A parameter whose moments differ in shape, as Adafactor's do, is left as it is.
+    A parameter whose moments differ in shape, as Adafactor's do, is left as it is; so is the state of LBFGS.
 
     Args:
         optimizer: the optimizer that will load the state.
@@ -39,7 +39,9 @@ def optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
         if len(shapes) != 1 or shapes == {parameter.shape}:
             continue
         (shape,) = shapes
-        if _significant(shape) != _significant(parameter.shape):
+        if isinstance(optimizer, LBFGS):
+            continue  # one vector for all parameters
+        if _without_leading_ones(shape) != _without_leading_ones(parameter.shape):
             raise ValueError(
                 f"capsfast.compat.optimizer_state: the moments of parameter {n} must be "
                 f"{checks.shape_of(parameter)}, got {list(shape)}; take the state of an optimizer of this model, "
@@ -49,6 +51,6 @@ def optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     return {**state_dict, "state": state}
 
 
-def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     first = next((n for n, size in enumerate(shape) if size != 1), len(shape))
     return tuple(shape[first:])

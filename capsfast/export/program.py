@@ -90,10 +90,14 @@ def to_onnx(
         raise ModuleNotFoundError(f"{op}: needs the packages onnx and onnxscript; pip install {' '.join(lacking)}")
     exported = _exported(op, model, example, dynamic_batch).run_decompositions(decompositions())
     signature = exported.graph_signature
-    inputs = options.get("input_names") or signature.user_inputs
-    result = tree_unflatten(list(signature.user_outputs), exported.call_spec.out_spec)
-    # A result of None has no output in the file. An output must not have the name of an input.
-    names = [f"{name}_out" if name in inputs else name for name, node in _names(result) if node is not None]
+    # The names of inputs, parameters and intermediate values are taken. A result of None has no output in the file.
+    taken = {node.name for node in exported.graph.nodes if node.op != "output"}
+    taken |= {*exported.state_dict, *exported.constants, *options.get("input_names", ())}
+    names: list[str] = []
+    for name, node in _names(tree_unflatten(list(signature.user_outputs), exported.call_spec.out_spec)):
+        while node is not None and (name in names or (name in taken and name != node)):
+            name += "_out"
+        names += [name] * (node is not None)
     options = {"verbose": False, "output_names": names, **options}
     torch.onnx.export(exported, (), str(path), dynamo=True, **options)
     return path

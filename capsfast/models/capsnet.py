@@ -31,8 +31,9 @@ class CapsNet(CapsuleEncoder):
         decoder_hidden: widths of the decoder's hidden layers.
         kernel_size: kernel of both convolutions; default 9, smaller for images below 19 pixels.
         conv_stride, primary_stride: strides of the first convolution and of the primary capsules. By default the first
-            is 1; for images with a side above 44 pixels it grows, so that there are at most 14 x 14 places of primary
-            capsules, with the default types 6272 capsules. ``model.routing.in_caps`` is their number.
+            is 1; for images with a side above 44 pixels it grows until there are at most 14 x 14 places of primary
+            capsules (with the default types 6272 capsules), as long as the short side allows it.
+            ``model.routing.in_caps`` is the number of capsules.
         backend, device, dtype, routing_options: other options of :class:`capsfast.DynamicRouting` or RoutedCaps.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`.

@@ -51,9 +51,9 @@ class ConvCaps2d(WindowLayer):
             Hinton, Sabour, Frosst (2018) and of Ribeiro, Leontidis, Kollias (2020). Learned logits count as scores.
         weight: as for RoutedCaps. :class:`capsfast.nn.Groups` split the types.
         init_std: as in RoutedCaps. By default dynamic routing starts with weighted sums (of equal coupling) about as
-            long as the input capsules, with one iteration twice as long, and shorter for many small output capsules,
-            which iterations lengthen. In a deep stack ``squash="exp"`` keeps this
-            length, while ``"paper"``, which is quadratic for short vectors, lets capsules fade.
+            long as the input capsules, with one iteration twice as long. If there are many small output capsules, sums
+            start shorter, because iterations lengthen them. In a deep stack ``squash="exp"`` keeps this length, while
+            ``"paper"``, which is quadratic for short vectors, lets capsules fade.
         device, dtype: device and dtype of the parameters.
         options: all other options of RoutedCaps, such as shared_weight and pose_rows, and options of the routing.
 

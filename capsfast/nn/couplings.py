@@ -37,6 +37,7 @@ def couplings(
 
     Raises:
         TypeError: any other layer.
+        ValueError: a replaced layer that averages logits over the batch, or masks after the softmax.
     """
     checks.boolean("capsfast.nn.couplings", "shares", shares)
     layer, u = as_capsfast(layer, u)
@@ -83,8 +84,8 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     They have a gradient, so that a loss can use them, for example with :class:`capsfast.nn.CouplingEntropy`.
 
     Args:
-        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting`. For a layer that
-            :func:`capsfast.accelerate` replaced, there is :func:`couplings`.
+        layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting`. :func:`couplings`
+            measures a layer that :func:`capsfast.accelerate` replaced, without gradients.
         shares: as for :func:`couplings`.
 
     Raises:

@@ -45,8 +45,9 @@ class SlimConvCaps2d(WindowLayer):
         conv_bias: add a bias to the convolution, ``conv.bias``, and so to every vote.
         init_std: the kernel starts as a normal distribution with this deviation, truncated at two deviations. By
             default, dynamic routing starts with weighted sums (of equal coupling) about as long as the input capsules,
-            with one iteration twice as long, and shorter for many small output capsules, which iterations lengthen.
-            Other routings start as in a fully connected layer, or with votes as long as the input capsules.
+            with one iteration twice as long. If there are many small output capsules, sums start shorter, because
+            iterations lengthen them. Other routings start as in a fully connected layer, or with votes as long as the
+            input capsules.
         device, dtype: device and dtype of the parameters.
         options: options of the routing. Dynamic routing has learned_logits, bias (``[J, D]``, added to the weighted
             sum), softmax, gradient, leaky, squash, eps and backend, as in :func:`capsfast.route_votes`.

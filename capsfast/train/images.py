@@ -161,7 +161,8 @@ class ImageData(pl.LightningDataModule):
         if asked and self.sets.val is None:
             raise ValueError(
                 f"capsfast.train.ImageData: best checkpoints and patience need images for validation, got hold_out="
-                f"{self.options['hold_out']}; give hold_out a share. A resumed run holds out what it did before"
+                f"{self.options['hold_out']}; begin a run with a share, such as hold_out=0.1: a resumed run holds out "
+                f"what it did before"
             )
 
     def setup(self, stage: str) -> None:

@@ -159,6 +159,8 @@ class Learner(_OfItsModel):
         tensors: dict[str, Tensor] | None = None
         if pretrained is not None:
             held, tensors = read_pretrained(op, model, str(pretrained))
+            if normalize is not None:  # the mean and deviation of the images of this training
+                tensors = {name: each for name, each in tensors.items() if not name.startswith("normalize.")}
             options, normalize = {**held["options"], **options}, normalize or held.get("normalize")
         # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
         self.save_hyperparameters(logger=False, ignore="pretrained")
@@ -171,8 +173,8 @@ class Learner(_OfItsModel):
             checks.positive(op, name, value, zero=True)
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
-        if class_names and len(class_names) != num_classes:
-            raise ValueError(f"{op}: class_names must hold {num_classes} names, got {len(class_names)}")
+        if class_names and not len(class_names) == len({*class_names}) == num_classes:
+            raise ValueError(f"{op}: class_names must hold {num_classes} different names, got {class_names}")
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
         self.seed = seed
         source = nullcontext() if tensors is None else made_from(op, f"{pretrained} and of this call")

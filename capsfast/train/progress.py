@@ -64,8 +64,8 @@ class Guessing(Callback):
         self._images = batch.images
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._look(trainer, pl_module, MANY_STEPS)
+        # After fitting, this is the last validation of a training that ended within an epoch.
+        self._look(trainer, pl_module, MANY_STEPS if trainer.state.fn == TrainerFn.FITTING else SOME_STEPS)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         stopped = any(isinstance(each, EarlyStopping) and each.stopped_epoch > 0 for each in trainer.callbacks)  # type: ignore[attr-defined]

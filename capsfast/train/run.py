@@ -94,13 +94,13 @@ def make_trainer(
     callbacks: list[Callback] = [
         Throughput(),
         Guessing(),
-        Stop(out / "last.ckpt"),
         ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **common),
     ]
     if best is not None:
         callbacks.append(Best(filename="best", monitor=best[0], mode=best[1], save_on_train_epoch_end=False, **common))
     if checkpoint_every is not None:
         callbacks.append(ModelCheckpoint(filename="step", every_n_train_steps=checkpoint_every, **common))
+    callbacks.append(Stop(out / "last.ckpt"))  # after Best, so that last.ckpt knows its result
     writer = WholeCheckpoints()
     if progress:
         shown = table_or_lines()
@@ -179,8 +179,7 @@ def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[s
     if images.options["hold_out"] is None:
         images.hold_out(held["hold_out"])
     wanted, got = ((each["hold_out"], each["seed"]) for each in (held, images.options))
-    # Without a share the seed draws no images.
-    if wanted[0] != got[0] or (wanted[0] and wanted[1] != got[1]):
+    if wanted != got:
         rule = f"hold_out and seed must be those of {resume}, {wanted[0]} and {wanted[1]}"
         raise ValueError(f"capsfast.train.fit: {rule}, got {got[0]} and {got[1]}; give the same")
     return content

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,11 +55,18 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class Stop(Callback):
+def _choosing(trainer: pl.Trainer) -> bool:
+    """Whether best checkpoints or patience depend on every validation, which a resumed run does not repeat."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(str(getattr(each, "monitor", None)).startswith("val_") for each in callbacks)
+
+
+class Stop(Checkpoint):
     """Ends training at a signal, with a checkpoint.
 
     The current step is finished first: then weights, optimizer and order of the images are consistent, and a resumed
-    run continues bit for bit. A test is aborted unless several processes share it. A second Ctrl-C ends at once.
+    run continues bit for bit. A test is aborted unless several processes share it; a validation that best checkpoints or
+    patience depend on is finished. A second Ctrl-C ends at once.
 
     Args:
         checkpoint: file of the checkpoint.
@@ -95,12 +102,20 @@ class Stop(Callback):
         if self._saved:
             raise Stopped
 
-    def on_validation_start(self, *_: Any) -> None:
-        self.on_train_batch_start()
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not _choosing(trainer):
+            self.on_train_batch_start()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # All processes must write the checkpoint together.
+        decides = trainer.state.fn == TrainerFn.FITTING and _choosing(trainer)
+        if decides and trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
+            self._save(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Several processes may have different numbers of batches here, so they can't agree on a batch to stop at.
-        if self.signal is not None and trainer.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
+        alone = trainer.world_size == 1 and trainer.state.fn == TrainerFn.FITTING
+        if self.signal is not None and alone and not _choosing(trainer):
             self._save(trainer)
             raise Stopped
 

@@ -81,7 +81,7 @@ class Routing:
         return Call(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
 
     def iterations(self, state: Slot, kept: int) -> list[Iteration]:
-        """The iterations in a state that holds so many; they take turns in it."""
+        """Views of a state that holds ``kept`` iterations; iteration t is in place t % kept."""
         pair, vector = (self.rows, self.J), (self.rows, self.J, self.D)
         sizes = (pair, pair, vector, vector, vector, vector) * kept
         parts = state.ghost.split([math.prod(size) for size in sizes])

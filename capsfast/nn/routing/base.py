@@ -196,7 +196,7 @@ class SummingRouting(IterativeRouting):
     softmax = "out"
 
     def weight_std(self, products: int, *, columns: int, groups: int = 1, alike: float = 1) -> float:
-        """As long sums of equal coupling as in the authors' layer, see :func:`starting_std`."""
+        """Keeps the length of the authors' sums of equal coupling, see :func:`starting_std`."""
         inputs, outputs = self.in_caps // groups, self.out_caps // groups
         share = inputs if self.softmax == "in" else outputs
         return starting_std(self.num_iterations, share, inputs * columns * alike, self.out_dim, AUTHORS_LENGTH)

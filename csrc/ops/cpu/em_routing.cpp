@@ -320,6 +320,8 @@ void em_routing_backward(Stack& stack) {
   const std::vector<bool> needed = stack.needed(5);
   const Problem& p = call.p;
   const ScalarType wide = wide_type(call.u);
+  STD_TORCH_CHECK(state.numel() > 0 || call.state_size() == 0,
+                  "capsfast: em_routing has no backward without its state; call it with return_state=True");
   Routing::saved("state", state, call.u, {call.state_size()});
 
   BackwardOutputs gradients;
