@@ -53,9 +53,9 @@ class DynamicRouting(RoutedCaps):
         bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
         options: softmax, squash and so on, and backend: the keywords of :func:`capsfast.dynamic_routing`.
         init_std: the weight starts as a normal distribution with this deviation, truncated at two deviations. The
-            authors' 0.1 suits their 1152 to 10 capsules of size 16. The default keeps the length of the weighted sums
-            at any sizes, and is 0.1 at these; sums start shorter where iterations would saturate the squash. A deviation
-            that is too large, as of ``torch.randn``, saturates the squash, so that the margin loss does not fall.
+            authors' 0.1 suits their 1152 to 10 capsules of size 16. The default keeps the length of weighted sums
+            at any sizes, and is 0.1 at these; sums start shorter where iterations would saturate the squash. A large
+            deviation, as of ``torch.randn``, saturates the squash at once, so that the margin loss does not fall.
         device, dtype: device and dtype of the parameters.
 
     Shapes: ``u [B, in_caps, in_dim]`` to ``v [B, out_caps, out_dim]``.

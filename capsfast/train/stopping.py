@@ -65,8 +65,8 @@ class Stop(Checkpoint):
     """Ends training at a signal, with a checkpoint.
 
     The current step is finished first: then weights, optimizer and order of the images are consistent, and a resumed
-    run continues bit for bit. A test is aborted unless several processes share it; a validation that best checkpoints or
-    patience depend on is finished. A second Ctrl-C ends at once.
+    run continues bit for bit. A test is aborted unless several processes share it; a validation on which best
+    checkpoints or patience depend is finished. A second Ctrl-C ends at once.
 
     Args:
         checkpoint: file of the checkpoint.
@@ -107,7 +107,7 @@ class Stop(Checkpoint):
             self.on_train_batch_start()
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # All processes must write the checkpoint together.
+        # All processes write the checkpoint together.
         decides = trainer.state.fn == TrainerFn.FITTING and _choosing(trainer)
         if decides and trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False):
             self._save(trainer)

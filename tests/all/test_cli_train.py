@@ -151,7 +151,7 @@ def test_autoencoder(tmp_path: Path) -> None:
         ("--option routing=em --final 3", "final: 3.0"),
         ("'--config={model: {model: cnn, options: {hidden: [3]}}}' --dropout 0", "dropout: 0.0"),
         ("--model matrixcapsnet --floor 2 --alpha 3", "floor: 2.0"),
-        ("--model segcaps --conv-bias", "conv_bias: true"),
+        ("--model segcaps --digit-dim 3", "digit_dim: 3"),
         ("--decoder-hidden [3,4]", "decoder_hidden:\n    - 3\n    - 4"),
         ("--model efficientcapsnet --no-scaled --routing inverted-attention", "scaled: false"),
         ("--callbacks+=EarlyStopping --callbacks.monitor=a --callbacks+=LearningRateMonitor", "monitor: a"),
@@ -205,7 +205,7 @@ def test_spellings_of_options(words: str, line: str) -> None:
         (["--config={model: [3]}"], "capsfast train: --config: model must hold names and values, got [3]"),
         (["--config={model: {options: {width: 1}}}"], "Group 'model' does not accept option 'options.width'"),
         (["--logger", "TensorBoardLogger", "--logger.save_dir=a"], "`tensorboard`"),
-        (["--data", "no/where"], "--data: no/where does not exist; name a folder or an .npz file"),
+        (["--data", "no/where"], "--data: no/where does not exist; name a folder, an .npz or a .csv file"),
         (["--limit-train-batches", "0.001"], "capsfast train: "),
         (["--data", "torchvision.datasets.MNIST"], "missing a required argument: 'root'; root is the option data_dir"),
         (["--patience", "2", "--limit-val-batches", "0"], "best and patience need validation, and limit_val_batches=0"),
@@ -350,7 +350,7 @@ def test_a_run_that_asks_for_no_validation_holds_nothing_out(tmp_path: Path) -> 
     assert message.startswith(f"capsfast validate: {last} has no images for validation; train with --best, --pat")
     # These images have been trained on, so none of them can be held out now.
     message = failed("train", "--resume", last, "--best", "--epochs", "2")
-    assert "need images for validation, got hold_out=0.0" in message and "A resumed run holds out what it" in message
+    assert "need images for validation, got hold_out=0.0" in message and "a resumed run holds out what it did before" in message
 
 
 def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
