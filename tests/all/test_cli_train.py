@@ -106,6 +106,9 @@ def test_fine_tuning_needs_the_pretrained_network_once(tmp_path: Path) -> None:
     assert held["hyper_parameters"]["options"] == weights["hyper_parameters"]["options"]
     for name in ("model.convs.0.weight", "normalize.mean"):
         torch.testing.assert_close(held["state_dict"][name], weights["state_dict"][name])
+    # Asked for again, the normalisation is that of the new images.
+    again = train.Learner("efficientcapsnet", 1, 8, 10, pretrained=str(first), normalize="set")
+    assert again.normalize is not None and not again.normalize.known
     with pytest.raises(ValueError, match=r"model must be efficientcapsnet, as in .*last\.ckpt, got capsnet$"):
         train.Learner(pretrained=str(first))
     first.unlink()
@@ -336,8 +339,31 @@ def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
             assert result.exit_code == 0 and f"{part} accuracy {found[f'{part}_accuracy']:.5g}" in result.output
             assert ("val accuracy" in result.output) == (command == "validate")
     assert record["best"]["step"] < record["last"]["step"] == record["steps"]
-    message = failed("train", "--resume", last, "--hold-out", "0.2")
-    assert message.endswith("leave out --hold-out")
+    assert failed("train", "--resume", last, "--hold-out", "0.2").endswith("leave out --hold-out")
+    # Others would be images to train on.
+    for words in (("--seed", "1"), ("--hold-out", "0.5")):
+        assert failed("validate", "--resume", last, *words).endswith(f"leave out {words[0]}")
+
+
+def test_images_held_out_in_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+    """The data have a seed of their own there."""
+    images = train.ImageData("digits", seed=5, hold_out=0.1, batch_size=256)
+    learner = train.Learner(**images.sets.sizes, options={"conv_channels": 8, "primary_groups": 2})
+    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False, best=learner.monitor)
+    wanted = train.fit(trainer, learner, images)["best"]["val_accuracy"]
+    last = tmp_path / "last.ckpt"
+    assert f"val accuracy {wanted:.5g}" in run("validate", "--resume", last).output
+    assert run("train", "--resume", last, "--epochs", "2", "--best").exit_code == 0
+
+
+def test_a_run_in_the_folder_of_another_has_no_best_of_it(tmp_path: Path) -> None:
+    trained(tmp_path / "old", *CAPSNET, "--best")
+    last = trained(tmp_path / "new", *CAPSNET, "--best")
+    words = ["--out", tmp_path / "old", "--overwrite", "--epochs", "3", "--limit-train-batches", "1"]
+    result = run("train", "--resume", last, *words)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "old" / "record.json").read_text())
+    assert record["best"]["step"] == read_checkpoint(tmp_path / "old" / "best.ckpt")["global_step"] > 1
 
 
 def test_a_run_that_asks_for_no_validation_holds_nothing_out(tmp_path: Path) -> None:
@@ -350,7 +376,10 @@ def test_a_run_that_asks_for_no_validation_holds_nothing_out(tmp_path: Path) -> 
     assert message.startswith(f"capsfast validate: {last} has no images for validation; train with --best, --pat")
     # These images have been trained on, so none of them can be held out now.
     message = failed("train", "--resume", last, "--best", "--epochs", "2")
-    assert "need images for validation, got hold_out=0.0" in message and "a resumed run holds out what it did before" in message
+    assert (
+        "need images for validation, got hold_out=0.0" in message
+        and "a resumed run holds out what it did before" in message
+    )
 
 
 def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch.callbacks import EarlyStopping
+
 from capsfast import train
 from capsfast.train import Interrupted, stopping
 from capsfast.train.checkpoint import read_checkpoint
@@ -115,6 +117,28 @@ def test_a_resumed_run_holds_out_the_same_images(folder: Path, tmp_path: Path) -
     for out, more in ((tmp_path, best), (tmp_path / "copy", {})):
         trained(folder, out, out / "last.ckpt", **more)
         assert_same_state(tmp_path / "whole" / "last.ckpt", out / "last.ckpt", steps=14)
+
+
+def choice(checkpoint: Path) -> Any:
+    """What is known of the best validation."""
+    (state,) = [each for name, each in read_checkpoint(checkpoint)["callbacks"].items() if name.startswith("Best")]
+    return state["best_model_score"], state["monitor"]
+
+
+@pytest.mark.parametrize(("hook", "call"), [("training_step", 7), ("validation_step", 1)])
+def test_a_signal_loses_no_validation_that_best_checkpoints_depend_on(
+    folder: Path, tmp_path: Path, hook: str, call: int
+) -> None:
+    """In the last step of an epoch, and in its validation. Its result decides in the resumed run too."""
+    best: Any = {"best": ("val_accuracy", "max"), "callbacks": [EarlyStopping("val_accuracy", mode="max", patience=9)]}
+    trained(folder, tmp_path / "whole", **best)
+    out = tmp_path / "out"
+    assert interrupted(folder, out, hook, call, send(signal.SIGTERM), **best).step == 7
+    once = choice(out / "last.ckpt")
+    assert once[0] is not None and (out / "best.ckpt").exists()
+    trained(folder, out, out / "last.ckpt", **best)
+    assert_same_state(tmp_path / "whole" / "last.ckpt", out / "last.ckpt", steps=14)
+    assert choice(out / "last.ckpt") == choice(tmp_path / "whole" / "last.ckpt")
 
 
 def twice() -> None:
