@@ -40,7 +40,7 @@ class Parser(LightningArgumentParser):
     """The parser of one command."""
 
     def add_network(self, op: str, model: str, routing: str | None) -> None:
-        """Adds the options of a network and, if the network takes routings, those of the routing and its layer.
+        """Adds the options of a network and, if the network takes routings, the options of the routing and its layer.
 
         Raises:
             ValueError, TypeError: no such network, or no such routing.
@@ -57,7 +57,7 @@ class Parser(LightningArgumentParser):
             kinds.append(layer)
         for kind in kinds:
             there = {each.dest.rpartition(".")[2] for each in self._actions if each.dest.startswith(f"{OPTIONS}.")}
-            # jsonargparse also follows **options into the code, where it finds those of other routings.
+            # jsonargparse also follows **options into the code, where it finds other routings.
             taken = inspect.signature(kind).parameters.values()
             own = options_of(kind) or [each.name for each in taken if kind is network or each.kind is each.KEYWORD_ONLY]
             found = LightningArgumentParser().add_class_arguments(kind, fail_untyped=False)

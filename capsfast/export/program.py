@@ -74,7 +74,7 @@ def to_onnx(
         model, example, dynamic_batch: as in :func:`program`; or an exported program, and None for the example.
         file: a name that ends in ``.onnx``.
         options: options of ``torch.onnx.export``, such as input_names, opset_version and external_data. By default
-            inputs have the names of the model's arguments, and outputs those of its result's fields.
+            inputs have the names of the model's arguments, and outputs the names of the fields of its result.
 
     Returns:
         The path of the file.

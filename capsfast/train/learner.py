@@ -95,9 +95,9 @@ class Learner(_OfItsModel):
         decay_rate: the exponential schedule multiplies the learning rate by decay_rate every decay_steps, smoothly.
         decay_steps: see decay_rate; a cosine falls to 0 over this many steps. Default: 2000; for a cosine, all steps
             of the training.
-        routing_lr: learning rate of W of the layers with dynamic routing. Default: lr; and less by the factor by which
-            in_caps * in_dim / out_caps is above that of the authors' layer, 1152 * 8 / 10, because a step of Adam moves
-            every number by the learning rate, and so a weighted sum by this many times as much.
+        routing_lr: learning rate of W of the layers with dynamic routing. A step of Adam moves every number of W by the
+            learning rate, and so a weighted sum by up to in_caps * in_dim / out_caps times as much, in the authors'
+            layer 1152 * 8 / 10 times. Default: lr, and where the factor is larger, as much less.
         clip: largest norm of all gradients together; default: no clipping.
         loss: loss of the classes: margin, mse, spread, cross-entropy, or a class path, see
             :class:`capsfast.train.objective.ClassLoss`. Default: margin, for cnn cross-entropy. A network without
