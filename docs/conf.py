@@ -108,7 +108,7 @@ def from_notebook(text: str) -> str:
 
 
 def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
-    if app.env.doc2path(page).endswith(".ipynb"):
+    if Path(app.env.doc2path(page)).suffix == ".ipynb":
         source[0] = from_notebook(source[0])
     elif page == app.config.root_doc:
         source[0] += "\n\n" + contents()

@@ -12,7 +12,7 @@ def optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     """The state dict of an optimizer with every moment in the shape of its parameter.
 
     ``optimizer.load_state_dict`` takes moments of any shape, and the next step fails, or reads them in another order.
-    Leading axes of length 1 are added or removed, as the layers of :mod:`capsfast.compat` do with weights.
+    Leading axes of length 1 are added or removed, as the layers of ``capsfast.compat`` do with weights.
 
     A parameter whose moments differ in shape, as Adafactor's do, is left as it is; so is the state of LBFGS.
 

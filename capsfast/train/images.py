@@ -140,7 +140,7 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def watched(self) -> str:
-        """The part that is measured during training: val, or test if there are no images for validation."""
+        """The part that a training measures after every epoch, val, or test if there are no images for validation."""
         return "test" if self.sets.val is None else "val"
 
     def hold_out(self, share: float) -> None:
