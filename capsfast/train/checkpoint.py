@@ -216,8 +216,8 @@ def open_pretrained(model: str, name: str) -> Learner:
         name: a network that comes with the package, a folder, a repository, or a file that ``capsfast train`` wrote.
 
     Raises:
-        OSError, ValueError, ModuleNotFoundError, RuntimeError: it can't be read, is of another model, or has images that
-            are not square.
+        OSError, ValueError, ModuleNotFoundError, RuntimeError: it can't be read, is of another model, or takes images
+            that are not square.
     """
     op = "capsfast.train.open_pretrained"
     return _made(op, name, *read_pretrained(op, model, name))
