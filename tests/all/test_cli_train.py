@@ -107,7 +107,8 @@ def test_fine_tuning_needs_the_pretrained_network_once(tmp_path: Path) -> None:
     for name in ("model.convs.0.weight", "normalize.mean"):
         torch.testing.assert_close(held["state_dict"][name], weights["state_dict"][name])
     # Asked for again, the normalisation is that of the new images.
-    again = train.Learner("efficientcapsnet", 1, 8, 10, pretrained=str(first), normalize="set")
+    with pytest.warns(UserWarning, match=r"drawn anew: normalize\.mean"):
+        again = train.Learner("efficientcapsnet", 1, 8, 10, pretrained=str(first), normalize="set")
     assert again.normalize is not None and not again.normalize.known
     with pytest.raises(ValueError, match=r"model must be efficientcapsnet, as in .*last\.ckpt, got capsnet$"):
         train.Learner(pretrained=str(first))

@@ -45,7 +45,7 @@ def grown(routing: str, graphs: bool, steps: int = 300) -> int:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_memory_of_steps_is_used_again(routing: str) -> None:
-    assert memory.in_a_process(grown, routing, False) < 16 * MIB
+    assert memory.in_a_process(grown, routing, False) < 32 * MIB
 
 
 @pytest.mark.parametrize("routing", ["em", "variational"])

@@ -207,7 +207,7 @@ def test_checkpoint_gives_network_and_data_back(folder: Path, tmp_path: Path) ->
 def test_checkpoint_of_data_sets_from_python(tmp_path: Path) -> None:
     """It opens with what the training took, and holds the same images out."""
     sets = [TensorDataset(torch.rand(count, 1, 10, 10), torch.arange(count) % 4) for count in (40, 12, 8)]
-    images = ImageData(train=sets[0], test=sets[2], seed=5, hold_out=0.2)
+    images = ImageData(train=sets[0], test=sets[2], batch_size=128, seed=5, hold_out=0.2)
     learner = learner_for(images)
     trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False)
     results = train.fit(trainer, learner, images)

@@ -285,7 +285,8 @@ class PassVotes(Votes):
         return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
 
     def _attended(self, scale: float) -> Tensor:
-        if self.out_mask is not None:  # equal coupling is then another share in every sample
+        # With a mask equal coupling is another share in every sample. torch.jit.trace has tensors for sizes.
+        if self.out_mask is not None or isinstance(self.J, Tensor):
             return super()._attended(scale)
         # Equal coupling forms the mean over the output capsules in the place of the sum.
         return self.agree(  # type: ignore[no-any-return]
