@@ -45,7 +45,8 @@ def grown(routing: str, graphs: bool, steps: int = 300) -> int:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_memory_of_steps_is_used_again(routing: str) -> None:
-    assert memory.in_a_process(grown, routing, False) < 32 * MIB
+    # Where the allocator puts blocks differs from run to run; what is never freed grows in each.
+    assert any(memory.in_a_process(grown, routing, False) < 16 * MIB for _ in range(3))
 
 
 @pytest.mark.parametrize("routing", ["em", "variational"])
