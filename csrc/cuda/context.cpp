@@ -32,6 +32,16 @@ int attribute_of(int device) {
   return value;
 }
 
+// Whether graphs can keep launches that start early: CUDA can from 12.3 on.
+bool graphs_keep_early() {
+  static const bool can = [] {
+    int driver = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    return CUDART_VERSION >= 12030 && driver >= 12030;
+  }();
+  return can;
+}
+
 }  // namespace
 
 struct Context::Held {
@@ -50,8 +60,12 @@ Context::Context(const torch::stable::Tensor& like)
   clusters = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture), "cudaStreamIsCapturing");
-  cooperative = cooperative_wanted(capture != cudaStreamCaptureStatusNone) &&
-                attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
+  static const bool columns = environment("CAPSFAST_COLUMNS") == "1";
+  columns_first = columns;
+  const bool capturing = capture != cudaStreamCaptureStatusNone;
+  cooperative = cooperative_wanted(capturing) && attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
+  early = early_wanted() && attribute_of<cudaDevAttrComputeCapabilityMajor>(device) >= 9 &&
+          (!capturing || graphs_keep_early());
 }
 
 Context::~Context() = default;

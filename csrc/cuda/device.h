@@ -52,14 +52,18 @@ CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE int64_t blocks_z() { return gridDim.z; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
+// A barrier of `count` threads of the block: all lanes of the warps that call it with `id`, 1 to 15 (0 is barrier()).
+CAPSFAST_DEVICE void named_barrier(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
 
 // A cluster is a number of neighbouring blocks along x. They run at the same time and can read each other's shared
 // memory. Before architecture 9.0 every block is a cluster of one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define CAPSFAST_CLUSTERS 1
 #endif
-// Whether the code may copy asynchronously and multiply in TF32. A kernel that needs this is empty without; the host
-// asks architecture() before it launches one.
+// Whether the code may copy asynchronously and multiply on tensor cores. A kernel that needs this is empty without; the
+// host asks architecture() before it launches one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kTensorCores = false;
 #else
@@ -133,6 +137,7 @@ class Global {
     return *reinterpret_cast<const Vector*>(&bits);
   }
   __host__ __device__ explicit operator bool() const { return data_ != nullptr; }
+  CAPSFAST_DEVICE bool aligned(size_t bytes) const { return reinterpret_cast<uintptr_t>(data_) % bytes == 0; }
   // The same memory as elements of another type.
   template <class U>
   __host__ __device__ Global<U> as() const {
@@ -236,6 +241,32 @@ CAPSFAST_DEVICE void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], cons
         "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(0.0f));
 }
 
+// c [16, 8] += a [16, 8] b [8, 8] for 16-bit numbers, two in a register, the lower k in the low half. A lane has k = 2
+// quad and 2 quad + 1 of row `group` (a[0]) and of row group + 8 (a[1]) of a, the same k of column `group` of b, and of
+// c what it has for mma_tf32(). Here group = lane / 4, quad = lane % 4.
+CAPSFAST_DEVICE void mma_bf16(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+CAPSFAST_DEVICE void mma_f16(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// c = a b, as above; see mma_tf32_from_zero().
+CAPSFAST_DEVICE void mma_bf16_from_zero(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b), "f"(0.0f));
+}
+CAPSFAST_DEVICE void mma_f16_from_zero(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b), "f"(0.0f));
+}
+
 // Starts copying 16 bytes from device memory to shared memory, without registers on the way. Both addresses are
 // multiples of 16. The copying thread may read the bytes after copies_wait(), other threads after a barrier that
 // follows. copies_commit() ends a group of copies; copies_wait_but_last() does not wait for the last group that ended.
@@ -250,11 +281,11 @@ CAPSFAST_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memo
 CAPSFAST_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 CAPSFAST_DEVICE void copies_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
-// Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are multiples
-// of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how many bytes to
-// expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first use and after
-// the last one thread begins and ends it, with barriers between. Before architecture 9.0 an Arrival does nothing, so a
-// kernel must ask has_bulk_copies().
+// Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are
+// multiples of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how
+// many bytes to expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first
+// use and after the last one thread begins and ends it, with barriers between. Before architecture 9.0 an Arrival does
+// nothing, so a kernel must ask has_bulk_copies().
 CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
 #ifdef CAPSFAST_CLUSTERS
   return true;
@@ -304,6 +335,21 @@ class Arrival {
   uint32_t at_;
 };
 
+// A kernel that starts early (see Together) waits here until the launch before has ended and its results can be read.
+// Every thread must wait. Before, it may not read what the launch before writes, nor write what that launch reads or
+// writes. Before architecture 9.0 both functions do nothing.
+CAPSFAST_DEVICE void wait_for_launch_before() {
+#ifdef CAPSFAST_CLUSTERS
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next launch may start, if it may start early, as soon as all blocks have called this or have ended.
+CAPSFAST_DEVICE void let_next_launch_start() {
+#ifdef CAPSFAST_CLUSTERS
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 using Stream = void*;  // a cudaStream_t
 
 // Sets `bytes` bytes of device memory to 0.
@@ -313,9 +359,11 @@ inline void set_zero(void* memory, int64_t bytes, Stream stream) {
 }
 
 // Which blocks of a launch must run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
+// If `early`, the launch may start before the launch before it has ended. Only a launch directly behind another launch
+// of the same call may start early: other kernels of the stream may keep other rules.
 struct Together {
   int cluster = 1;
-  bool grid = false;
+  bool grid = false, early = false;
 };
 
 // The configuration of a launch, with the attributes for `together`.
@@ -337,13 +385,18 @@ class Launching {
       attribute.id = cudaLaunchAttributeCooperative;
       attribute.val.cooperative = 1;
     }
+    if (together.early) {
+      cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
   }
   Launching(const Launching&) = delete;
   Launching& operator=(const Launching&) = delete;
   const cudaLaunchConfig_t& config() const { return config_; }
 
  private:
-  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchAttribute attributes_[3] = {};
   cudaLaunchConfig_t config_ = {};
 };
 
@@ -353,6 +406,8 @@ template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
   if (shared_bytes > 0) limits().of(kernel);  // sets how much the kernel may ask for
+  // In code of an older architecture wait_for_launch_before() does nothing, also on a device that can start it early.
+  if (together.early) together.early = limits().of(kernel).architecture >= 90;
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
   // A driver without cooperative launches of clusters may call the attributes invalid.

@@ -2,8 +2,12 @@
 
 import ctypes
 import functools
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +21,10 @@ from ..support.backends import Shape
 from ..support.problems import Case, make
 from ..support.problems import run as run_op
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 Floats = NDArray[np.float32]
 NUMBERS = np.arange(1, 65, dtype=np.float32)
+MORE = np.arange(1, 129, dtype=np.float32)
 BLOCKS = np.arange(1, 513, dtype=np.float32).reshape(8, 64)
 RIGHT = {
     "rotate": np.roll(NUMBERS, -1),
@@ -27,6 +33,11 @@ RIGHT = {
     "gather": np.tile(BLOCKS[:4].sum(0), (4, 1)),
     "ahead": np.roll(NUMBERS, -1) + np.roll(NUMBERS, -5),
     "bulk": 2 * np.roll(NUMBERS, -1),
+    "meet": MORE.reshape(2, 2, 32)[:, ::-1] + 3,
+    "chain": np.tile((MORE[:32] + MORE[1:33]).reshape(16, 2).sum(1).repeat(2), 4),
+    "take": 3 * NUMBERS,
+    "product_bf16": 2 * MORE.reshape(16, 8) @ MORE[64:].reshape(8, 8),
+    "product_f16": 2 * MORE.reshape(16, 8) @ MORE[64:].reshape(8, 8),
 }
 KIB = 1024
 
@@ -40,9 +51,9 @@ def planted() -> ctypes.CDLL:
     return loaded
 
 
-def run(kernel: str, fault: str = "", size: int = 512) -> tuple[str, Floats]:
-    """The fault that the emulator found, and the result."""
-    given = np.arange(1, size + 1, dtype=np.float32)
+def run(kernel: str, fault: str = "", size: int = 512, given: Floats | None = None) -> tuple[str, Floats]:
+    """The fault that the emulator found, and the result. Without ``given`` the kernel gets 1, 2, 3 ..."""
+    given = np.arange(1, size + 1, dtype=np.float32) if given is None else given
     out = np.full(size, np.nan, dtype=np.float32)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (given, out))
     found = planted().capsfast_run_planted(kernel.encode(), fault.encode(), *pointers, size)
@@ -84,6 +95,7 @@ def test_right_kernels_give_right_results(kernel: str) -> None:
         ("rotate", "early exit", "thread 7 has left the kernel"),
         ("odd block", "", "a block has whole warps"),
         ("sum", "missing barrier of the warp", "race: "),
+        ("sum", "overwritten without a barrier", "race: write of shared memory that thread"),
         ("sum", "half a warp", "threads wait for each other: thread 0 in the exchange of its warp"),
         ("pass", "missing barrier", "race: "),
         ("pass", "barrier of the block", "race: "),
@@ -111,6 +123,33 @@ def test_right_kernels_give_right_results(kernel: str) -> None:
         ("bulk", "nobody waits", "read of shared memory that belongs to a copy that was not waited for"),
         ("bulk", "wrong turn", "read of shared memory that belongs to a copy that was not waited for"),
         ("bulk", "copied over too soon", "race: copy to shared memory that thread"),
+        ("meet", "missing barrier", "race: "),
+        ("meet", "barrier of a warp", "race: "),
+        ("meet", "wrong pairs", "race: "),
+        ("meet", "one buffer", "race: "),
+        ("meet", "barrier 0", "named barrier 0: 1 to 15 are possible"),
+        ("meet", "barrier 16", "named barrier 16: 1 to 15 are possible"),
+        ("meet", "no threads", "of 0 threads: not whole warps of a block of 128"),
+        ("meet", "part of a warp", "of 48 threads: not whole warps of a block of 128"),
+        ("meet", "more than the block", "of 160 threads: not whole warps of a block of 128"),
+        ("meet", "two counts", "named barrier 2 of "),
+        ("meet", "one barrier", "named barrier 1 of 64 threads: more come"),
+        ("meet", "one barrier, pairs in turns", "named barrier 1: a thread comes that does not know"),
+        ("meet", "halves of warps", "threads wait for each other: thread 0 at named barrier 1 of line"),
+        ("meet", "a warp leaves", "thread 0 has left the kernel; thread 96 at named barrier 2 of line"),
+        ("take", "read too early", "a thread touches scratch memory before it waited for the launch before"),
+        ("take", "written too early", "a thread touches scratch memory before it waited for the launch before"),
+        ("take", "copied too early", "a thread touches scratch memory before it waited for the launch before"),
+        (
+            "take",
+            "one thread does not wait",
+            "leaves without waiting for the launch before [block (0, 0, 0), thread 9]",
+        ),
+        ("take", "nobody waits", "a thread touches scratch memory before it waited for the launch before"),
+        ("take", "set to zero in between", "a launch that starts early is not directly behind another launch"),
+        ("take without give", "", "a launch that starts early is not directly behind another launch"),
+        ("chain", "broken chain", "race: write of shared memory that thread"),
+        ("chain", "chain out of order", "race: write of shared memory that thread"),
     ],
 )
 def test_planted_faults_are_found(kernel: str, fault: str, message: str) -> None:
@@ -118,6 +157,18 @@ def test_planted_faults_are_found(kernel: str, fault: str, message: str) -> None
         found = run(kernel, fault, RIGHT[kernel].size if kernel in RIGHT else 512)[0]
         assert message in found, found
     assert run("rotate", size=64)[0] == run("gather")[0] == ""
+
+
+@pytest.mark.parametrize(("kernel", "bits"), [("product_bf16", 8), ("product_f16", 11)])
+def test_sums_of_products_of_16_bits_are_cut_off(kernel: str, bits: int) -> None:
+    scale = 2.0 ** (bits - 1)
+    numbers = np.floor(np.random.default_rng(0).uniform(1, 2, 128) * scale) / scale * 2.0 ** (np.arange(128) % 7)
+    found, out = run(kernel, size=128, given=numbers.astype(np.float32))
+    exact = 2 * numbers.reshape(16, 8) @ numbers[64:].reshape(8, 8)
+    assert found == ""
+    error = 1 - out.reshape(16, 8) / exact
+    assert 0 < error.max() < 2.0**-20
+    assert error.min() >= 0
 
 
 def test_shared_memory_nobody_wrote_is_nan() -> None:
@@ -142,6 +193,8 @@ def test_a_result_that_depends_on_the_order_of_blocks_differs_from_launch_to_lau
         ("many blocks", {"multiprocessors": 4}, ""),
         ("many blocks", {"multiprocessors": 4, "cooperative": False}, "a cooperative launch on a device without"),
         ("rotate", {"shared_bytes": 1023}, "1024 bytes of shared memory, a block can have 1023"),
+        ("take", {"architecture": 90}, ""),
+        ("take", {"architecture": 89}, "a launch that starts early on a device of 89"),
         ("ahead", {"architecture": 75}, "an instruction of architecture 80 on a device of 75"),
     ],
 )
@@ -169,6 +222,37 @@ def test_threads_ask_the_device_once() -> None:
     with device(shared_bytes=60 * KIB):  # another device
         assert active(0, 60 * KIB) == 1
         assert questions() == 3
+
+
+# Prints what a call with one early launch, and one with two launches of which the second is early, do on two devices.
+EARLY = """
+import ctypes
+
+from tests.emulator import backend as emulator
+from tests.emulator.build import library
+
+touch = ctypes.CDLL(str(library("ops"))).capsfast_touch_scratch
+touch.restype = ctypes.c_char_p
+for architecture in (90, 80):
+    with emulator.device(architecture=architecture):
+        found = [touch(launches, waits).decode() for launches, waits in ((2, True), (2, False), (1, True))]
+    print([text.split(" [")[0] for text in found], emulator.take_launches(ways=True))
+"""
+
+
+def test_the_device_and_the_environment_decide_whether_kernels_start_early() -> None:
+    never = "['', '', ''] {'TouchArgs': 5}"
+    early = (
+        "['', 'a thread touches scratch memory before it waited for the launch before', "
+        "'a launch that starts early is not directly behind another launch of its call'] "
+        "{'TouchArgs': 2, 'TouchArgs early': 2}"
+    )
+    for variable, expected in (("1", [early, never]), ("0", [never, never])):
+        environment = os.environ | {"CAPSFAST_PDL": variable}
+        command = [sys.executable, "-c", EARLY]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.splitlines() == expected
 
 
 def test_ops_run_on_the_emulated_device() -> None:

@@ -32,7 +32,8 @@ def install() -> None:
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     """How often kernels were launched since the last call, by the name of their arguments such as "rows::GradientArgs".
 
-    With ``ways`` launches of blocks that run together count apart: "rows::AccumulateArgs cluster4 cooperative".
+    With ``ways`` launches of blocks that run together, or that start early, count apart: "rows::AccumulateArgs cluster4
+    cooperative early".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p
@@ -63,6 +64,20 @@ def rows_plan(B: int, I: int, J: int, D: int, K: int, backward: bool) -> dict[st
     return dict(zip(ROWS_PLAN, values, strict=True))
 
 
+COLUMNS_PLAN = (
+    *("warps", "strips", "streams", "chunk", "stages", "sections", "splits", "groups"),
+    *("gradient_streams", "gradient_parts", "gradient_splits", "together"),
+)
+
+
+def columns_plan(B: int, I: int, J: int, D: int, K: int) -> dict[str, int]:
+    """How the columns family cuts a call without options and its backward on the emulated device."""
+    loaded = ctypes.CDLL(str(library("ops")))
+    values = (ctypes.c_int64 * len(COLUMNS_PLAN))()
+    loaded.capsfast_columns_plan((ctypes.c_int64 * 5)(B, I, J, D, K), values)
+    return dict(zip(COLUMNS_PLAN, values, strict=True))
+
+
 @contextmanager
 def device(
     multiprocessors: int = 2,
@@ -74,6 +89,8 @@ def device(
     capturing: bool = False,
     fixed_shared_bytes: int = 0,
     architecture: int = 90,
+    columns_first: bool = False,
+    pairs_bytes: int = 1 << 28,
     kernels: str = "ops",
 ) -> Iterator[None]:
     """Calls in the block run on this device.
@@ -89,7 +106,7 @@ def device(
         raise ValueError(f"no device has {given}")
     exchange = ctypes.CDLL(str(library(kernels))).capsfast_exchange_device
     first = (multiprocessors, shared_bytes, together, clusters, cooperative, crowded, capturing)
-    settings = (ctypes.c_int64 * 9)(*first, fixed_shared_bytes, architecture)
+    settings = (ctypes.c_int64 * 11)(*first, fixed_shared_bytes, architecture, columns_first, pairs_bytes)
     exchange(settings)
     try:
         yield

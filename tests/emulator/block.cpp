@@ -16,6 +16,11 @@ void fault(const std::string& what) {
 
 void Block::no_launch() { fault("device code outside of a launch"); }
 
+void Block::check_early(const void* where, size_t bytes) {
+  if (Machine::current().call.in_scratch(where, bytes))
+    fault("a thread touches scratch memory before it waited for the launch before");
+}
+
 void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
                   const std::unique_ptr<Block>* neighbours) {
   place_ = place;
@@ -26,14 +31,15 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   left_ = false;
   while (states_.size() < threads) states_.push_back(std::make_unique<State>());
   slots_.resize(2 * kSlot * threads);
-  warp_epoch_.assign(threads / kWarp, 0);
-  memory_.begin(shared_bytes);
+  named_.fill({});
+  memory_.begin(shared_bytes, threads);
   arrivals_.clear();
   for (const auto& state : states_) state->released = memory_.epoch() - 1;  // what earlier launches have left
   for (size_t n = 0; n < threads; ++n) {
     states_[n]->wait = Wait::none;
     states_[n]->exchanges = 0;
     states_[n]->groups = 0;
+    states_[n]->waited = false;
     states_[n]->ahead.clear();
     states_[n]->fiber.start(&Block::entry, this);
   }
@@ -68,6 +74,7 @@ void Block::entry(void* self) {
   Block& block = *static_cast<Block*>(self);
   try {
     (*block.body_)();
+    if (block.too_early()) fault("a kernel that starts early leaves without waiting for the launch before");
   } catch (...) { block.failure_ = std::current_exception(); }
   block.suspend(Wait::done, 1);
 }
@@ -107,12 +114,46 @@ bool Block::release_together(size_t first, size_t count, Wait wait) {
   return true;
 }
 
-// Releases threads that wait for each other: all lanes of a warp at the same exchange, or all threads of the block at
-// the same barrier. Returns whether it released any.
+// Releases the warps that wait at this barrier if they are all that it is for, with all their lanes.
+bool Block::release_named(size_t id) {
+  Named& named = named_[id];
+  if (named.waiting == 0 || named.waiting != named.count) return false;
+  const auto waits = [&](size_t n) {
+    return states_[n]->wait == Wait::named && states_[n]->named == static_cast<int>(id);
+  };
+  std::vector<size_t> warps;
+  for (size_t first = 0; first < count_; first += kWarp) {
+    if (!waits(first)) continue;
+    for (size_t n = first; n < first + kWarp; ++n) {
+      if (!waits(n) || states_[n]->line != states_[first]->line) return false;
+    }
+    warps.push_back(first / kWarp);
+  }
+  if (warps.size() * kWarp != static_cast<size_t>(named.count)) return false;
+  for (const size_t warp : warps) {
+    for (size_t n = warp * kWarp; n < (warp + 1) * kWarp; ++n) states_[n]->wait = Wait::none;
+  }
+  // A warp that knows this moment knows that the barrier has ended, because the clocks go on with it.
+  named.last = memory_.now(static_cast<int>(warps[0]) * kWarp);
+  memory_.named_barrier(warps);
+  named.waiting = 0;
+  return true;
+}
+
+// Releases threads that wait for each other: all lanes of a warp at the same exchange, the warps of a named barrier, or
+// all threads of the block at the same barrier. Returns whether it released any.
 bool Block::release() {
   thread_ = -1;
   bool any = false;
-  for (size_t warp = 0; warp < count_ / kWarp; ++warp) any |= release_together(warp * kWarp, kWarp, Wait::warp);
+  for (size_t warp = 0; warp < count_ / kWarp; ++warp) {
+    if (release_together(warp * kWarp, kWarp, Wait::warp)) {
+      any = true;
+    } else if (release_together(warp * kWarp, kWarp, Wait::warp_barrier)) {
+      memory_.warp_barrier(warp);
+      any = true;
+    }
+  }
+  for (size_t id = 1; id < kNamed; ++id) any |= release_named(id);
   if (any) return true;
   if (!release_together(0, count_, Wait::barrier)) return false;
   memory_.barrier();
@@ -126,14 +167,20 @@ std::string Block::whereabouts(int most) const {
       "at the barrier of the cluster",
       "at the barrier of the grid",
       "in the exchange of its warp",
+      "at the barrier of its warp",
+      "at named barrier",
       "has left the kernel"};
   std::string what;
   const State* before = nullptr;
   int told = 0;
   for (size_t n = 0; n < count_ && told < most; ++n) {
     const State& state = *states_[n];
-    if (before != nullptr && before->wait == state.wait && before->line == state.line) continue;
+    const bool named = state.wait == Wait::named;
+    if (before != nullptr && before->wait == state.wait && before->line == state.line &&
+        (!named || before->named == state.named))
+      continue;
     what += (told++ ? "; thread " : " thread ") + std::to_string(n) + " " + names[static_cast<int>(state.wait)];
+    if (named) what += " " + std::to_string(state.named);
     if (state.wait != Wait::done) what += " of line " + std::to_string(state.line);
     before = &state;
   }
@@ -149,12 +196,22 @@ void Block::grid_barrier(int line) {
   suspend(Wait::grid, line);
 }
 
-void Block::warp_barrier(int line) {
-  // All lanes arrive before any lane goes on, and all have the same count of exchanges. The first lane raises the epoch
-  // to this count; the others find it unchanged.
-  suspend(Wait::warp, line);
-  uint32_t& epoch = warp_epoch_[static_cast<size_t>(thread_) / kWarp];
-  epoch = std::max(epoch, ++state().exchanges);
+void Block::warp_barrier(int line) { suspend(Wait::warp_barrier, line); }
+
+void Block::named_barrier(int id, int count, int line) {
+  const auto wrong = [&](const std::string& what) { fault("named barrier " + std::to_string(id) + what); };
+  if (id < 1 || static_cast<size_t>(id) >= kNamed) wrong(": 1 to 15 are possible");
+  if (count <= 0 || count % kWarp != 0 || count > threads())
+    wrong(" of " + std::to_string(count) + " threads: not whole warps of a block of " + std::to_string(threads()));
+  Named& named = named_[static_cast<size_t>(id)];
+  // On a GPU this thread may come earlier, while the last use still waits for others.
+  if (!memory_.ordered(named.last, now())) wrong(": a thread comes that does not know that the last use has ended");
+  if (named.waiting == 0) named.count = count;
+  if (named.count != count) wrong(" of " + std::to_string(count) + " threads and of " + std::to_string(named.count));
+  if (named.waiting == count) wrong(" of " + std::to_string(count) + " threads: more come");
+  ++named.waiting;
+  state().named = id;
+  suspend(Wait::named, line);
 }
 
 const unsigned char* Block::exchange(const void* value, size_t size, int line) {

@@ -1,6 +1,7 @@
 // One block of threads, each a fiber, with barriers, exchanges within a warp and shared memory. Reports misuse.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -19,13 +20,13 @@ namespace capsfast::emulator {
 constexpr size_t kSlot = 64;  // how many bytes a lane can give in one exchange
 
 // What a thread waits for: none if it can run, done if it has left the kernel.
-enum class Wait : uint8_t { none, barrier, cluster, grid, warp, done };
+enum class Wait : uint8_t { none, barrier, cluster, grid, warp, warp_barrier, named, done };
 
 // Which block of a launch this is.
 struct Place {
   Dim grid, index;
   int cluster = 1, rank = 0;
-  bool cooperative = false;
+  bool cooperative = false, early = false;
 };
 
 class Block {
@@ -45,6 +46,7 @@ class Block {
   void cluster_barrier(int line);
   void grid_barrier(int line);
   void warp_barrier(int line);
+  void named_barrier(int id, int count, int line);
   // Gives `size` bytes to the other lanes of the warp. Returns the bytes of all 32 lanes, kSlot bytes for each. All
   // lanes must call it from the same line.
   const unsigned char* exchange(const void* value, size_t size, int line);
@@ -52,6 +54,11 @@ class Block {
   unsigned char* shared(size_t offset, size_t bytes, size_t alignment) { return memory_.at(offset, bytes, alignment); }
   void reads(const void* where, size_t size) { memory_.read(where, size, now()); }
   void writes(const void* where, size_t size) { memory_.write(where, size, now()); }
+  // An access to device memory, by device code or by the host.
+  static void accesses(const void* where, size_t bytes) {
+    if (running != nullptr && running->too_early()) check_early(where, bytes);
+  }
+  void wait_for_launch_before() { state().waited = true; }
   // Reads from the memory of block `rank` of the cluster, at the offset of `where` in the memory of this block.
   void read_from(int rank, const void* where, size_t size, void* to);
 
@@ -86,6 +93,9 @@ class Block {
 
  private:
   [[noreturn]] static void no_launch();
+  static void check_early(const void* where, size_t bytes);
+  // Whether the launch before may still run.
+  bool too_early() const { return place_.early && !states_[static_cast<size_t>(thread_)]->waited; }
   // A copy of copy_ahead() that was not waited for.
   struct Ahead {
     unsigned char* to;
@@ -111,17 +121,27 @@ class Block {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
-    uint32_t exchanges = 0;  // how often this thread has exchanged, or waited for its warp
+    bool waited = false;     // for the launch before
+    int named = 0;           // the id of the last named barrier
+    uint32_t exchanges = 0;  // how often this thread has exchanged
     uint32_t groups = 0;     // of copies that have ended
     uint32_t released = 0;   // epoch of the last release_writes()
     std::vector<Ahead> ahead;
   };
 
+  // A named barrier: how many threads it is for, how many of them wait, and when one of them came to its last use.
+  struct Named {
+    int count = 0, waiting = 0;
+    Moment last;
+  };
+  static constexpr size_t kNamed = 16;
+
   State& state() { return *states_[static_cast<size_t>(thread_)]; }
-  Moment now() const { return {thread_, memory_.epoch(), warp_epoch_[static_cast<size_t>(thread_) / kWarp]}; }
+  Moment now() const { return memory_.now(thread_); }
   void run_thread(size_t thread);
   bool release();
   bool release_together(size_t first, size_t count, Wait wait);
+  bool release_named(size_t id);
   void leave();
   void suspend(Wait wait, int line);
   static void entry(void* self);
@@ -133,7 +153,7 @@ class Block {
   Memory memory_;
   std::map<size_t, Arrival> arrivals_;  // by offset
   std::vector<unsigned char> slots_;
-  std::vector<uint32_t> warp_epoch_;
+  std::array<Named, kNamed> named_;
   const std::function<void()>* body_ = nullptr;
   const std::unique_ptr<Block>* neighbours_ = nullptr;
   std::exception_ptr failure_;

@@ -1,6 +1,7 @@
 // The implementation of csrc/cuda/device.h that runs on the host and checks every access.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <type_traits>
 
 #include "../../csrc/cuda/limits.h"
+#include "../../csrc/math/half.h"
 #include "block.h"
 
 #define CAPSFAST_DEVICE inline
@@ -39,6 +41,9 @@ inline int64_t blocks_z() { return Block::current().place().grid.z; }
 constexpr bool kTensorCores = true;
 inline void barrier(int line = __builtin_LINE()) { Block::current().barrier(line); }
 inline void warp_barrier(int line = __builtin_LINE()) { Block::current().warp_barrier(line); }
+inline void named_barrier(int id, int count, int line = __builtin_LINE()) {
+  Block::current().named_barrier(id, count, line);
+}
 inline void grid_barrier(int line = __builtin_LINE()) { Block::current().grid_barrier(line); }
 inline int cluster_size() { return Block::current().place().cluster; }
 inline int cluster_rank() { return Block::current().place().rank; }
@@ -87,45 +92,89 @@ inline float to_tf32(float x) { return std::isfinite(x) ? to_tf32_or_number(x) :
 inline float truncated_sum(const double (&terms)[5]) {
   double largest = 0, plain = 0;
   for (const double term : terms) {
-    largest = std::fmax(largest, std::fabs(term));
+    largest = std::max(largest, std::fabs(term));
     plain += term;
   }
   if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
-  const double unit = std::ldexp(1.0, std::ilogb(largest) - 23);
-  double sum = 0;
-  for (const double term : terms) sum += std::trunc(term / unit) * unit;
+  const double scale = std::ldexp(1.0, 23 - std::ilogb(largest));
+  int64_t kept = 0;
+  for (const double term : terms) kept += static_cast<int64_t>(term * scale);
+  const double sum = static_cast<double>(kept) / scale;
   const float nearest = static_cast<float>(sum);
   return std::fabs(nearest) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 
-// c [16, 8] += a [16, 8] b [8, 8]. Each lane has 4, 4 and 2 of their elements. Drops bits of a and b that TF32 does not
-// have, as tensor cores do.
-inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+// c [16, 8] += a [16, 8] b [8, 8]. Each lane has four elements of c, and gives its elements of a and b to the others.
+// a_of(lanes, row, k) and b_of(lanes, k, column) find an element in what the lanes gave.
+template <class Operands, class FindA, class FindB>
+void mma(float (&c)[4], const Operands& given, const FindA& a_of, const FindB& b_of, int line) {
   Machine::current().check_tensor_cores();
+  static_assert(sizeof(Operands) <= emulator::kSlot);
   Block& block = Block::current();
-  float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-  static_assert(sizeof(mine) <= emulator::kSlot);
-  const unsigned char* slots = block.exchange(mine, sizeof(mine), line);
-  const auto of = [&](int lane, int n) {
-    float x;
-    std::memcpy(&x, slots + static_cast<size_t>(lane) * emulator::kSlot + static_cast<size_t>(n) * 4, 4);
-    return truncated(x);
+  const unsigned char* slots = block.exchange(&given, sizeof(given), line);
+  const auto lanes = [&](int lane) {
+    Operands operands;
+    std::memcpy(&operands, slots + static_cast<size_t>(lane) * emulator::kSlot, sizeof(operands));
+    return operands;
   };
   const int lane = block.thread() % emulator::kWarp, group = lane / 4, quad = lane % 4;
+  double left[2][8], right[8][2];  // the two rows of a and the two columns of b that this lane multiplies
+  for (int k = 0; k < 8; ++k) {
+    for (int m = 0; m < 2; ++m) {
+      left[m][k] = a_of(lanes, group + m * 8, k);
+      right[k][m] = b_of(lanes, k, quad * 2 + m);
+    }
+  }
   for (int n = 0; n < 4; ++n) {
-    const int row = group + (n / 2) * 8, column = quad * 2 + n % 2;
     for (int k0 = 0; k0 < 8; k0 += 4) {
       double terms[5] = {c[n]};
-      for (int k = 0; k < 4; ++k)
-        terms[k + 1] = static_cast<double>(of(row % 8 * 4 + k, row / 8 + k0 / 2)) * of(column * 4 + k, 4 + k0 / 4);
+      for (int k = 0; k < 4; ++k) terms[k + 1] = left[n / 2][k0 + k] * right[k0 + k][n % 2];
       c[n] = truncated_sum(terms);
     }
   }
 }
 
+// Drops bits of a and b that TF32 does not have, as tensor cores do.
+inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+  struct Operands {
+    float a[4], b[2];
+  };
+  mma(
+      c, Operands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}},
+      [](const auto& lanes, int row, int k) { return truncated(lanes(row % 8 * 4 + k % 4).a[row / 8 + k / 4 * 2]); },
+      [](const auto& lanes, int k, int column) { return truncated(lanes(column * 4 + k % 4).b[k / 4]); }, line);
+}
+
 inline void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
   c[0] = c[1] = c[2] = c[3] = 0.0f;
   mma_tf32(c, a, b, line);
+}
+
+// The same for 16-bit numbers, two in a register: to_float converts one.
+template <class ToFloat>
+void mma_16_bits(float (&c)[4], const uint32_t (&a)[2], uint32_t b, const ToFloat& to_float, int line) {
+  struct Operands {
+    uint32_t a[2], b;
+  };
+  const auto half = [&](uint32_t two, int k) { return to_float(static_cast<uint16_t>(k % 2 == 0 ? two : two >> 16)); };
+  mma(
+      c, Operands{{a[0], a[1]}, b},
+      [&](const auto& lanes, int row, int k) { return half(lanes(row % 8 * 4 + k / 2).a[row / 8], k); },
+      [&](const auto& lanes, int k, int column) { return half(lanes(column * 4 + k / 2).b, k); }, line);
+}
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[2], uint32_t b, int line = __builtin_LINE()) {
+  mma_16_bits(c, a, b, bf16_to_float, line);
+}
+inline void mma_f16(float (&c)[4], const uint32_t (&a)[2], uint32_t b, int line = __builtin_LINE()) {
+  mma_16_bits(c, a, b, half_to_float, line);
+}
+inline void mma_bf16_from_zero(float (&c)[4], const uint32_t (&a)[2], uint32_t b, int line = __builtin_LINE()) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma_bf16(c, a, b, line);
+}
+inline void mma_f16_from_zero(float (&c)[4], const uint32_t (&a)[2], uint32_t b, int line = __builtin_LINE()) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma_f16(c, a, b, line);
 }
 
 // `count` elements in device memory.
@@ -152,6 +201,7 @@ class Global {
     return vector<Vector>(n);
   }
   explicit operator bool() const { return data_ != nullptr; }
+  bool aligned(size_t bytes) const { return reinterpret_cast<uintptr_t>(data_) % bytes == 0; }
   // The same memory as elements of another type, as many as its bytes hold.
   template <class U>
   Global<U> as() const {
@@ -172,6 +222,7 @@ class Global {
   void check(int64_t n, int64_t size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
+    Block::accesses(data_ + n, static_cast<size_t>(size) * sizeof(T));
   }
   void aligned(int64_t n, size_t bytes) const {
     if (reinterpret_cast<uintptr_t>(data_ + n) % bytes != 0) fault("an access to memory that is not aligned");
@@ -286,9 +337,15 @@ class Arrival {
   size_t at_;
 };
 
+inline void wait_for_launch_before() { Block::current().wait_for_launch_before(); }
+inline void let_next_launch_start() {}
+
 using Stream = void*;
 
-inline void set_zero(void* memory, int64_t bytes, Stream) { std::memset(memory, 0, static_cast<size_t>(bytes)); }
+inline void set_zero(void* memory, int64_t bytes, Stream) {
+  Machine::current().call.behind_launch = false;
+  std::memset(memory, 0, static_cast<size_t>(bytes));
+}
 
 // Launches a kernel that may ask for as much shared memory as it does.
 template <class Args>

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace capsfast::emulator {
 
@@ -27,10 +29,25 @@ inline std::string to_string(const Dim& d) {
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 
-// Which blocks of a launch run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
+// Which blocks of a launch run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks. If
+// `early`, the launch may start before the launch before it has ended.
 struct Together {
   int cluster = 1;
-  bool grid = false;
+  bool grid = false, early = false;
+};
+
+// What a gpu::Context has seen: whether the last thing that it had the device do is a launch, and its scratch memory.
+struct Call {
+  struct Range {
+    const unsigned char *begin, *end;
+  };
+  bool behind_launch = false;
+  std::vector<Range> scratch;
+  bool in_scratch(const void* where, size_t bytes) const {
+    const unsigned char* const begin = static_cast<const unsigned char*>(where);
+    return std::any_of(scratch.begin(), scratch.end(),
+                       [&](const Range& range) { return begin < range.end && range.begin < begin + bytes; });
+  }
 };
 
 // The settings of the device, in the order of `device` in backend.py. Few multiprocessors, so that kernels cut even
@@ -42,11 +59,14 @@ struct Settings {
   int64_t capturing = 0;           // launches are captured in a graph
   int64_t fixed_shared_bytes = 0;  // that every block has without asking for them
   int64_t architecture = 90;
+  int64_t columns_first = 0;  // as CAPSFAST_COLUMNS=1
+  int64_t pairs_bytes = int64_t{256} << 20;
 };
 
 struct Machine : Settings {
   int number = 0;  // of the device: new settings give it a new number
   int64_t questions = 0;
+  Call call;
   // How much shared memory blocks of a kernel may ask for. Without an entry it is 48 KiB.
   std::map<const void*, int64_t> allowed;
 
@@ -75,11 +95,12 @@ struct Machine : Settings {
     const int64_t blocks = max_active_blocks(kernel, threads, shared) * multiprocessors;
     return clusters ? blocks / size : 0;
   }
-  // Faults if the architecture has neither asynchronous copies nor products of TF32 numbers.
+  // Faults if the architecture has neither asynchronous copies nor the products of matrices.
   void check_tensor_cores() const {
     if (architecture < 80) fault("an instruction of architecture 80 on a device of " + std::to_string(architecture));
   }
-  // Faults if a GPU would refuse the launch.
+  bool starts_early() const { return architecture >= 90; }
+  // Faults if a GPU would refuse the launch, or may start it too early.
   void check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared, const Together& together) const {
     check_block(kernel, threads, shared);
     if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535)
@@ -90,6 +111,10 @@ struct Machine : Settings {
     if (grid.x % size != 0) fault(cluster + " do not divide a grid of " + to_string(grid));
     if (size > 1 && !clusters) fault(cluster + " on a device without clusters");
     if (size > 1 && max_active_clusters(kernel, size, threads, shared) == 0) fault(cluster + " do not fit the device");
+    if (together.early && !starts_early())
+      fault("a launch that starts early on a device of " + std::to_string(architecture));
+    if (together.early && !call.behind_launch)
+      fault("a launch that starts early is not directly behind another launch of its call");
     if (!together.grid) return;
     if (!cooperative) fault("a cooperative launch on a device without");
     const int64_t most = size > 1 ? max_active_clusters(kernel, size, threads, shared) * size

@@ -13,34 +13,56 @@
 
 namespace capsfast::emulator {
 
-// When a thread accessed shared memory. Epochs count barriers of the block, warp epochs count barriers of the thread's
-// warp. Two accesses are ordered if a barrier of the block lies between them, or a barrier of a warp that has both
-// threads.
+// When a thread accessed shared memory. Epochs count barriers of the block. The time of a warp counts its other
+// barriers.
 struct Moment {
   int thread = -1;
-  uint32_t epoch = 0, warp_epoch = 0;
+  uint32_t epoch = 0, time = 0;
 };
 
 constexpr size_t kGranule = 2;  // bytes that share a shadow: the size of the smallest element
 
-inline bool same_warp(const Moment& a, const Moment& b) { return a.thread / kWarp == b.thread / kWarp; }
+// Vector clocks of the warps of a block. clock(w, v) is the time until which warp w knows warp v: what v did before,
+// and only this, is ordered before what w does now.
+class Clocks {
+ public:
+  void begin(size_t warps) {
+    warps_ = warps;
+    clocks_.assign(warps * warps, 0);
+    for (size_t warp = 0; warp < warps; ++warp) clock(warp, warp) = 1;
+  }
+  size_t warps() const { return warps_; }
+  uint32_t time(size_t warp) const { return clocks_[warp * warps_ + warp]; }
+  bool knows(size_t warp, size_t other, uint32_t time) const { return time < clocks_[warp * warps_ + other]; }
+  void warp_barrier(size_t warp) { ++clock(warp, warp); }
+  // A barrier of several warps: each knows what any of them knows.
+  void barrier(const std::vector<size_t>& warps) {
+    for (const size_t warp : warps) ++clock(warp, warp);
+    for (size_t other = 0; other < warps_; ++other) {
+      uint32_t latest = 0;
+      for (const size_t warp : warps) latest = std::max(latest, clock(warp, other));
+      for (const size_t warp : warps) clock(warp, other) = latest;
+    }
+  }
 
-inline bool ordered(const Moment& before, const Moment& now) {
-  if (before.epoch != now.epoch || before.thread == now.thread) return true;
-  return same_warp(before, now) && before.warp_epoch != now.warp_epoch;
-}
+ private:
+  uint32_t& clock(size_t warp, size_t other) { return clocks_[warp * warps_ + other]; }
+  size_t warps_ = 0;
+  std::vector<uint32_t> clocks_;
+};
 
 class Memory {
  public:
   // Resets the memory for a new block. Epochs keep counting, so all accesses of the old block are ordered before
   // accesses of the new block.
-  void begin(size_t bytes) {
+  void begin(size_t bytes, size_t threads) {
     bytes_.resize(bytes);
     shadows_.resize(bytes / kGranule + 1);
     // These bits are NaN in every floating-point type and no valid index.
     std::fill(bytes_.begin(), bytes_.end(), static_cast<unsigned char>(0xFF));
     first_copy_ += static_cast<uint32_t>(arrivals_.size());
     arrivals_.clear();
+    clocks_.begin(threads / kWarp);
     cluster_barrier();
   }
   // Faults if [offset, offset + bytes) is not in the block's memory or not aligned.
@@ -57,8 +79,22 @@ class Memory {
   }
 
   uint32_t epoch() const { return epoch_; }
-  void barrier() { ++epoch_; }
-  void cluster_barrier() { cluster_epoch_ = ++epoch_; }
+  Moment now(int thread) const { return {thread, epoch_, clocks_.time(warp_of(thread))}; }
+  void barrier() {
+    ++epoch_;
+    tables_.clear();
+  }
+  void cluster_barrier() {
+    barrier();
+    cluster_epoch_ = epoch_;
+  }
+  void warp_barrier(size_t warp) { clocks_.warp_barrier(warp); }
+  void named_barrier(const std::vector<size_t>& warps) { clocks_.barrier(warps); }
+  // Whether a chain of barriers lies between an access and an access now by another thread.
+  bool ordered(const Moment& before, const Moment& now) const {
+    return before.epoch != now.epoch || before.thread == now.thread ||
+           clocks_.knows(warp_of(now.thread), warp_of(before.thread), before.time);
+  }
 
   // An access by a thread of the block. Faults if it races with another.
   void read(const void* where, size_t size, const Moment& now) {
@@ -66,16 +102,23 @@ class Memory {
       check_arrived(here, "read");
       if (!ordered(here.writer, now))
         fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-      if (here.reader.epoch != now.epoch) {
-        here.readers = Readers::one;
-      } else if (!same_warp(here.reader, now)) {
-        here.readers = Readers::block;
-      } else if (here.readers != Readers::block && here.reader.warp_epoch != now.warp_epoch) {
-        here.readers = Readers::one;
-      } else if (here.readers != Readers::block && here.reader.thread != now.thread) {
-        here.readers = Readers::warp;
+      if (here.read_epoch != now.epoch) {
+        here.read_epoch = now.epoch;
+        here.reader = {now.thread, now.time, false};
+        here.table = kNoTable;
+      } else if (here.table != kNoTable) {
+        add(tables_[here.table + warp_of(now.thread)], now);
+      } else if (warp_of(here.reader.thread) == warp_of(now.thread)) {
+        add(here.reader, now);
+      } else if (ordered({here.reader.thread, now.epoch, here.reader.time}, now)) {
+        // What is ordered after this read is ordered after the earlier one, too.
+        here.reader = {now.thread, now.time, false};
+      } else {
+        here.table = static_cast<uint32_t>(tables_.size());
+        tables_.resize(tables_.size() + clocks_.warps());
+        tables_[here.table + warp_of(here.reader.thread)] = here.reader;
+        add(tables_[here.table + warp_of(now.thread)], now);
       }
-      here.reader = now;
     });
   }
   void write(const void* where, size_t size, const Moment& now) {
@@ -83,14 +126,16 @@ class Memory {
       check_arrived(here, "write");
       if (!ordered(here.writer, now))
         fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-      const bool others =
-          here.readers == Readers::block || (here.readers == Readers::warp && here.reader.warp_epoch == now.warp_epoch);
-      if (!ordered(here.reader, now) || (here.reader.epoch == now.epoch && others)) {
-        fault("race: write of shared memory that thread " + std::to_string(here.reader.thread) + " reads");
+      if (here.read_epoch == now.epoch) {
+        if (here.table == kNoTable) {
+          check_reader(here.reader, now);
+        } else {
+          for (size_t warp = 0; warp < clocks_.warps(); ++warp) check_reader(tables_[here.table + warp], now);
+        }
       }
       check_others(here, "write of");
       here.writer = now;
-      here.reader = Moment{};
+      here.read_epoch = 0;
     });
   }
   // A read by block `rank` of the cluster.
@@ -124,7 +169,7 @@ class Memory {
       check_arrived(here, "overwriting");
       if (here.writer.epoch >= epoch_)
         fault("race: copy to shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-      if (here.reader.epoch == now.epoch)
+      if (here.read_epoch == now.epoch)
         fault("race: copy to shared memory that thread " + std::to_string(here.reader.thread) + " reads");
       check_others(here, "copy to");
       here.copy = name;
@@ -147,15 +192,37 @@ class Memory {
   }
 
  private:
-  // Which threads have read since a barrier: one, several of a warp, or threads of several warps.
-  enum class Readers : uint8_t { one, warp, block };
+  // The last reads by a warp: by one thread, or by several since the last barrier of the warp.
+  struct Reader {
+    int thread = -1;
+    uint32_t time = 0;
+    bool several = false;
+  };
+  static constexpr uint32_t kNoTable = ~uint32_t{0};
   struct Shadow {
-    Moment writer, reader;
-    Readers readers = Readers::one;
+    Moment writer;
+    uint32_t read_epoch = 0;  // of the reads since the last write
+    Reader reader;
+    // In place of `reader`, if warps have read that no barrier orders: tables_[table + warp].
+    uint32_t table = kNoTable;
     uint32_t remote_epoch = 0;  // of the last read by another block, whose rank is remote_rank
     int remote_rank = 0;
     uint32_t copy = 0;  // the last copy to here; counts if it is in arrivals_
   };
+
+  static size_t warp_of(int thread) { return static_cast<size_t>(thread) / kWarp; }
+  static void add(Reader& reader, const Moment& now) {
+    const bool again = reader.time == now.time;
+    reader.several = again && (reader.several || reader.thread != now.thread);
+    reader.thread = now.thread;
+    reader.time = now.time;
+  }
+  void check_reader(const Reader& reader, const Moment& now) const {
+    if (reader.thread < 0) return;
+    const bool alone = reader.thread == now.thread && !reader.several;
+    if (!alone && !clocks_.knows(warp_of(now.thread), warp_of(reader.thread), reader.time))
+      fault("race: write of shared memory that thread " + std::to_string(reader.thread) + " reads");
+  }
 
   template <class Each>
   void each(const void* where, size_t size, const Each& visit) {
@@ -179,6 +246,8 @@ class Memory {
 
   std::vector<unsigned char> bytes_;
   std::vector<Shadow> shadows_;
+  std::vector<Reader> tables_;  // of this epoch
+  Clocks clocks_;
   std::vector<uint32_t> arrivals_;  // epochs, by copy
   uint32_t first_copy_ = 1;         // number of arrivals_[0]
   uint32_t epoch_ = 0, cluster_epoch_ = 0, remote_epoch_ = 0;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../../csrc/cuda/device.h"
+#include "../../csrc/math/half.h"
 
 namespace planted {
 
@@ -55,6 +56,7 @@ sum(Args a) {
   float x = box[n] + box[n ^ 1];
   if (a.is("half a warp") && n % 32 >= 16) return;
   for (int mask = 16; mask > 1; mask /= 2) x += gpu::shuffle_xor(x, mask);
+  if (a.is("overwritten without a barrier") && n == 1) box[n] = 0.0f;
   a.out[n] = x;
 }
 
@@ -152,11 +154,120 @@ bulk(Args a) {
   a.out[n] = sum;
 }
 
+// Warps 0 and 1, and warps 2 and 3, give each other their numbers three times. Turns alternate between two buffers, so
+// a barrier of the pair in each turn is enough.
+CAPSFAST_KERNEL(2 * kThreads, 1)
+meet(Args a) {
+  constexpr int kAll = 2 * kThreads;
+  const Shared<float> box = gpu::shared<float>(0, 2 * kAll);
+  const int n = gpu::thread(), warp = n / 32;
+  int id = 1 + warp / 2, count = 64;
+  if (a.is("wrong pairs")) id = 1 + warp % 2;
+  if (a.is("one barrier")) id = 1;
+  if (a.is("barrier 0")) id = warp / 2;
+  if (a.is("barrier 16")) id = 15 + warp / 2;
+  if (a.is("no threads")) count = 0;
+  if (a.is("part of a warp")) count = 48;
+  if (a.is("more than the block")) count = 160;
+  if (a.is("two counts") && warp == 3) count = 96;
+  if (a.is("halves of warps")) count = 32;
+  float x = a.in[n];
+  for (int turn = 0; turn < 3; ++turn) {
+    const int at = a.is("one buffer") ? 0 : turn % 2 * kAll;
+    box[at + n] = x;
+    if (a.is("halves of warps") && n % 64 >= 16 && n % 64 < 48) return;
+    if (a.is("a warp leaves") && warp == 2) return;
+    if (a.is("one barrier, pairs in turns")) {
+      id = 1;
+      if (turn == 0 && warp >= 2) gpu::any(true);
+    }
+    if (a.is("barrier of a warp")) {
+      gpu::warp_barrier();
+    } else if (!a.is("missing barrier")) {
+      gpu::named_barrier(id, count);
+    }
+    x = box[at + (n ^ 32)] + static_cast<float>(turn);
+  }
+  a.out[n] = x;
+}
+
+// All warps read what warp 0 has written, twice. In between warp 0 hears through a chain of barriers that all have
+// read.
+CAPSFAST_KERNEL(2 * kThreads, 1)
+chain(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, 32);
+  const int n = gpu::thread(), lane = n % 32, warp = n / 32;
+  float sum = 0.0f;
+  for (int turn = 0; turn < 2; ++turn) {
+    if (warp == 0) box[lane] = a.in[lane + turn];
+    gpu::named_barrier(1, 2 * kThreads);
+    sum += box[lane] + box[lane ^ 1];
+    const bool too_soon = a.is("chain out of order") && warp == 1;
+    if (too_soon) gpu::named_barrier(1 + warp, 64);
+    if (warp < 3 && !(a.is("broken chain") && warp == 1)) gpu::named_barrier(2 + warp, 64);
+    if (warp > 0 && !too_soon && !(a.is("broken chain") && warp == 2)) gpu::named_barrier(1 + warp, 64);
+  }
+  a.out[n] = sum;
+}
+
+// c [16, 8] = 2 a [16, 8] b [8, 8] for numbers of 16 bits. b begins in the middle of a.
+template <class ToBits, class Multiply>
+CAPSFAST_DEVICE void product(Args a, const ToBits& to_bits, const Multiply& multiply) {
+  const int n = gpu::thread(), lane = n % 32, group = lane / 4, quad = lane % 4;
+  const auto two = [&](int first, int second) {
+    return to_bits(a.in[first]) | static_cast<uint32_t>(to_bits(a.in[second])) << 16;
+  };
+  const int at = group * 8 + quad * 2;
+  const uint32_t left[2] = {two(at, at + 1), two(at + 64, at + 65)};
+  const uint32_t right = two(64 + quad * 16 + group, 64 + quad * 16 + 8 + group);
+  float c[4];
+  multiply(c, left, right);
+  if (n >= 32) return;
+  for (int m = 0; m < 4; ++m) a.out[at + m % 2 + m / 2 * 64] = c[m];
+}
+CAPSFAST_KERNEL(kThreads, 1)
+product_bf16(Args a) {
+  product(a, float_to_bf16, [](float (&c)[4], const uint32_t (&left)[2], uint32_t right) {
+    gpu::mma_bf16_from_zero(c, left, right);
+    gpu::mma_bf16(c, left, right);
+  });
+}
+CAPSFAST_KERNEL(kThreads, 1)
+product_f16(Args a) {
+  product(a, float_to_half, [](float (&c)[4], const uint32_t (&left)[2], uint32_t right) {
+    gpu::mma_f16_from_zero(c, left, right);
+    gpu::mma_f16(c, left, right);
+  });
+}
+
+// Two launches: the first gives its numbers to the second, which may start before the first has ended. `out` is scratch
+// memory.
+CAPSFAST_KERNEL(kThreads, 1)
+give(Args a) {
+  const int n = gpu::thread();
+  a.out[n] = a.in[n];
+  gpu::let_next_launch_start();
+}
+CAPSFAST_KERNEL(kThreads, 1)
+take(Args a) {
+  const Shared<float> box = gpu::shared<float>(0, kThreads);
+  const int n = gpu::thread();
+  gpu::let_next_launch_start();
+  const float x = a.in[n];
+  if (a.is("read too early")) box[n] = a.out[n];
+  if (a.is("written too early") && n == 9) a.out[n] = x;
+  if (a.is("copied too early") && n % 4 == 0) gpu::copy_ahead(box, n, Global<const float>(a.out), n);
+  if (a.is("one thread does not wait") && n == 9) return;
+  if (!a.is("nobody waits")) gpu::wait_for_launch_before();
+  a.out[n] += 2 * x;
+}
+
 struct Planted {
   void (*run)(Args);
   gpu::Grid grid = {};
   gpu::Together together = {};
   int threads = kThreads;
+  void (*before)(Args) = nullptr;  // a kernel that the same call launches before
 };
 
 const std::map<std::string, Planted> kernels = {
@@ -167,6 +278,12 @@ const std::map<std::string, Planted> kernels = {
     {"gather alone", {gather, {4, 1, 1}, {2, false}}},
     {"ahead", {ahead}},
     {"bulk", {bulk}},
+    {"meet", {meet, {}, {}, 2 * kThreads}},
+    {"chain", {chain, {}, {}, 2 * kThreads}},
+    {"product_bf16", {product_bf16}},
+    {"product_f16", {product_f16}},
+    {"take", {take, {}, {1, false, true}, kThreads, give}},
+    {"take without give", {take, {}, {1, false, true}}},
     {"odd block", {rotate, {}, {}, 40}},
     {"clusters of 3", {pass, {6, 1, 1}, {3, false}}},
     {"part of a cluster", {pass, {6, 1, 1}, {4, false}}},
@@ -190,8 +307,13 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
   static std::string found;
   const Planted& kernel = kernels.at(name);
   const Args args{fault, Global<float>(in, size), Global<float>(out, size)};
-  found =
-      found_by([&] { gpu::launch(kernel.run, kernel.grid, kernel.threads, kSharedBytes, {}, args, kernel.together); });
+  const auto* const scratch = reinterpret_cast<const unsigned char*>(out);
+  emulator::Machine::current().call = {false, {{scratch, scratch + sizeof(float) * static_cast<size_t>(size)}}};
+  found = found_by([&] {
+    if (kernel.before != nullptr) gpu::launch(kernel.before, kernel.grid, kernel.threads, kSharedBytes, {}, args);
+    if (args.is("set to zero in between")) gpu::set_zero(out, 4 * size, {});
+    gpu::launch(kernel.run, kernel.grid, kernel.threads, kSharedBytes, {}, args, kernel.together);
+  });
   return found.c_str();
 }
 

@@ -78,7 +78,8 @@ void run_launch(const void* kernel, const Dim& grid, int threads, size_t shared_
   if (Launching::now) fault("a launch inside of a launch");
   Machine::current().check_launch(kernel, grid, threads, static_cast<int64_t>(shared_bytes), together);
   ++launched[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") +
-             (together.grid ? " cooperative" : "")];
+             (together.grid ? " cooperative" : "") + (together.early ? " early" : "")];
+  Machine::current().call.behind_launch = true;
   static int64_t launches = 0;
   // The direction follows the Thue-Morse sequence. It is not periodic, so a test that repeats some launches gets other
   // directions.
@@ -94,11 +95,13 @@ void run_launch(const void* kernel, const Dim& grid, int threads, size_t shared_
     for (size_t member = 0; member < count; ++member) {
       const int64_t m = (backwards ? teams - 1 - n : n) * static_cast<int64_t>(count) + static_cast<int64_t>(member);
       const size_t rank = member % team.cluster;
-      const Place place{grid,
-                        {m % grid.x, m / grid.x % grid.y, m / grid.x / grid.y},
-                        together.cluster,
-                        static_cast<int>(rank),
-                        together.grid};
+      const Place place{
+          grid,
+          {m % grid.x, m / grid.x % grid.y, m / grid.x / grid.y},
+          together.cluster,
+          static_cast<int>(rank),
+          together.grid,
+          together.early};
       team.blocks[member]->begin(
           place, static_cast<size_t>(threads), shared_bytes, body, team.blocks.data() + (member - rank));
     }
@@ -108,8 +111,8 @@ void run_launch(const void* kernel, const Dim& grid, int threads, size_t shared_
 
 }  // namespace capsfast::emulator
 
-// The launches since the last call, a line "name count" for each kernel. Clusters and cooperative launches have longer
-// names: "name cluster4 cooperative count".
+// The launches since the last call, a line "name count" for each kernel. Clusters, cooperative launches and launches that
+// start early have longer names: "name cluster4 cooperative early count".
 extern "C" __attribute__((visibility("default"))) const char* capsfast_take_launches() {
   static std::string text;
   text.clear();
