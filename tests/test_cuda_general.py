@@ -79,12 +79,13 @@ def test_a_block_may_have_shared_memory_that_no_plan_asked_for() -> None:
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)
 @pytest.mark.parametrize(
     "shape",
-    # More output capsules than a tile of both kernels, or of the gradient pass alone; vectors and poses longer than a
-    # tile; several tiles of samples.
+    # More output capsules than a tile in float64, or in both types, with short or long poses; vectors and poses longer
+    # than a tile; several tiles of samples.
     [
         Shape(2, 3, 70, 2, 2),
         Shape(2, 9, 20, 14, 1),
-        Shape(1, 2, 2, 300, 1),
+        Shape(2, 3, 33, 16, 72),
+        Shape(1, 2, 2, 516, 9),
         Shape(2, 3, 2, 3, 130),
         Shape(19, 5, 33, 3, 2),
     ],
@@ -96,18 +97,20 @@ def test_more_than_a_tile(shape: Shape, op: PassOp, case: PassCase, dtype: torch
 
 @pytest.mark.parametrize("case", [PassCase(), PassCase(leaky=True, mask=True, out_mask=True), *LINEAR_WAYS], ids=str)
 @pytest.mark.parametrize("op", PASS_OPS, ids=str)
-def test_splits_longer_than_a_tile(op: PassOp, case: PassCase) -> None:
+# More tiles than are summed in float: of input capsules in an accumulating pass, of samples in the gradient pass.
+@pytest.mark.parametrize("shape", [Shape(33, 90, 3, 4, 2), Shape(70, 24, 3, 4, 2)], ids=str)
+def test_splits_longer_than_a_tile(shape: Shape, op: PassOp, case: PassCase) -> None:
     with emulator.device(multiprocessors=1):
         for how in ("out", "in"):
-            check(op.make(Shape(20, 40, 3, 4, 2), normalized(case, how), torch.float32), EMULATED)
+            check(op.make(shape, normalized(case, how), torch.float32), EMULATED)
 
 
 @pytest.mark.parametrize("leaky", [False, True])
 def test_a_maximum_that_rises_along_the_input_capsules(leaky: bool) -> None:
     # Logits that go up or down in one split, farther than exp() can hold: sums, masses and totals are rescaled often.
     case = PassCase(query=True, logits="BIJ", normalize="in", leaky=leaky, lse=True)
-    problem = make((20, 40, 4, 5, 2), case, dtype=torch.float32)
-    problem.inputs["logits"] += torch.linspace(-55, 55, 40)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(2)
+    problem = make((33, 90, 4, 5, 2), case, dtype=torch.float32)
+    problem.inputs["logits"] += torch.linspace(-55, 55, 90)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(2)
     problem.inputs["logits"][0, :7] = -torch.inf
     with emulator.device(multiprocessors=1):
         found = check(problem, EMULATED, slack=4)

@@ -34,7 +34,8 @@ template <class T>
 void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs& out, const Tensor& like) {
   check(p);
   if (p.B == 0) return;
-  Call<T> call(p, like, false, false);
+  const gpu::Context context(like);
+  Call<T> call(p, context, false, false);
   PassForwardSteps<T> steps{};
   steps.first = operand(out.first, {p.B, p.J, p.D});
   steps.mass = operand(out.mass, {p.B, p.J});
@@ -46,7 +47,7 @@ void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const Pass
     steps.scale = norm.from(call.scalars(), call.scalars());
   }
   describe(call, inputs, &steps);
-  call.with_scratch([&] {
+  call.with([&] {
     if (steps.query.data) steps.V = call.template take<T>(call.vectors());
     steps.parts = call.take_parts(p.softmax_in());
     if (call.plan.row_norm_apart) call.take_row_norms(1);
@@ -60,7 +61,8 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   check(p);
   if (p.B == 0 || p.J == 0) return;
   const bool wanted = wants_gradient(p, out.common);
-  Call<T> call(p, like, true, false);
+  const gpu::Context context(like);
+  Call<T> call(p, context, true, false);
   const GeneralPlan& plan = call.plan;
   typename Call<T>::Gradient gradient{};
   PassBackwardSteps<T> steps{};
@@ -75,12 +77,12 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   steps.scoring.dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
   describe(call, inputs, &steps);
   if (wanted) gradient = call.plan_gradient(out.common);
-  call.with_scratch([&] {
+  call.with([&] {
     if (steps.query.data) steps.V = call.template take<T>(call.vectors());
     steps.ds = call.template take<T>(call.vectors());
     if (p.softmax_in()) steps.mean = call.template take<T>(call.scalars());
     steps.parts = call.take_parts(false, steps.passes() > 0);
-    if (plan.row_norm_apart || plan.gradient_row_norm_apart) call.take_row_norms(1);
+    if (plan.row_norm_apart) call.take_row_norms(1);
     call.take_sums(&gradient);
   });
   steps.scoring.V = steps.V;
@@ -99,9 +101,9 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   args.dmass = steps.scoring.dmass;
   args.dlse = steps.scoring.dlse;
   args.norm = steps.columns;
-  if (plan.gradient_row_norm_apart) {
-    // If the accumulating pass had a sweep too, its normaliser is still there.
-    if (!plan.row_norm_apart || steps.passes() == 0) call.row_norm(steps.scoring, 0);
+  if (plan.row_norm_apart) {
+    // If there was an accumulating pass, its normaliser is still there.
+    if (steps.passes() == 0) call.row_norm(steps.scoring, 0);
     args.norm = call.row_norms();
   }
   call.run(gradient, out.common);

@@ -1,9 +1,9 @@
 // The general accumulating pass: sum_i c votes (forward) or sum_i db votes (backward); for the pass ops also sum_i c or
 // sum_i db. If a tile does not have all output capsules, a sweep for the normaliser comes first.
 //
-// A block has a tile of samples and a tile of output capsules, and walks over a split of the input capsules. It reads a
-// weight once for the samples of the tile. A thread has rows (j, d) of the sum, so no two threads add to one number.
-// Partial sums are in double; the step after the pass adds them up in a fixed order (update.h).
+// A block has a tile of samples and a tile of output capsules, and walks over a split of the input capsules. A thread
+// adds the votes of a tile that it has in registers to its own sum. From time to time the block adds these sums in
+// double; the step after the pass adds up the splits in a fixed order (update.h).
 #pragma once
 
 #include "tile.h"
@@ -12,101 +12,151 @@ namespace capsfast::cuda {
 
 template <class T, class E, bool kVotes>
 struct Accumulation {
-  using Size = AccumulateTile<T>;
-  using Scores = Tile<T, E, kVotes, Size>;
-  static constexpr int columns = kSamples * Size::outputs, elements = Scores::elements + 2 * columns;
-  static constexpr int bytes = elements * static_cast<int>(sizeof(T)) + columns * 8;
+  using Votes = Tile<T, E, kVotes>;
+  static constexpr int width = Votes::width, columns = kSamples * kThreads;
+  // Shared memory, and what a softmax over the input capsules with unknown normaliser takes beside.
+  static constexpr int elements = Votes::elements + Votes::scores, bytes = elements * static_cast<int>(sizeof(T)),
+                       bytes_to_follow = 2 * columns * static_cast<int>(sizeof(T));
 
   const AccumulateArgs<T>& a;
   const Inputs& in = a.in;
-  Scores tile{in};
+  Votes tile{in};
+  T sum[kSamples][width] = {};
+  int tiles = 0;      // in `sum`
+  bool first = true;  // `sum` is the first part of the sum in memory
   // The input capsules [i_begin, i_end) of the block's split.
   const int64_t split = gpu::block_z(), i_begin = in.I * split / gpu::blocks_z(),
                 i_end = in.I * (split + 1) / gpu::blocks_z();
-  // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, the
-  // factor that rescales the sum so far, and the sum of exp(b - max).
-  Shared<T> max = Scores::array(Scores::elements, columns);
-  Shared<T> factor = Scores::array(Scores::elements + columns, columns);
-  Shared<double> total = gpu::shared<double>(elements * static_cast<int>(sizeof(T)), columns);
 
-  // Replaces the logits of the tile by exp(b - max), where max is the largest of a column so far. Ends with a
-  // barrier.
+  // [sample][thread]: the sum of the weights, at the first strip of an output capsule.
+  Shared<T> mass = Votes::array(Votes::elements, Votes::scores);
+  // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, and
+  // the factor that rescales the sum in memory. The factor of the last tile is where dc of the first input capsule
+  // would be.
+  CAPSFAST_DEVICE Shared<T> max() const { return Votes::array(elements, columns); }
+  CAPSFAST_DEVICE Shared<T> kept() const { return Votes::array(elements + columns, columns); }
+
+  // Calls f(n, sample, out) for the columns of the tile, each on one thread: the same thread in every call.
+  template <class F>
+  CAPSFAST_DEVICE void for_columns(const F& f) const {
+    for (int n = gpu::thread(); n < kSamples * tile.shape.outputs; n += kThreads) {
+      const int sample = n / tile.shape.outputs, out = n % tile.shape.outputs;
+      if (sample < tile.samples && out < tile.outputs) f(n, sample, out);
+    }
+  }
+  CAPSFAST_DEVICE int64_t row(int sample, int out) const {
+    return (split * in.B + tile.b0 + sample) * in.J + tile.j0 + out;
+  }
+
+  // Replaces the logits of the tile by exp(b - max), where max is the largest of a column so far. Begins and ends with
+  // a barrier.
   CAPSFAST_DEVICE void follow_maximum() const {
-    for_each(tile.samples, tile.outputs, [&](int sample, int out) {
-      const int column = tile.index(0, sample, out), end = columns * tile.inputs;
-      if (tile.i0 == i_begin) {
-        const bool leaky = in.leaky && split == 0;  // the entry with logit 0 must count once: the first split has it
-        max[column] = leaky ? T(0) : Extreme<T>::lowest;
-        total[column] = leaky ? 1.0 : 0.0;
-      }
-      const T before = max[column];
-      T m = before, sum = T(0);
-      for (int n = column; n < end; n += columns) m = larger<T>(m, tile.c[n]);
-      for (int n = column; n < end; n += columns) {
-        const T e = std::exp(tile.c[n] - m);
-        tile.c[n] = e;
-        sum += e;
-      }
-      const T scale = std::exp(before - m);
-      max[column] = m;
-      factor[column] = scale;
-      total[column] = total[column] * static_cast<double>(scale) + static_cast<double>(sum);
-      if (tile.i0 + tile.inputs < i_end) return;
-      const int64_t to = (split * in.B + tile.b0 + sample) * in.J + tile.j0 + out;
-      a.to.max[to] = m;
-      a.to.total[to] = total[column];
+    gpu::barrier();
+    for_columns([&](int column, int sample, int out) {
+      const int begin = sample * Votes::pitch + out * tile.shape.strips, step = tile.shape.columns(),
+                end = begin + tile.inputs * step;
+      // The leaky entry, with logit 0, counts in the first split.
+      if (first && tiles == 0) max()[column] = in.leaky && split == 0 ? T(0) : Extreme<T>::lowest;
+      const T before = max()[column];
+      T m = before;
+      for (int n = begin; n < end; n += step) m = larger<T>(m, tile.c[n]);
+      for (int n = begin; n < end; n += step) tile.c[n] = std::exp(tile.c[n] - m);
+      const T factor = std::exp(before - m);
+      max()[column] = m;
+      kept()[column] = tiles == 0 ? factor : kept()[column] * factor;
+      tile.dc[begin] = factor;
     });
     gpu::barrier();
   }
 
-  CAPSFAST_DEVICE void add_votes() const {
+  CAPSFAST_DEVICE void add_votes() {
     const Shared<T> weights = a.scoring.ds ? tile.dc : tile.c;
-    const int64_t components = in.D + a.mass;
-    for_each(tile.outputs, components, [&](int out, int64_t d) {
-      T sum[kSamples] = {};
-      for (int input = 0; input < tile.inputs; ++input) {
-        const unsigned valid = tile.valid_samples(tile.i0 + input);
-        T votes[kSamples];
-        tile.make_votes(valid, tile.i0 + input, tile.j0 + out, d, votes);
-        for_samples(
-            valid, [&](int n) { sum[n] += a.unweighted ? votes[n] : votes[n] * weights[tile.index(input, n, out)]; });
+    const bool with_mass = tile.strip == 0 && (a.mass || a.to.max);
+    // Numbers of samples and output capsules that do not exist go nowhere.
+    unrolled<kSamples>([&](int n) {
+      const int row = n * Votes::pitch, own = row + gpu::thread();
+      T kept = tiles > 0 ? T(1) : T(0), weight = T(0);
+      if (a.to.max) {
+        kept *= tile.dc[row + tile.out * tile.shape.strips];
+        unrolled<width>([&](int m) { sum[n][m] *= kept; });
       }
-      for_samples(tile.all_samples(), [&](int n) {
-        double& to = a.to.sum[((split * in.B + tile.b0 + n) * in.J + tile.j0 + out) * components + d];
-        const double kept = a.to.max ? static_cast<double>(factor[tile.index(0, n, out)]) : 1.0;
-        to = (tile.i0 == i_begin ? 0.0 : to * kept) + static_cast<double>(sum[n]);
-      });
+      if (tile.active())
+        weight = a.unweighted ? T(n >= tile.samples || in.mask.at(tile.b0 + n, tile.i0 + tile.input))
+                              : T(weights[row + tile.slot()]);
+      if (with_mass) mass[own] = kept > T(0) ? mass[own] * kept + weight : weight;
+      unrolled<width>([&](int m) { sum[n][m] += tile.votes[n][m] * weight; });
     });
+    ++tiles;
   }
 
-  // Adds the input capsules from tile.i0 on. Must be called after a barrier, and ends with a barrier.
+  // Adds the sums in registers to those in memory. Begins with a barrier.
+  CAPSFAST_DEVICE void flush() {
+    // The sums lie where weights and c were.
+    const Shared<T> sums = Votes::array(0, columns * width);
+    static_assert(columns * width <= Votes::scores_from + Votes::scores);
+    gpu::barrier();
+    Votes::put_strips(sums, sum);
+    Votes::for_votes([&](int n, int m) { sum[n][m] = T(0); });
+    gpu::barrier();
+    // Adds the parts of all input capsules, which lie `step` apart, to a sum in memory.
+    const auto add = [&](double& to, double begin, int sample, int out, const Shared<T>& parts, int at, int step) {
+      const double factor = a.to.max ? static_cast<double>(kept()[sample * tile.shape.outputs + out]) : 1.0;
+      double part = (first ? begin : to) * factor;
+      for (int n = 0; n < tile.shape.inputs; ++n) part += static_cast<double>(parts[at + n * step]);
+      to = part;
+    };
+    const int all = tile.shape.columns() * width;
+    const int64_t elements = in.D + a.mass;
+    for (int n = gpu::thread(); n < all; n += kThreads) {
+      const int out = n / (tile.shape.strips * width);
+      const int64_t d = tile.d0 + n % (tile.shape.strips * width);
+      for (int sample = 0; sample < tile.samples && out < tile.outputs && d < in.D; ++sample)
+        add(a.to.sum[row(sample, out) * elements + d], 0.0, sample, out, sums, sample * kThreads * width + n, all);
+    }
+    if (tile.piece == 0 && (a.mass || a.to.max)) {
+      for_columns([&](int column, int sample, int out) {
+        const int64_t to = row(sample, out);
+        const int at = sample * Votes::pitch + out * tile.shape.strips, step = tile.shape.columns();
+        if (a.mass) add(a.to.sum[to * elements + in.D], 0.0, sample, out, mass, at, step);
+        if (!a.to.max) return;
+        add(a.to.total[to], in.leaky && split == 0 ? 1.0 : 0.0, sample, out, mass, at, step);
+        a.to.max[to] = max()[column];
+      });
+    }
+    tiles = 0;
+    first = false;
+  }
+
+  // Adds the input capsules from tile.i0 on.
   CAPSFAST_DEVICE void add_tile() {
-    tile.fit(i_end, Size::outputs);
+    tile.fit(i_end);
+    tile.make_dots(a.scoring, false);
     if (!a.unweighted) tile.score(a.scoring);
     if (a.to.max) {
       follow_maximum();
     } else if (!a.unweighted) {
-      tile.normalise(a.scoring, a.norm, [&](int pair, int out, int n) {
-        a.coupling.template put<T>(tile.c[n], tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
+      const Row<T> row = tile.normalise(a.scoring, a.norm, [&](int out, int n) {
+        if (tile.piece == 0) a.coupling.template put<T>(tile.c[n], tile.b(), tile.i(), tile.j0 + out);
       });
-      tile.for_pairs(a.lse.data && tile.j0 == 0, [&](int pair, int) {
-        const T lse = log_sum(tile.norm(a.norm.max, tile.max, pair, 0), tile.norm(a.norm.scale, tile.scale, pair, 0));
-        a.lse.put(lse, tile.sample_of(pair), tile.input_of(pair));
-      });
+      if (tile.j0 == 0 && tile.piece == 0 && tile.lane() == 0 && tile.has_scores())
+        a.lse.put(log_sum(row.max, row.scale), tile.b(), tile.i());
     }
-    if (a.to.sum) add_votes();
-    gpu::barrier();
+    if (!a.to.sum) return;
+    add_votes();
+    if (tiles == kTilesInT || tile.i0 + tile.inputs == i_end) flush();
   }
 };
 
 template <class T, class E, bool kVotes>
-CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
+CAPSFAST_KERNEL(kThreads, kAccumulateBlocks)
 accumulate_kernel(AccumulateArgs<T> a) {
   Accumulation<T, E, kVotes> block{a};
   auto& tile = block.tile;
-  tile.j0 = gpu::block_x() * AccumulateTile<T>::outputs;
+  tile.piece = static_cast<int>(gpu::block_x() % tile.shape.pieces);
+  tile.j0 = gpu::block_x() / tile.shape.pieces * tile.shape.outputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
-    for (tile.i0 = block.i_begin; tile.i0 < block.i_end; tile.i0 += AccumulateTile<T>::inputs) block.add_tile();
+    block.first = true;
+    for (tile.i0 = block.i_begin; tile.i0 < block.i_end; tile.i0 += tile.shape.inputs) block.add_tile();
   }
 }
 
@@ -119,24 +169,25 @@ struct RowNormArgs {
 };
 
 template <class T, class E, bool kVotes>
-CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
+CAPSFAST_KERNEL(kThreads, kAccumulateBlocks)
 row_norm_kernel(RowNormArgs<T> a) {
-  using Size = AccumulateTile<T>;
   const bool with_dc = static_cast<bool>(a.scoring.ds);
-  Tile<T, E, kVotes, Size> tile{a.in};
-  tile.i0 = gpu::block_x() * Size::inputs;
+  Tile<T, E, kVotes> tile{a.in};
+  tile.i0 = gpu::block_x() * tile.shape.inputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
-    for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += Size::outputs) {
-      tile.fit(a.in.I, Size::outputs);
+    Row<T> row = Row<T>::empty(a.in);
+    for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += tile.shape.outputs) {
+      tile.fit(a.in.I);
+      tile.make_dots(a.scoring, false);
       tile.score(a.scoring);
-      tile.add_to_normaliser(with_dc);
+      row = tile.extended(row, with_dc);
     }
-    tile.for_pairs(1, [&](int pair, int) {
-      const int64_t to = tile.sample_of(pair) * a.in.I + tile.input_of(pair);
-      a.max[to] = tile.max[pair];
-      a.scale[to] = tile.scale[pair];
-      if (with_dc) a.mean[to] = tile.mean[pair];
-    });
+    if (!tile.has_scores() || tile.lane() != 0) continue;
+    row = row.finished();
+    const int64_t to = tile.b() * a.in.I + tile.i();
+    a.max[to] = row.max;
+    a.scale[to] = row.scale;
+    if (with_dc) a.mean[to] = row.mean;
   }
 }
 

@@ -1,5 +1,5 @@
-// The part of the work that a block of the general kernels does at a time: votes, computed where they are used, and
-// routing logits in shared memory, with their softmax and its backward.
+// The part of the work that a block of the general kernels does at a time: votes in registers, made from poses and
+// weights in shared memory, and routing logits in shared memory, with their softmax and its backward.
 #pragma once
 
 #include <cstdint>
@@ -9,224 +9,391 @@
 
 namespace capsfast::cuda {
 
-// How many blocks a multiprocessor must hold. Few, so that no thread spills registers.
-template <class T>
-constexpr int kBlocksFor = sizeof(T) == 8 ? 2 : 3;
+// How many blocks a multiprocessor must hold: many hide latencies, few leave each thread registers.
+constexpr int kAccumulateBlocks = 4, kGradientBlocks = 3;
 
-// Sizes of a tile in the accumulating pass.
-template <class T>
-struct AccumulateTile {
-  static constexpr int inputs = 8;                          // this many votes are added in T, then in double
-  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc take 32 KiB
-};
+constexpr int kSamples = 8;     // of every tile: a weight is read once for all
+constexpr int kMostInputs = 8;  // input capsules of a tile
+constexpr int kTilesInT = 8;    // tiles whose terms are added in T; their sums are added in double
 
-// Sizes of a tile in the gradient pass.
+// Components of an output capsule that a thread has. A vector access moves as many numbers.
 template <class T>
-struct GradientTile {
-  static constexpr int inputs = 2;  // few, so that there are more blocks
-  static constexpr int outputs = AccumulateTile<T>::outputs;
-  static constexpr int rows = sizeof(T) == 8 ? 128 : 256;  // (j, d) of votes: their gradients take 16 KiB
-  static constexpr int columns = 64;                       // components k of u at a time
+constexpr int kStrip = 16 / static_cast<int>(sizeof(T));
 
-  // How many output capsules a tile has, and how many of their components.
-  static CAPSFAST_HOST_DEVICE int64_t outputs_for(int64_t J, int64_t D) {
-    return clamped(rows / clamped(D, rows), clamped(J, outputs));
+CAPSFAST_HOST_DEVICE inline int clamped(int64_t n, int64_t most) {
+  return static_cast<int>(n < 1 ? 1 : n < most ? n : most);
+}
+
+// A thread has one strip of components of one output capsule, for one input capsule and all samples of a tile. A tile
+// has as many output capsules as there are threads for; of few output capsules it has several input capsules.
+template <class T>
+struct TileShape {
+  int strips, outputs, inputs;  // strips of an output capsule, ...
+  int pieces;                   // tiles that share the components of an output capsule, if the threads are too few
+
+  static CAPSFAST_HOST_DEVICE TileShape of(int64_t J, int64_t D) {
+    const int64_t strips = clamped((D + kStrip<T> - 1) / kStrip<T>, INT32_MAX);
+    TileShape to;
+    to.strips = clamped(strips, kThreads);
+    to.outputs = clamped(J, kThreads / to.strips);
+    to.inputs = clamped(kThreads / (to.strips * to.outputs), kMostInputs);
+    to.pieces = static_cast<int>((strips + to.strips - 1) / to.strips);
+    return to;
   }
-  static CAPSFAST_HOST_DEVICE int64_t components_for(int64_t D) { return clamped(D, rows); }
-
- private:
-  static CAPSFAST_HOST_DEVICE int64_t clamped(int64_t n, int64_t most) { return n < 1 ? 1 : n < most ? n : most; }
+  CAPSFAST_HOST_DEVICE int columns() const { return outputs * strips; }  // threads of an input capsule
+  CAPSFAST_HOST_DEVICE bool whole(int64_t J) const { return outputs >= J && pieces == 1; }
 };
-
-constexpr int kSamples = 8;  // of every tile: a weight is read once for all
 
 CAPSFAST_DEVICE int at_most(int64_t rest, int64_t most) { return static_cast<int>(rest < most ? rest : most); }
 
-// Calls f(row, column) for every element of a matrix, each on one thread of the block: the same thread in every call.
-template <class N, class F>
-CAPSFAST_DEVICE void for_each(int rows, N width, const F& f) {
-  for (N n = gpu::thread(); n < rows * width; n += gpu::threads()) f(static_cast<int>(n / width), n % width);
-}
-
-// Calls f(n) for the bits n that are set. f may use n as an index into registers.
-template <class F>
-CAPSFAST_DEVICE void for_samples(unsigned which, const F& f) {
+// Calls f(n) for n < kCount. f may use n as an index into registers.
+template <int kCount, class F>
+CAPSFAST_DEVICE void unrolled(const F& f) {
 #pragma unroll
-  for (int n = 0; n < kSamples; ++n) {
-    if (which >> n & 1) f(n);
-  }
+  for (int n = 0; n < kCount; ++n) f(n);
 }
 
-// Samples [b0, b0 + samples), input capsules [i0, i0 + inputs) and output capsules [j0, j0 + outputs). E is the element
-// type of u, weight and votes. kVotes: the votes are an input.
-template <class T, class E, bool kVotes, class Size>
+// The normaliser of a pair's row of scores. Before the last tile of output capsules, `scale` is the sum of exp(b -
+// max), and `mean` the sum of exp(b - max) dc.
+template <class T>
+struct Row {
+  T max, scale, mean;
+
+  // The leaky entry has logit 0, and its dc is 0.
+  static CAPSFAST_DEVICE Row empty(const Inputs& in) {
+    return in.leaky ? Row{T(0), T(1), T(0)} : Row{Extreme<T>::lowest, T(0), T(0)};
+  }
+  CAPSFAST_DEVICE Row finished() const { return {max, inverse(scale), mean * inverse(scale)}; }
+};
+
+// Samples [b0, b0 + samples), input capsules [i0, i0 + inputs), output capsules [j0, j0 + outputs) and the components
+// of a piece from d0 on. E is the element type of u, weight and votes. kVotes: the votes are an input.
+template <class T, class E, bool kVotes>
 struct Tile {
-  static constexpr int pairs = Size::inputs * kSamples, scores = pairs * Size::outputs;
-  static constexpr int elements = 2 * scores + 3 * pairs;  // of shared memory
+  static constexpr int width = kStrip<T>;
+  using Strip = Run<T, width>;
+  // The poses and weights of so many components k are in shared memory at a time: so many strips.
+  static constexpr int runs = 2, staged = runs * width;
+  // Shared memory, in elements. An odd pitch spreads the rows of a matrix over the banks.
+  static constexpr int pitch = kThreads + 1, scores = kSamples * pitch, most_weights = runs * width * pitch * width,
+                       most_poses = kVotes ? 0 : kMostInputs * kSamples * staged,
+                       scores_from = most_weights + most_poses, elements = scores_from + 2 * scores;
 
   const Inputs& in;
-  int64_t b0 = 0, i0 = 0, j0 = 0;
-  int samples = 0, inputs = 0, outputs = 0;
-  // [pairs][outputs], pair = input * kSamples + sample: logits, then c; in the backward dc, then db.
-  Shared<T> c = array(0, scores), dc = array(scores, scores);
-  // [pairs]: the normaliser of the softmax over the output capsules.
-  Shared<T> max = array(2 * scores, pairs), scale = array(2 * scores + pairs, pairs),
-            mean = array(2 * scores + 2 * pairs, pairs);
+  const TileShape<T> shape = TileShape<T>::of(in.J, in.D);
+  // Whether strips can be loaded as vectors.
+  const bool matrix_in_strips = in_strips(in.matrix, 4, kVotes ? in.D : in.K),
+             poses_in_strips = in_strips(in.u, 3, in.K);
+  // Whether the weights are also without gaps between components and output capsules.
+  const bool weights_in_rows =
+      matrix_in_strips && in.matrix.stride[1] == in.D * in.matrix.stride[2] && in.D % width == 0 && shape.pieces == 1;
+  bool weights_stay = false, weights_staged = false;  // the next tile has the same weights; they are there
+
+  int64_t b0 = 0, i0 = 0, j0 = 0, d0 = 0;
+  int piece = 0, samples = 0, inputs = 0, outputs = 0;
+  // This thread's part of the votes, and where its output capsule has its scores.
+  const int input = gpu::thread() / shape.columns(), out = gpu::thread() / shape.strips % shape.outputs,
+            strip = gpu::thread() % shape.strips;
+  T votes[kSamples][width] = {};
+  // So many neighbouring threads have the scores of a sample and an input capsule.
+  const int lanes = lanes_for(kThreads / (kSamples * shape.inputs) / 2 + 1);
+
+  Shared<T> weights = array(0, most_weights);         // [run][component of a strip][thread], strips of k
+  Shared<T> poses = array(most_weights, most_poses);  // [input][run][sample], strips of k
+  // [sample][thread]: parts of dots, then, where the first strip of an output capsule is, logits, then c; in the
+  // backward dc, then db.
+  Shared<T> c = array(scores_from, scores), dc = array(scores_from + scores, scores);
 
   // `count` elements of shared memory from element `from` on. Elements up to `elements` belong to the tile.
   static CAPSFAST_DEVICE Shared<T> array(int from, int count) {
     return gpu::shared<T>(from * static_cast<int>(sizeof(T)), count);
   }
-
-  // Limits the tile to samples, input and output capsules that exist.
-  CAPSFAST_DEVICE void fit(int64_t i_end, int64_t most_outputs) {
-    samples = at_most(in.B - b0, kSamples);
-    inputs = at_most(i_end - i0, Size::inputs);
-    outputs = at_most(in.J - j0, most_outputs);
+  // Whether runs of `width` elements along the last of the axes, `length` elements long, can be loaded as vectors.
+  static CAPSFAST_DEVICE bool in_strips(const Operand& from, int axes, int64_t length) {
+    bool yes = from.data.aligned(width * sizeof(E)) && length % width == 0 && from.stride[axes - 1] == 1;
+    for (int axis = 0; axis < axes - 1; ++axis) yes = yes && from.stride[axis] % width == 0;
+    return yes;
   }
 
-  CAPSFAST_DEVICE int index(int input, int n, int out) const { return (input * kSamples + n) * Size::outputs + out; }
-  CAPSFAST_DEVICE int64_t sample_of(int pair) const { return b0 + pair % kSamples; }
-  CAPSFAST_DEVICE int64_t input_of(int pair) const { return i0 + pair / kSamples; }
-
-  // Calls f(pair, n), n < width, for every pair; see for_each.
+  // Calls f(n, m) for component m of sample n, of this thread's votes.
   template <class F>
-  CAPSFAST_DEVICE void for_pairs(int width, const F& f) const {
-    for_each(inputs * kSamples, width, [&](int pair, int n) {
-      if (pair % kSamples < samples) f(pair, n);
+  static CAPSFAST_DEVICE void for_votes(const F& f) {
+    unrolled<kSamples>([&](int n) { unrolled<width>([&](int m) { f(n, m); }); });
+  }
+
+  // The same for pairs of components of two strips.
+  template <class F>
+  static CAPSFAST_DEVICE void for_square(const F& f) {
+    unrolled<width>([&](int m) { unrolled<width>([&](int k) { f(m, k); }); });
+  }
+
+  // Writes this thread's strips to `to` [sample][thread].
+  static CAPSFAST_DEVICE void put_strips(const Shared<T>& to, const T (&from)[kSamples][width]) {
+    unrolled<kSamples>([&](int n) {
+      Strip strip;
+      unrolled<width>([&](int m) { strip.value[m] = from[n][m]; });
+      to.write((n * kThreads + gpu::thread()) * width, strip);
     });
   }
 
-  CAPSFAST_DEVICE unsigned all_samples() const { return (1u << samples) - 1; }
-  // The samples, as bits, whose input capsule i is not masked.
-  CAPSFAST_DEVICE unsigned valid_samples(int64_t i) const {
-    unsigned valid = all_samples();
-    for (int n = 0; n < samples && in.mask.data; ++n) valid -= in.mask.at(b0 + n, i) ? 0u : 1u << n;
-    return valid;
+  // Limits the tile to samples, input and output capsules that exist.
+  CAPSFAST_DEVICE void fit(int64_t i_end) {
+    samples = at_most(in.B - b0, kSamples);
+    inputs = at_most(i_end - i0, shape.inputs);
+    outputs = at_most(in.J - j0, shape.outputs);
   }
 
-  // votes[n] = component d of the vote of input capsule i for output capsule j, in sample b0 + n. Component D, for the
-  // mass, is 1. Other components are 0 if bit n of `valid` is not set, even if inputs hold NaN.
-  CAPSFAST_DEVICE void make_votes(unsigned valid, int64_t i, int64_t j, int64_t d, T (&votes)[kSamples]) const {
-    for_samples(~0u, [&](int n) { votes[n] = d < in.D ? T(0) : T(1); });
-    if (d == in.D || valid == 0) return;
-    const Global<const E> matrix = in.matrix.data.template as<const E>();
-    if constexpr (kVotes) {
-      for_samples(valid, [&](int n) { votes[n] = T(matrix[in.matrix.at(b0 + n, i, j, d)]); });
-    } else {
-      const Global<const E> u = in.u.data.template as<const E>();
-      const int64_t row = in.matrix.at(i, j, d), capsule = in.u.at(b0, i);
-      for (int64_t k = 0; k < in.K; ++k) {
-        const T w = T(matrix[row + k * in.matrix.stride[3]]);
-        for_samples(valid, [&](int n) { votes[n] += w * T(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
+  // Whether this thread has votes.
+  CAPSFAST_DEVICE bool active() const { return input < inputs && out < outputs; }
+  CAPSFAST_DEVICE int slot() const { return gpu::thread() - strip; }
+  // This thread's first component.
+  CAPSFAST_DEVICE int64_t component() const { return d0 + strip * width; }
+  // Where the weights of component m of a thread's strip are staged, for run number `run` of k.
+  static CAPSFAST_DEVICE int place(int run, int m, int thread) { return ((run * width + m) * pitch + thread) * width; }
+  static CAPSFAST_DEVICE int pose_place(int input, int run, int sample) {
+    return ((input * runs + run) * kSamples + sample) * width;
+  }
+
+  // `width` elements from `at` on, which are neighbours.
+  CAPSFAST_DEVICE Strip load_vector(const Operand& from, int64_t at) const {
+    const auto run = from.data.template as<const E>().template vector_once<Run<E, width>>(at);
+    Strip to;
+    unrolled<width>([&](int m) { to.value[m] = T(run.value[m]); });
+    return to;
+  }
+  // The same, or elements that lie `stride` apart, of which only `left` exist. The others are 0.
+  CAPSFAST_DEVICE Strip load(const Operand& from, bool as_vector, int64_t at, int64_t stride, int left) const {
+    Strip to = {};
+    if (as_vector && left > 0) return load_vector(from, at);
+    unrolled<width>([&](int m) {
+      if (m < left) to.value[m] = T(from.data.template as<const E>()[at + m * stride]);
+    });
+    return to;
+  }
+
+  // Calls f(at, offset, there) for every weight of one input capsule of the tile that this thread stages: one strip of
+  // k, always number `own_run`, of every `step`-th component. It is staged `at` and lies `offset` behind that of (j0,
+  // d0).
+  static constexpr int step = kThreads / runs;
+  static CAPSFAST_DEVICE int own_run() { return gpu::thread() % runs; }
+  template <class F>
+  CAPSFAST_DEVICE void for_weights(int of, int64_t j_stride, int64_t d_stride, const F& f) const {
+    for (int n = gpu::thread() / runs, end = shape.columns() * width; n < end; n += step) {
+      const int to = n / (shape.strips * width), d = n % (shape.strips * width);
+      f(weight_at(of, n), to * j_stride + d * d_stride, to < outputs && d0 + d < in.D);
+    }
+  }
+  CAPSFAST_DEVICE int weight_at(int of, int n) const {
+    return place(own_run(), n % width, of * shape.columns() + n / width);
+  }
+
+  // Stages the poses and weights of components [k0, k0 + staged). Components that do not exist are 0; so are the poses
+  // of masked input capsules. Begins and ends with a barrier.
+  CAPSFAST_DEVICE void stage(int64_t k0) {
+    gpu::barrier();
+    for (int n = gpu::thread(); n < inputs * kSamples * runs; n += kThreads) {
+      const int sample = n / runs % kSamples, of = n / (runs * kSamples), run = n % runs;
+      const int64_t b = b0 + sample, i = i0 + of, k = k0 + run * width;
+      Strip u = {};
+      if (sample < samples && in.mask.at(b, i))
+        u = load(in.u, poses_in_strips, in.u.at(b, i, k), in.u.stride[2], at_most(in.K - k, width));
+      poses.write(pose_place(of, run, sample), u);
+    }
+    const int64_t k = k0 + own_run() * width;
+    const int left = at_most(in.K - k, width);
+    for (int n = 0; n < inputs && left > 0 && !weights_staged; ++n) {
+      const int64_t from = in.matrix.at(i0 + n, j0, d0, k), *stride = in.matrix.stride;
+      if (weights_in_rows) {
+        const int first = gpu::thread() / runs, at = weight_at(n, first);
+#pragma unroll 4
+        for (int d = 0, end = outputs * static_cast<int>(in.D) - first; d < end; d += step)
+          weights.write(at + d, load_vector(in.matrix, from + (first + d) * stride[2]));
+      } else {
+        for_weights(n, stride[1], stride[2], [&](int at, int64_t offset, bool there) {
+          weights.write(at, load(in.matrix, false, from + offset, stride[3], there ? left : 0));
+        });
       }
+    }
+    weights_staged = weights_stay;
+    gpu::barrier();
+  }
+
+  // How many of the staged strips of k this thread multiplies by.
+  CAPSFAST_DEVICE int runs_from(int64_t k0) const {
+    return active() ? at_most((in.K - k0 + width - 1) / width, runs) : 0;
+  }
+  // The pose of this thread's input capsule in sample n of the tile.
+  CAPSFAST_DEVICE Strip pose(int n, int run) const { return poses.template vector<Strip>(pose_place(input, run, n)); }
+
+  // Makes the votes of a piece. Votes of a masked input capsule are 0, even if inputs hold NaN, and so are components
+  // from D on. Begins with a barrier.
+  CAPSFAST_DEVICE void make_votes(int of_piece) {
+    d0 = static_cast<int64_t>(of_piece) * shape.strips * width;
+    for_votes([&](int n, int m) { votes[n][m] = T(0); });
+    if constexpr (kVotes) {
+      gpu::barrier();
+      if (!active()) return;
+      const int left = at_most(in.D - component(), width);
+      int64_t at = in.matrix.at(b0, i0 + input, j0 + out, component());
+      unrolled<kSamples>([&](int n) {
+        const Strip run = load(in.matrix, matrix_in_strips, at, in.matrix.stride[3], left);
+        unrolled<width>([&](int m) { votes[n][m] = run.value[m]; });
+        if (n + 1 < samples) at += in.matrix.stride[0];
+      });
+    } else {
+      // Once even if K = 0: the barriers are needed.
+      for (int64_t k0 = 0; k0 == 0 || k0 < in.K; k0 += staged) {
+        stage(k0);
+        for (int run = 0, end = runs_from(k0); run < end; ++run) {
+          Strip w[width];
+          unrolled<width>([&](int m) { w[m] = weights.template vector<Strip>(place(run, m, gpu::thread())); });
+          unrolled<kSamples>([&](int n) {
+            const Strip u = pose(n, run);
+            for_square([&](int m, int k) { votes[n][m] += w[m].value[k] * u.value[k]; });
+          });
+        }
+      }
+    }
+    clear_masked(votes);
+  }
+
+  // Sets the numbers of masked input capsules to 0.
+  CAPSFAST_DEVICE void clear_masked(T (&of)[kSamples][width]) const {
+    if (!in.mask.data || input >= inputs) return;
+    unrolled<kSamples>([&](int n) {
+      const bool valid = n < samples && in.mask.at(b0 + n, i0 + input);
+      unrolled<width>([&](int m) { of[n][m] = valid ? of[n][m] : T(0); });
+    });
+  }
+
+  // Calls f(n, x) for the samples n of the tile, where x are this thread's components of `from` [B, J, D]. Components
+  // from D on are 0. Samples that do not exist repeat the last one, so no thread needs a branch for them.
+  template <class F>
+  CAPSFAST_DEVICE void for_vectors(const Global<const T>& from, const F& f) const {
+    const int64_t d = component();
+    int64_t at = (b0 * in.J + j0 + out) * in.D + d;
+    const int left = at_most(in.D - d, width);
+    const auto each = [&](const auto& load) {
+      unrolled<kSamples>([&](int n) {
+        f(n, load());
+        if (n + 1 < samples) at += in.J * in.D;
+      });
+    };
+    // Two loops, so that each has its loads first.
+    if (in.D % width == 0 && left > 0) return each([&] { return from.template vector<Strip>(at); });
+    each([&] {
+      Strip x = {};
+      unrolled<width>([&](int m) {
+        if (m < left) x.value[m] = from[at + m];
+      });
+      return x;
+    });
+  }
+
+  // Adds this thread's part of the dots of votes and `with`, or begins with it.
+  CAPSFAST_DEVICE void add_dots(const Global<const T>& with, const Shared<T>& to, bool begins) const {
+    for_vectors(with, [&](int n, const Strip& x) {
+      const int at = n * pitch + gpu::thread();
+      T dot = begins ? T(0) : T(to[at]);
+      unrolled<width>([&](int m) { dot += votes[n][m] * x.value[m]; });
+      to[at] = dot;
+    });
+  }
+
+  // Makes the votes, if they are not there, and this thread's parts of the dots. Of several pieces, the votes of
+  // `piece` are there afterwards.
+  CAPSFAST_DEVICE void make_dots(const Scoring<T>& with, bool there) {
+    const bool dots = with.V || with.ds;
+    for (int n = dots ? 1 : shape.pieces; n <= shape.pieces; ++n) {
+      if (!there || shape.pieces > 1) make_votes((piece + n) % shape.pieces);
+      if (!active()) continue;
+      if (with.V) add_dots(with.V, c, n == 1);
+      if (with.ds) add_dots(with.ds, dc, n == 1);
     }
   }
 
-  // Writes votes . V + logits + prior, or -inf for masked entries, to c. If there is ds, also writes votes . ds +
-  // dcoupling + dmass to dc. Must be called after a barrier, and ends with a barrier.
-  CAPSFAST_DEVICE void score(const Scoring<T>& with) const {
-    const int lanes = lanes_for(in.D), warps = (inputs * outputs * lanes + 31) / 32;
-    // A unit is a pair of input and output capsule, on neighbouring lanes. There may be more units than pairs, because
-    // all lanes of a warp must take part in every shuffle.
-    for_each(warps * 32 / lanes, lanes, [&](int unit, int lane) {
-      const int input = unit / outputs, out = unit % outputs;
-      const int64_t i = i0 + input, j = j0 + out;
-      const unsigned valid = input < inputs ? valid_samples(i) : 0;
-      T by_V[kSamples] = {}, by_ds[kSamples] = {};
-      for (int64_t d = lane; d < in.D && valid != 0 && (with.V || with.ds); d += lanes) {
-        T votes[kSamples];
-        make_votes(valid, i, j, d, votes);
-        for_samples(valid, [&](int n) {
-          const int64_t element = ((b0 + n) * in.J + j) * in.D + d;
-          if (with.V) by_V[n] += votes[n] * with.V[element];
-          if (with.ds) by_ds[n] += votes[n] * with.ds[element];
-        });
-      }
-      for_samples(~0u, [&](int n) {
-        if (with.V) by_V[n] = lane_sum(by_V[n], lanes);
-        if (with.ds) by_ds[n] = lane_sum(by_ds[n], lanes);
-      });
-      if (lane != 0 || input >= inputs) return;
-      for_samples(all_samples(), [&](int n) {
-        const int64_t b = b0 + n;
-        const bool counts = (valid >> n & 1) && in.out_mask.at(b, j);
-        if (counts) {
-          in.logits.add_to(&by_V[n], b, i, j);
-          in.prior.add_to(&by_V[n], b, j);
-          with.dcoupling.add_to(&by_ds[n], b, i, j);
-          with.dmass.add_to(&by_ds[n], b, j);
-        }
-        c[index(input, n, out)] = counts ? by_V[n] : -Extreme<T>::infinity;
-        if (with.ds) dc[index(input, n, out)] = counts ? by_ds[n] : T(0);
-      });
-    });
-    gpu::barrier();
-  }
-
-  // Adds the outputs of the tile to the normaliser of each pair. Before the last tile `scale` is the sum of exp(b -
-  // max), and `mean` the sum of exp(b - max) dc. Ends with a barrier.
-  CAPSFAST_DEVICE void add_to_normaliser(bool with_dc) const {
-    constexpr int kLanes = 8;
-    static_assert(kLanes * kSamples % 32 == 0, "all lanes of a warp take part in every shuffle");
-    for_each(inputs * kSamples, kLanes, [&](int pair, int lane) {
-      const bool exists = pair % kSamples < samples;
-      const int row = pair * Size::outputs, end = exists ? row + outputs : row;
-      // The leaky entry has logit 0, and its dc is 0.
-      T before = in.leaky ? T(0) : Extreme<T>::lowest, total = in.leaky ? T(1) : T(0), total_dc = T(0);
-      if (exists && j0 > 0) {
-        before = max[pair];
-        total = scale[pair];
-        total_dc = mean[pair];
-      }
-      T m = before;
-      for (int n = row + lane; n < end; n += kLanes) m = larger<T>(m, c[n]);
-      for (int mask = kLanes / 2; mask > 0; mask /= 2) m = larger<T>(m, gpu::shuffle_xor(m, mask));
-      T sum = T(0), sum_dc = T(0);
-      for (int n = row + lane; n < end; n += kLanes) {
-        const T e = std::exp(c[n] - m);
-        sum += e;
-        if (with_dc) sum_dc += e * dc[n];
-      }
-      sum = lane_sum(sum, kLanes);
-      sum_dc = lane_sum(sum_dc, kLanes);
-      gpu::warp_barrier();  // all lanes have read what is overwritten below
-      if (!exists || lane != 0) return;
-      const T factor = std::exp(before - m);
-      total = total * factor + sum;
-      const bool last = j0 + outputs == in.J;
-      max[pair] = m;
-      scale[pair] = last ? inverse(total) : total;
-      mean[pair] = (total_dc * factor + sum_dc) * (last ? inverse(total) : T(1));
-    });
-    gpu::barrier();
-  }
-
-  // An element of the given normaliser or, if it is absent, of the normaliser that add_to_normaliser() made.
-  CAPSFAST_DEVICE T norm(const Global<const T>& given, const Shared<T>& made, int pair, int out) const {
-    if (!given) return made[pair];
-    return given[in.softmax_in ? sample_of(pair) * in.J + j0 + out : sample_of(pair) * in.I + input_of(pair)];
-  }
-
-  // Turns the scores into c and, in the backward, db = c (dc - mean + dlse), and calls f(pair, out, n) for each score,
-  // with index n. Without a given normaliser the tile has all output capsules. Ends with a barrier.
+  // The sample and the input capsule whose scores this thread has, and f(output, index of the score) for each score.
+  CAPSFAST_DEVICE int score_sample() const { return gpu::thread() / lanes % kSamples; }
+  CAPSFAST_DEVICE int score_input() const { return gpu::thread() / lanes / kSamples; }
+  CAPSFAST_DEVICE int lane() const { return gpu::thread() % lanes; }
+  CAPSFAST_DEVICE int64_t b() const { return b0 + score_sample(); }
+  CAPSFAST_DEVICE int64_t i() const { return i0 + score_input(); }
+  CAPSFAST_DEVICE bool has_scores() const { return score_sample() < samples && score_input() < inputs; }
   template <class F>
-  CAPSFAST_DEVICE void normalise(const Scoring<T>& with, const Normaliser<T>& given, const F& f) const {
+  CAPSFAST_DEVICE void for_scores(const F& f) const {
+    const int row = score_sample() * pitch + score_input() * shape.columns();
+#pragma unroll 1
+    for (int to = lane(); to < outputs && has_scores(); to += lanes) f(to, row + to * shape.strips);
+  }
+
+  // Writes votes . V + logits + prior, or -inf for masked entries, to c. If there is ds, also writes votes . ds +
+  // dcoupling + dmass to dc. Each thread writes its own scores. make_dots() comes before. Begins with a barrier.
+  CAPSFAST_DEVICE void score(const Scoring<T>& with) {
+    gpu::barrier();
+    const bool valid = has_scores() && in.mask.at(b(), i());
+    for_scores([&](int to, int at) {
+      const int64_t j = j0 + to;
+      T by_V = T(0), by_ds = T(0);
+      for (int n = at; n < at + shape.strips; ++n) {
+        if (with.V) by_V += c[n];
+        if (with.ds) by_ds += dc[n];
+      }
+      const bool counts = valid && in.out_mask.at(b(), j);
+      if (counts) {
+        in.logits.add_to(&by_V, b(), i(), j);
+        in.prior.add_to(&by_V, b(), j);
+        with.dcoupling.add_to(&by_ds, b(), i(), j);
+        with.dmass.add_to(&by_ds, b(), j);
+      }
+      c[at] = counts ? by_V : -Extreme<T>::infinity;
+      if (with.ds) dc[at] = counts ? by_ds : T(0);
+    });
+  }
+
+  // The row with the scores of the tile. Replaces each logit b by exp(b - max).
+  CAPSFAST_DEVICE Row<T> extended(const Row<T>& row, bool with_dc) const {
+    T max = row.max, sum = T(0), sum_dc = T(0);
+    for_scores([&](int, int at) { max = larger<T>(max, c[at]); });
+    for (int mask = lanes / 2; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
+    for_scores([&](int, int at) {
+      const T e = std::exp(c[at] - max);
+      c[at] = e;
+      sum += e;
+      if (with_dc) sum_dc += e * dc[at];
+    });
+    const T factor = std::exp(row.max - max);
+    sum = lane_sum(sum, lanes);
+    if (with_dc) sum_dc = lane_sum(sum_dc, lanes);
+    return {max, row.scale * factor + sum, row.mean * factor + sum_dc};
+  }
+
+  // Turns the scores into c and, in the backward, db = c (dc - mean + dlse), and calls f(output, n) for each score,
+  // with index n. Without a given normaliser the tile has all output capsules. Returns the normaliser of the last
+  // score. Ends with a barrier.
+  template <class F>
+  CAPSFAST_DEVICE Row<T> normalise(const Scoring<T>& with, const Normaliser<T>& given, const F& f) const {
     const bool with_dc = static_cast<bool>(with.ds);
-    if (!given.max) add_to_normaliser(with_dc);
-    for_pairs(outputs, [&](int pair, int out) {
-      const int n = pair * Size::outputs + out;
-      const T coupling = std::exp(c[n] - norm(given.max, max, pair, out)) * norm(given.scale, scale, pair, out);
+    Row<T> row = Row<T>::empty(in);
+    if (!given.max) row = extended(row, with_dc).finished();
+    for_scores([&](int to, int n) {
+      T e = c[n];
+      if (given.max) {
+        const int64_t at = in.softmax_in ? b() * in.J + j0 + to : b() * in.I + i();
+        row = {given.max[at], given.scale[at], with_dc ? given.mean[at] : T(0)};
+        e = std::exp(e - row.max);
+      }
+      const T coupling = e * row.scale;
       c[n] = coupling;
       if (with_dc) {
         T dlse = T(0);
-        with.dlse.add_to(&dlse, sample_of(pair), in.softmax_in ? j0 + out : input_of(pair));
+        with.dlse.add_to(&dlse, b(), in.softmax_in ? j0 + to : i());
         const T divided = in.softmax_in && coupling > kWhole<T> ? T(0) : coupling;
-        dc[n] = divided * (dc[n] - norm(given.mean, mean, pair, out)) + coupling * dlse;
+        dc[n] = divided * (dc[n] - row.mean) + coupling * dlse;
       }
-      f(pair, out, n);
+      f(to, n);
     });
     gpu::barrier();
+    return row;
   }
 };
 
