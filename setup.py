@@ -39,7 +39,8 @@ library.cpp cpu/isa.cpp cpu/parallel.cpp plans/driver.cpp plans/plan.cpp plans/s
 ops/cpu/em_routing.cpp ops/cpu/em_update.cpp ops/cpu/factored.cpp ops/cpu/pass.cpp ops/cpu/plan.cpp
 ops/cpu/routing.cpp ops/cpu/routing_avx2.cpp ops/cpu/routing_avx512.cpp ops/cpu/routing_portable.cpp
 cuda/context.cpp ops/cuda/backward.cu ops/cuda/forward.cu ops/cuda/pass.cu
-ops/cuda/instantiations/bf16.cu ops/cuda/instantiations/f16.cu ops/cuda/instantiations/f32.cu
+ops/cuda/columns/routing.cu ops/cuda/instantiations/bf16.cu ops/cuda/instantiations/f16.cu
+ops/cuda/instantiations/columns_10.cu ops/cuda/instantiations/columns_8.cu ops/cuda/instantiations/f32.cu
 ops/cuda/instantiations/f64.cu ops/cuda/instantiations/rows_12_24.cu ops/cuda/instantiations/rows_20.cu
 """
 

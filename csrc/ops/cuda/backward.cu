@@ -1,5 +1,6 @@
 // The backward: an accumulating pass for each iteration from the last to the second, then one gradient pass for all
 // iterations.
+#include "columns/routing.h"
 #include "engine.h"
 #include "launch.h"
 
@@ -9,7 +10,11 @@ template <class T>
 void Engine::backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
   const bool logits = out.dlogits.data != nullptr, wanted = wants_gradient(p, out);
-  Call<T> call(p, like, true, inputs.dcoupling.data != nullptr || logits);
+  const gpu::Context context(like);
+  if constexpr (std::is_same_v<T, float>) {
+    if (columns::backward(p, inputs, out, context)) return;
+  }
+  Call<T> call(p, context, true, inputs.dcoupling.data != nullptr || logits);
   const GeneralPlan& plan = call.plan;
   typename Call<T>::Gradient gradient{};
   if (wanted) gradient = call.plan_gradient(out);
@@ -23,13 +28,13 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   steps.dcoupling = operand(inputs.dcoupling, {p.B, p.I, p.J});
   steps.s = {static_cast<const T*>(inputs.s), p.iterations * call.vectors()};
   steps.order = call.order();
-  call.with_scratch([&] {
+  call.with([&] {
     steps.V = call.take_vectors(p.iterations);
     steps.ds = call.take_vectors(p.iterations);
     steps.G = call.template take<T>(call.vectors());
     if (p.softmax_in()) steps.mean = call.template take<T>(p.iterations * call.scalars());
     steps.parts = call.take_parts(false, steps.passes() > 0);
-    if (plan.row_norm_apart || plan.gradient_row_norm_apart) call.take_row_norms(p.iterations);
+    if (plan.row_norm_apart) call.take_row_norms(p.iterations);
     call.take_sums(&gradient);
   });
   if (p.softmax_in()) {
@@ -52,14 +57,12 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   args.ds = steps.ds;
   args.dcoupling = steps.dcoupling;
   args.norm = steps.columns;  // absent for the softmax over the output capsules
-  if (plan.gradient_row_norm_apart && !call.by_rows) {
-    for (int64_t t = steps.first; t < p.iterations; ++t) {
-      Scoring<T> with = steps.scoring(t);
-      // Without a gradient through the agreement the sum of c dc is not needed.
-      if (!logits && (t == 0 || p.gradient_last)) with.ds = {};
-      // If the accumulating passes had a sweep too, its normalisers are still there.
-      if (!plan.row_norm_apart || t == steps.first) call.row_norm(with, t);
-    }
+  if (plan.row_norm_apart) {
+    // The accumulating passes have left the normalisers of the later iterations.
+    Scoring<T> with = steps.scoring(steps.first);
+    // Without a gradient through the agreement the sum of c dc is not needed.
+    if (!logits && (steps.first == 0 || p.gradient_last)) with.ds = {};
+    call.row_norm(with, steps.first);
     args.norm = call.row_norms();
   }
   call.run(gradient, out);

@@ -1,4 +1,5 @@
 // The forward: each iteration is an accumulating pass, after which s, v and V are computed from its sums.
+#include "columns/routing.h"
 #include "engine.h"
 #include "launch.h"
 
@@ -7,7 +8,11 @@ namespace capsfast::cuda {
 template <class T>
 void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
-  Call<T> call(p, like, false, out.coupling.data != nullptr);
+  const gpu::Context context(like);
+  if constexpr (std::is_same_v<T, float>) {
+    if (columns::forward(p, out, context)) return;
+  }
+  Call<T> call(p, context, false, out.coupling.data != nullptr);
   ForwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;
@@ -17,7 +22,7 @@ void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& 
   steps.order = call.order();
   steps.s = {static_cast<T*>(out.s), p.iterations * call.vectors()};
   if (p.softmax_in()) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
-  call.with_scratch([&] {
+  call.with([&] {
     steps.V = call.take_vectors(1);
     steps.parts = call.take_parts(p.softmax_in());
     if (call.plan.row_norm_apart) call.take_row_norms(1);

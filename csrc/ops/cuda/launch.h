@@ -1,70 +1,26 @@
-// What forward and backward share: arguments of kernels, scratch memory, launches.
+// What forward and backward of the general and the rows family share: scratch memory, launches.
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
-#include <initializer_list>
 #include <optional>
 #include <type_traits>
-#include <utility>
 
-#include "../../cuda/context.h"
 #include "engine.h"
 #include "general/kernels.h"
+#include "operands.h"
 #include "rows/launch.h"
+#include "scratch.h"
 #include "steps.h"
 
 namespace capsfast::cuda {
 
-// How many elements of memory a strided tensor spans, from its first to its last.
-inline int64_t extent(std::initializer_list<int64_t> sizes, const int64_t* stride) {
-  int64_t last = 0;
-  for (const int64_t size : sizes) {
-    if (size == 0) return 0;
-    last += (size - 1) * *stride++;
-  }
-  return last + 1;
-}
-
-inline Operand operand(const View& view, std::initializer_list<int64_t> sizes) {
-  Operand to;
-  if (view.data == nullptr) return to;
-  to.data = {static_cast<unsigned char*>(view.data), extent(sizes, view.stride) * element_bytes(view.storage)};
-  to.storage = view.storage;
-  for (int axis = 0; axis < 4; ++axis) to.stride[axis] = view.stride[axis];
-  return to;
-}
-
-inline Mask mask(const MaskView& view, int64_t rows, int64_t columns) {
-  Mask to;
-  if (view.data == nullptr) return to;
-  to.data = {view.data, extent({rows, columns}, view.stride)};
-  to.stride[0] = view.stride[0];
-  to.stride[1] = view.stride[1];
-  return to;
-}
-
-inline Inputs inputs_of(const Problem& p) {
-  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in(), p.leaky, {}, {}, {}, {}, {}, {}};
-  if (p.votes_given) {
-    in.matrix = operand(p.votes, {p.B, p.I, p.J, p.D});
-  } else {
-    in.u = operand(p.u, {p.B, p.I, p.K});
-    in.matrix = operand(p.weight, {p.I, p.J, p.D, p.K});
-  }
-  in.logits = operand(p.logits, {p.B, p.I, p.J});
-  in.mask = mask(p.mask, p.B, p.I);
-  in.out_mask = mask(p.out_mask, p.B, p.J);
-  return in;
-}
-
 template <class T>
-class Call {
+class Call : public Scratch {
  public:
   // with_coupling: see rows::why_not().
-  Call(const Problem& problem, const Tensor& like, bool backward, bool with_coupling)
-      : p(problem),
-        context(like),
+  Call(const Problem& problem, const gpu::Context& on, bool backward, bool with_coupling)
+      : Scratch(on),
+        p(problem),
+        context(on),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors)),
         squash{problem.squash, operand(problem.bias, {problem.J, problem.D})} {
@@ -74,34 +30,11 @@ class Call {
     }
   }
 
-  // Calls describe(), which takes() all scratch memory of this call, twice: without memory, to add up what it takes, and
-  // with it. So torch's allocator is asked once. If scratch_apart(), each part asks the allocator.
-  template <class F>
-  void with_scratch(const F& describe) {
-    describe();
-    if (gpu::scratch_apart()) return;
-    held_ = std::exchange(taken_, 0);
-    memory_ = context.scratch(held_);
-    describe();
-    STD_TORCH_CHECK(taken_ == held_, "capsfast: ", taken_, " bytes of scratch memory taken, ", held_, " described");
-  }
-  // Uninitialised or zeroed memory that is released with this object.
-  template <class N>
-  Global<N> take(int64_t count, bool zeroed = false) {
-    constexpr int64_t kAlignment = 256;
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(N));
-    unsigned char* at = gpu::scratch_apart() ? context.scratch(bytes) : memory_ == nullptr ? nullptr : memory_ + taken_;
-    taken_ += divide_up(bytes, kAlignment) * kAlignment;
-    STD_TORCH_CHECK(memory_ == nullptr || taken_ <= held_, "capsfast: scratch memory taken that was not described");
-    if (at != nullptr && zeroed) gpu::set_zero(at, bytes, context.stream);
-    return {reinterpret_cast<N*>(at), count};
-  }
-
   // The order of V and ds, and memory for `count` arrays in this order. Padding must be 0.
   VectorOrder order() const { return by_rows ? by_rows->order() : VectorOrder{p.J, p.D, 0}; }
   Global<T> take_vectors(int64_t count) {
     const VectorOrder of = order();
-    return take<T>(count * of.size(p.B), of.padded(p.B));
+    return this->template take<T>(count * of.size(p.B), of.padded(p.B));
   }
 
   // Memory for the partial sums of a pass, if there is any. with_columns: also for the maxima and totals of the softmax
@@ -112,13 +45,13 @@ class Call {
     const int64_t rows = to.work.segments() * to.work.group * p.J;
     if (!any) return to;
     if (by_rows) {
-      to.sum_rows = take<float>(rows * p.D);
+      to.sum_rows = this->template take<float>(rows * p.D);
     } else {
-      to.sum = take<double>(rows * (p.D + p.moments));
+      to.sum = this->template take<double>(rows * (p.D + p.moments));
     }
     if (with_columns) {
-      to.max = take<T>(rows);
-      to.total = take<double>(rows);
+      to.max = this->template take<T>(rows);
+      to.total = this->template take<double>(rows);
     }
     return to;
   }
@@ -126,7 +59,8 @@ class Call {
   // Memory for `count` normalisers [B, I] of the softmax over the output capsules, which a sweep of its own computes.
   void take_row_norms(int64_t count) {
     const int64_t size = count * p.B * p.I;
-    if (count > 0) row_norms_ = {take<T>(size), take<T>(size), take<T>(size)};
+    if (count > 0)
+      row_norms_ = {this->template take<T>(size), this->template take<T>(size), this->template take<T>(size)};
   }
   Normaliser<T> row_norms() const { return {row_norms_.max, row_norms_.scale, row_norms_.mean}; }
   // Computes normaliser n, for tiles that do not hold all output capsules.
@@ -135,8 +69,7 @@ class Call {
     const auto part = [&](const Global<T>& all) { return all.from(n * count, count); };
     const RowNormArgs<T> args{in, scoring, part(row_norms_.max), part(row_norms_.scale), part(row_norms_.mean)};
     if (p.I > 0)
-      launch(kernels().row_norm, {divide_up(p.I, AccumulateTile<T>::inputs), grid_rows(plan.tiles), 1},
-             kernels().accumulate_bytes, args);
+      launch(kernels().row_norm, {plan.input_tiles, grid_rows(plan.tiles), 1}, kernels().accumulate_bytes, args);
     return {args.max, args.scale, args.mean};
   }
 
@@ -192,9 +125,9 @@ class Call {
   }
   void take_sums(Gradient* of) {
     const int64_t weights = of->direct ? 0 : of->weight_parts * of->weights;
-    if (of->logits > 0) of->args.dlogits = take<double>(of->parts * of->logits);
-    if (weights > 0 && by_rows) of->args.dweight_rows = take<float>(weights);
-    if (weights > 0 && !by_rows) of->args.dweight = take<double>(weights);
+    if (of->logits > 0) of->args.dlogits = this->template take<double>(of->parts * of->logits);
+    if (weights > 0 && by_rows) of->args.dweight_rows = this->template take<float>(weights);
+    if (weights > 0 && !by_rows) of->args.dweight = this->template take<double>(weights);
   }
 
   // Runs the gradient pass and adds up its partial sums.
@@ -223,7 +156,7 @@ class Call {
   int64_t scalars() const { return p.B * p.J; }
 
   const Problem& p;
-  const gpu::Context context;
+  const gpu::Context& context;
   Inputs in;
   const GeneralPlan plan;
   const BiasedSquashing squash;
@@ -258,8 +191,8 @@ class Call {
     }
     AccumulateArgs<T> pass = steps.pass(n);
     if (plan.row_norm_apart && !pass.unweighted) pass.norm = row_norm(pass.scoring, steps.row_norm(n));
-    launch(
-        kernels().accumulate, {plan.out_tiles, grid_rows(plan.tiles), plan.splits}, kernels().accumulate_bytes, pass);
+    const int bytes = kernels().accumulate_bytes + (pass.to.max ? kernels().bytes_to_follow : 0);
+    launch(kernels().accumulate, {plan.out_tiles, grid_rows(plan.tiles), plan.splits}, bytes, pass);
   }
 
   template <class Steps>
@@ -273,8 +206,6 @@ class Call {
   struct {
     Global<T> max, scale, mean;
   } row_norms_;
-  unsigned char* memory_ = nullptr;  // of the scratch tensor
-  int64_t held_ = 0, taken_ = 0;     // bytes
 };
 
 // Whether a gradient pass has anything to write: du, dweight or dvotes, or dlogits.
