@@ -31,7 +31,13 @@ GRACE_SECONDS = 5.0
 # Steps that only run if they are asked for.
 ALSO = ("counters", "sanitizers")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZED = ("cuda rows", "cuda general", "cuda votes", "triton routing", "triton passes")
+SANITIZED = ("cuda rows", "cuda columns", "cuda general", "cuda votes", "triton routing", "triton passes")
+# What may be at fault if values of a family are wrong: cooperative launches, launches that start early.
+SUSPECTS = {"cuda rows": "CAPSFAST_COOPERATIVE", "cuda columns": "CAPSFAST_PDL"}
+# Settings that a process reads once, by what a contender with them is called. Kernels that start early wait for the
+# kernel before, so only without early starts a kernel's time is its own.
+COLUMNS = {"CAPSFAST_COLUMNS": "1"}
+VARIANTS = {"columns": COLUMNS, "columns, no early starts": {**COLUMNS, "CAPSFAST_PDL": "0"}}
 SECTIONS = ("SpeedOfLight", "LaunchStats", "SchedulerStats", "WarpStateStats", "SourceCounters")
 LARGE = "accuracy or elements or fifty"  # half of the tests marked gpu, by time
 
@@ -48,6 +54,9 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict)
     why_not: str = ""
     quiet: bool = False
+
+    def having(self, **environment: str) -> "Step":
+        return replace(self, environment={**self.environment, **environment})
 
 
 class Check:
@@ -217,15 +226,17 @@ class Steps:
         capability = machine["environment"]["machine"].get("compute_capability", "")
         return Step("build", command, 240, {**self.environment, "TORCH_CUDA_ARCH_LIST": capability}, why_not, True)
 
-    def smoke(self, backend: str, name: str = "") -> Step:
-        """Every family of a backend against float64, each in a process."""
-        return self.own(f"smoke {name or backend}", 25 if self.rehearse else 150, "--backend", backend)
+    def smoke(self, families: str, more: str = "") -> Step:
+        """The families whose names begin so against float64, each in a process."""
+        return self.own(f"smoke {families}{more}", 25 if self.rehearse else 150, "--families", families)
 
     def times(self) -> list[Step]:
         """The workers compile their shares at the same time, then take turns on the GPU."""
         shares = [f"{n}/{self.workers}" for n in range(1, self.workers + 1)]
         steps = [self.own(f"times {share}", 240, "--share", share, quiet=True) for share in shares]
-        return [replace(step, environment={**step.environment, "OMP_NUM_THREADS": "2"}) for step in steps]
+        for name, variables in VARIANTS.items():
+            steps.append(self.own(f"times {name}", 240, "--share", name, quiet=True).having(**variables))
+        return [step.having(OMP_NUM_THREADS="2") for step in steps]
 
     def tests(self) -> list[Step]:
         """The tests marked gpu in two processes."""
@@ -266,10 +277,11 @@ class Steps:
         words += ["--clock-control", "none", "--profile-from-start", "off", "--page", "details"]
         words += ["--target-processes", "application-only", "--force-overwrite", "--export"]
         steps = []
-        for backend in self.backends:
-            watched = self.own("profiled", 45, "--backend", backend)
-            command = [program, *words, str(self.out / "gpu-check" / f"{backend}.ncu-rep"), *watched.command]
-            steps.append(Step(f"counters {backend}", command, 45, watched.environment, why_not, quiet=True))
+        for name in (*self.backends, "columns"):
+            backend, variables = (self.backends[-1], COLUMNS) if name == "columns" else (name, {})
+            watched = self.own("profiled", 45, "--backend", backend).having(**variables)
+            command = [program, *words, str(self.out / "gpu-check" / f"{name}.ncu-rep"), *watched.command]
+            steps.append(Step(f"counters {name}", command, 45, watched.environment, why_not, quiet=True))
         return steps
 
 
@@ -291,15 +303,17 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
     chosen(build, *[steps.smoke(name) for name in steps.backends if name != "cuda"], at_once=2)
     if "cuda" in steps.backends:
         chosen(steps.smoke("cuda"))
-        # The other families never launch cooperatively.
-        if check.wrong("cuda rows"):
-            check.say("CAPSFAST_COOPERATIVE=0 from here on, because CUDA's rows family is wrong")
-            steps.environment["CAPSFAST_COOPERATIVE"] = "0"
-            chosen(steps.smoke("cuda", "cuda, separate launches"))
+        for family, variable in SUSPECTS.items():
+            if wrong := check.wrong(family):
+                chosen(steps.smoke(family, f", {variable}=0").having(**{variable: "0"}))
+                if check.wrong(family) == wrong:
+                    check.say(f"{variable}=0 from here on, because {family} is wrong")
+                    steps.environment[variable] = "0"
     # What was asked for above all comes before what takes long.
     if "counters" in also:
         chosen(*steps.counters())
-    chosen(*steps.times(), at_once=steps.workers)
+    times = steps.times()
+    chosen(*times, at_once=len(times))  # they wait for each other
     if check.of("measured"):
         check.run(steps.own("record", 60))
     chosen(*steps.tests(), at_once=2)

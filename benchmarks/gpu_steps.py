@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import capsfast
+from benchmarks.gpu_check import SUSPECTS, VARIANTS
 from capsfast import native
 from capsfast.bench import check, ran, record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
@@ -27,9 +29,9 @@ from capsfast.bench.memory import cuda_growth
 from capsfast.bench.report import describe, page
 from capsfast.bench.timing import host_seconds, interleave
 
-# What is timed around the canonical layer, the important cases first.
-SHAPES: Any = ({}, {"dtype": "bfloat16"}, {"B": 1}, {"B": 1024, "I": 256}, {"B": 16}, {"I": 9216}, {"I": 256})
-SHAPES += ({"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
+# What is timed around the canonical layer, the important cases first. CUDA's rows family serves ROWS.
+ROWS: Any = ({}, {"dtype": "bfloat16"}, {"B": 1}, {"B": 1024, "I": 256}, {"B": 16}, {"I": 9216}, {"I": 256})
+SHAPES: Any = (*ROWS, {"J": 32}, {"D": 32, "K": 32}, {"I": 256, "J": 320})
 VOTES: Any = ({"op": "route_votes", "K": 0}, {"op": "route_votes", "K": 0, "dtype": "bfloat16"})
 ROUTINGS: Any = ({"routing": "em"}, {"routing": "em", "dtype": "bfloat16"}, {"routing": "self-attention", "r": 0})
 
@@ -55,7 +57,7 @@ def built_for(device: torch.device) -> bool:
 
 
 def smoke(asked: argparse.Namespace, device: torch.device) -> None:
-    """Every family of a backend against float64."""
+    """The families whose names begin with the given words against float64."""
 
     def told(result: check.Result) -> None:
         publish(status_of=result.status, **asdict(result))
@@ -63,7 +65,7 @@ def smoke(asked: argparse.Namespace, device: torch.device) -> None:
         row = {"family": result.family, "result": result.status, "calls": f"{result.calls} of {result.of}"}
         publish(section="Smoke", row={**row, "largest errors": errors or result.absent, "s": round(result.seconds)})
 
-    names = [name for name, family in check.FAMILIES.items() if family.backend == asked.backend]
+    names = [name for name in check.FAMILIES if name.startswith(asked.families)]
     found = check.check_families(names, float(os.environ["STEP_SECONDS"]) - 10, told)
     if all(result.absent for result in found):
         publish(left_out=found[0].absent)
@@ -106,6 +108,18 @@ def tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
     others = [*nets, *(task for found in rows.values() for task in found)]
     hosts = [partial(host_task, contender, layer({}, direction)) for direction in DIRECTIONS for contender in ours]
     return others if rehearse else [*whole, *compiled, *others, *hosts]
+
+
+def variant_tasks(asked: argparse.Namespace) -> list["partial[Timed]"]:
+    """What a worker with settings of its own measures: calls that rows serves without them; without early starts also
+    the kernels of all calls."""
+    backend = OURS + ("cpp" if asked.rehearse else "cuda")
+    ours = [replace(each, name=f"{backend} {asked.share}") for each in contenders() if each.name == backend]
+    chosen = cases(asked.rehearse)
+    apart = "CAPSFAST_PDL" in VARIANTS[asked.share]
+    kernels = [case for case in chosen if apart and case.backward and not case.routing]
+    pairs = [(contender_task, case) for case in chosen[: 2 * len(ROWS)]] + [(kernel_task, case) for case in kernels]
+    return [partial(task, contender, case) for contender in ours for task, case in pairs]
 
 
 def contender_task(contender: Contender, case: Case, device: torch.device) -> Timed:
@@ -174,6 +188,30 @@ def host_task(contender: Contender, case: Case, device: torch.device) -> Timed:
     return timed
 
 
+def kernel_task(contender: Contender, case: Case, device: torch.device) -> Timed:
+    """The time of each kernel, or on a CPU of each op, in a call; the mean of some calls."""
+    call, calls, kind = step(contender.make(case), case, [input_set(case, device)]), 20, device.type
+    call()
+
+    def timed() -> None:
+        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind.upper())]) as profile:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize() if kind == "cuda" else None
+        for each in profile.key_averages():
+            us = each.self_device_time_total if kind == "cuda" else each.self_cpu_time_total
+            if us:
+                row = {"call": case.name, "kernel": kernel_name(each.key), "launches": each.count / calls}
+                publish(section=f"Kernels of {contender.name}", row={**row, "µs of all launches": us / calls})
+
+    return timed
+
+
+def kernel_name(key: str) -> str:
+    """A kernel of capsfast as the profiler calls it, without the arguments and the namespaces that all share."""
+    return re.sub(r"^void |capsfast::cuda::|\([^()]*\)$", "", key)
+
+
 def rates(device: torch.device) -> dict[str, float]:
     """Bytes per second of a copy, read and written, and FLOP per second of matrix products on the GPU."""
     from triton.testing import do_bench
@@ -198,15 +236,16 @@ def times(asked: argparse.Namespace, device: torch.device) -> None:
 
     Who prepares shares a lock, so that nobody has a turn before all are ready, at most for 150 s.
     """
-    part, of = map(int, asked.share.split("/"))
+    part, _, of = asked.share.partition("/")
+    todo = tasks(asked.rehearse, device)[int(part) - 1 :: int(of)] if of else variant_tasks(asked)
     end, folder = time.monotonic() + 150, asked.out / "gpu-check"
     ready, failed = list[Timed](), list[str]()
     torch._dynamo.config.recompile_limit = 999  # one function, many shapes
-    if part == 1 and device.type == "cuda":
+    if part == "1" and device.type == "cuda":
         ready.append(lambda: publish(limits=rates(device)))
     with (folder / "preparing").open("a") as preparing, (folder / "turn").open("a") as turn:
         fcntl.flock(preparing, fcntl.LOCK_SH)
-        for task in tasks(asked.rehearse, device)[part - 1 :: of]:
+        for task in todo:
             print("prepares", *task.args)
             try:
                 ready.append(task(device))
@@ -239,12 +278,12 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
     folder = asked.out / "gpu-check"
     facts = [json.loads(line) for line in (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()]
     surroundings = next(fact["environment"] for fact in facts if "environment" in fact)
-    if mode := os.environ.get("CAPSFAST_COOPERATIVE"):
-        surroundings["note"] = f"With CAPSFAST_COOPERATIVE={mode}"
+    if settings := [f"{name}=0" for name in SUSPECTS.values() if os.environ.get(name) == "0"]:
+        surroundings["note"] = f"With {' and '.join(settings)}"
     surroundings["limits"] = next((fact["limits"] for fact in facts if "limits" in fact), {})
     rows = {(row.case, row.contender): row for row in (Row.from_dict(f["measured"]) for f in facts if "measured" in f)}
     order = {case: n for n, case in enumerate(cases(asked.rehearse))}
-    ordered = sorted(rows.values(), key=lambda row: order[row.case])
+    ordered = sorted(rows.values(), key=lambda row: (order[row.case], row.contender))
     # The record of a rehearsal is none that `capsfast report` should find.
     path = (folder if asked.rehearse else asked.out) / f"{record.machine_name(surroundings['machine'])}.json"
     record.save(path, surroundings, ordered)
@@ -273,8 +312,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("step", choices=tuple(STEPS))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", help="whose families")
-    parser.add_argument("--share", help="a part of the tasks, such as 2/6")
+    parser.add_argument("--backend")
+    parser.add_argument("--families", help="how their names begin")
+    parser.add_argument("--share", help="a part of the tasks, such as 2/6, or a variant, whose variables are set")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     asked.rehearse = asked.device == "cpu"

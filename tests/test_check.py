@@ -54,6 +54,17 @@ def test_right_kernels_are_right(name: str) -> None:
     assert found["wrong"] == [] and 0 < found["errors"]["float32"] < 1e-5
 
 
+def test_a_worker_sets_the_variable_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    monkeypatch.setenv("CAPSFAST_COLUMNS", "0")
+    monkeypatch.setattr(check, "work", lambda *call: seen.append(os.environ["CAPSFAST_COLUMNS"]))
+    for name in ("cuda rows", "cuda columns"):
+        monkeypatch.setattr(sys, "argv", ["check", name])
+        with pytest.raises(SystemExit):
+            check.main()
+    assert seen == ["0", "1"]
+
+
 @needs_extension
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_a_wrong_kernel_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,7 @@ def write_results(path: str, backend: str) -> None:
         make(LAYER, LOADED, dtype=torch.float32, device="cuda"),
         make(SMALL, LOADED_OUT, dtype=torch.float32, device="cuda"),
         make(Shape(2, 6000, 10, 16, 16), QUIET, dtype=torch.float16, device="cuda"),
+        make(Shape(17, 21, 320, 16, 8), LOADED_OUT, dtype=torch.float32, device="cuda"),
     ]
     if backend == "triton":  # it compiles all kernels for each value of the variable
         problems = problems[:2]
@@ -347,6 +348,7 @@ def write_results(path: str, backend: str) -> None:
     ("kernels", "variable", "values"),
     [
         pytest.param("cuda", "CAPSFAST_COOPERATIVE", ("1", "0"), marks=NEEDS_KERNELS),
+        pytest.param("cuda", "CAPSFAST_PDL", ("1", "0"), marks=NEEDS_KERNELS),
         ("triton", "CAPSFAST_PDL", ("1", "0")),
         ("triton", "CAPSFAST_PLANS", ("", "python")),
     ],
@@ -359,7 +361,8 @@ def test_how_kernels_are_launched_changes_no_bit(
     for value in values:
         path = tmp_path / f"{variable}{value}.pt"
         code = f"from tests.test_gpu import write_results; write_results({str(path)!r}, {kernels!r})"
-        environment = {**os.environ, variable: value}
+        # Of the CUDA kernels only the columns family starts early, and only the rows family cooperates.
+        environment = {**os.environ, variable: value, "CAPSFAST_COLUMNS": str(int(variable == "CAPSFAST_PDL"))}
         answer = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
         )

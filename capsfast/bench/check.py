@@ -66,7 +66,7 @@ WIDE = (*NARROW, torch.float16, torch.float64)
 class Family(NamedTuple):
     """Kernels of a backend that share their code. shapes: (B, I, J, D, K). op: a function, or "em" for the routing.
 
-    exponent: input capsules are 10**exponent times as long as usual.
+    exponent: input capsules are 10**exponent times as long as usual. variable: of the environment, 1 for the kernels.
     """
 
     backend: str
@@ -75,9 +75,14 @@ class Family(NamedTuple):
     cases: tuple[Any, ...] = (None,)
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     exponent: int = 0
+    variable: str = ""
 
 
 LAYER, ODD, MANY = (33, 63, 10, 16, 8), (17, 21, 5, 23, 3), (33, 9, 300, 4, 4)
+# Fewer samples than a strip, one strip, all; several column warps; column tiles of 32 and 64 components; groups of
+# column warps in several blocks; more coupling coefficients than are stored for the gradient at a time.
+COLUMNS: Any = (LAYER, *((B, 1152, 10, 16, 8) for B in (1, 16, 128)), (33, 63, 32, 16, 8), ODD, (17, 33, 10, 32, 32))
+COLUMNS += ((9, 13, 3, 64, 32), (17, 21, 320, 16, 8), (16, 3500, 320, 1, 4))
 FAMILIES = {
     "cpp routing": Family("cpp", "dynamic_routing", (LAYER, ODD, MANY), ROUTINGS, WIDE),
     "cpp shared weight": Family("cpp", "dynamic_routing", (LAYER, ODD), (RoutingCase(shared=True),), WIDE),
@@ -93,9 +98,24 @@ FAMILIES = {
         (QUIET, RoutingCase(coupling=False, bias=True, gradient="last")),
         WIDE[:3],
     ),
-    "cuda general": Family("cuda", "dynamic_routing", (LAYER, ODD, MANY), (LOADED, LOADED_OUT, RoutingCase()), WIDE),
+    "cuda columns": Family(
+        "cuda",
+        "dynamic_routing",
+        COLUMNS,
+        (QUIET, LOADED_OUT, RoutingCase(shared=True), RoutingCase(coupling=False, logits="BIJ", gradient="last")),
+        WIDE[:3],
+        variable="CAPSFAST_COLUMNS",
+    ),
+    # Wider capsules than other kernels take, so that these serve every softmax and dtype.
+    "cuda general": Family(
+        "cuda",
+        "dynamic_routing",
+        (LAYER, (17, 21, 5, 70, 3), (33, 9, 300, 4, 40)),
+        (LOADED, LOADED_OUT, RoutingCase()),
+        WIDE,
+    ),
     "cuda long votes": Family("cuda", "dynamic_routing", (LAYER,), LONG, exponent=5),
-    "cuda votes": Family("cuda", "route_votes", (ODD, (4, 2520, 10, 16, 1)), ROUTINGS, WIDE),
+    "cuda votes": Family("cuda", "route_votes", (ODD, (4, 2520, 10, 16, 1), MANY), ROUTINGS, WIDE),
     "cuda passes": Family("cuda", "routing_pass", (LAYER, MANY), PASSES, WIDE),
     "cuda votes passes": Family("cuda", "votes_pass", (ODD,), PASSES, WIDE),
     # Each call is compiled, which takes seconds.
@@ -405,6 +425,8 @@ def main() -> None:
 
     threading.Thread(target=end_with_the_parent, daemon=True).start()
     torch.manual_seed(0)
+    if variable := FAMILIES[asked.family].variable:
+        os.environ[variable] = "1"
     right = work(asked.family, asked.skip, asked.calls)
     # The parent of a check reads the results. A tool that watches two calls reads the status.
     sys.exit(asked.calls is not None and not right)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -102,27 +103,31 @@ def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stdout
     folder = tmp_path / "gpu-check"
     status = facts(folder, "status")
-    assert {name for name, each in status.items() if each == "left out"} == {"build", "counters cpp"}
+    left_out = {name for name, each in status.items() if each == "left out"}
+    assert left_out == {"build", "counters cpp", "counters columns"}
     assert set(status.values()) == {"ok", "left out"}
     assert {"smoke cpp", "times 1/2", "times 2/2", "record", "tests large", "tests others"} < set(status)
     surroundings, rows = record.load(folder / facts(folder, "record")["record"])
     assert surroundings["machine"]["cpu"] and {row.status for row in rows} == {"ok"}
-    assert len({row.case for row in rows}) == 6 and len(rows) == 7  # and eager einsum
+    counts = Counter(row.contender.removeprefix("capsfast cpp ") for row in rows)
+    assert len({row.case for row in rows}) == 6
+    assert counts == {"capsfast cpp": 6, EAGER: 1} | dict.fromkeys(gpu_check.VARIANTS, 6)
     page = (folder / "check.md").read_text()
     assert "no number counts" in page and "Not complete" not in page and "WRONG" not in page
     assert "| B=2 I=16 |" in page and "| cpp passes | right |" in page
     assert "## Training step of CapsNet, 2 images" in page
+    kernels = page.partition("## Kernels of capsfast cpp columns, no early starts\n")[2].partition("\n## ")[0]
+    assert "| capsfast::dynamic_routing_backward | 1 |" in kernels
 
 
 class Steps(gpu_check.Steps):
-    """Steps for a GPU that print what a GPU would have found, by the name of the step. words: what each was given."""
+    """Steps for a GPU that print what a GPU would have found, by the name of the step."""
 
     def __init__(self, out: Path, found: dict[str, list[dict[str, Any]]]) -> None:
         super().__init__("cuda", out)
-        self.found, self.workers, self.words = found, 1, dict[str, tuple[str, ...]]()
+        self.found, self.workers = found, 1
 
     def own(self, name: str, seconds: float, *words: str, quiet: bool = False) -> Step:
-        self.words[name] = words
         lines = "\n".join("@" + json.dumps(fact) for fact in self.found.get(name, []))
         # A step without a fact is late.
         code = f"print({lines!r})" if lines else "import time; time.sleep(60)"
@@ -132,39 +137,70 @@ class Steps(gpu_check.Steps):
         return []
 
 
-def checked(tmp_path: Path, **smoke: list[str] | None) -> tuple[set[str], Steps]:
-    """The steps that ran. smoke: why kernels of a backend are wrong, None if their step is late."""
+def checked(tmp_path: Path, smoke: dict[str, tuple[str, list[str]] | None]) -> tuple[set[str], Steps]:
+    """The steps that ran. smoke: by step a family and why it is wrong, None if the step is late."""
     environment = {"machine": {"compute_capability": "9.0"}}
     found: dict[str, list[dict[str, Any]]] = {
         "machine": [{"machine": "a GPU", "environment": environment, "built": True}],
         "times 1/1": [{"measured": {}}],
         "record": [{"tables": "a table"}],
     }
-    for backend, wrong in smoke.items():
-        found[f"smoke {backend}"] = [] if wrong is None else [{"family": f"{backend} rows", "wrong": wrong}]
+    found |= {f"times {name}": [{"measured": {}}] for name in gpu_check.VARIANTS}
+    for name, result in smoke.items():
+        found[f"smoke {name}"] = [] if result is None else [{"family": result[0], "wrong": result[1]}]
     check, steps = Check(tmp_path, 1), Steps(tmp_path, found)
     gpu_check.run(check, steps, (), ())
     return {fact["step"] for fact in check.of("status")}, steps
 
 
-SEPARATE = "smoke cuda, separate launches"
-
-
 def test_right_and_late_kernels_switch_nothing_off(tmp_path: Path) -> None:
-    ran, steps = checked(tmp_path, triton=[], cuda=None)
-    assert ran == {"machine", "build", "smoke triton", "smoke cuda", "times 1/1", "record"}
+    ran, steps = checked(tmp_path, {"triton": ("triton routing", []), "cuda": None})
+    times = {"times 1/1", *(f"times {name}" for name in gpu_check.VARIANTS)}
+    assert ran == {"machine", "build", "smoke triton", "smoke cuda", "record"} | times
     assert facts(tmp_path, "reason")["build"] == "the extension was built before, from these sources"
     assert facts(tmp_path, "status")["smoke cuda"] == "out of time"
-    assert "CAPSFAST_COOPERATIVE" not in steps.environment
+    assert not steps.environment.keys() & set(gpu_check.SUSPECTS.values())
     assert "a table" in (tmp_path / "check.md").read_text()
 
 
-def test_wrong_rows_kernels_switch_cooperative_launches_off(tmp_path: Path) -> None:
-    ran, steps = checked(tmp_path, triton=[], cuda=["v has relative error 1.0e+00, bound 1e-04"])
-    assert SEPARATE in ran and steps.environment["CAPSFAST_COOPERATIVE"] == "0"
+@pytest.mark.parametrize(("family", "variable"), gpu_check.SUSPECTS.items())
+def test_a_way_to_launch_is_switched_off_if_kernels_are_wrong_with_it_alone(
+    tmp_path: Path, family: str, variable: str
+) -> None:
+    wrong, triton = (family, ["v has relative error 1.0e+00, bound 1e-04"]), ("triton routing", [])
+    without = f"{family}, {variable}=0"
+    ran, steps = checked(tmp_path, {"triton": triton, "cuda": wrong, without: (family, [])})
+    assert f"smoke {without}" in ran and steps.environment[variable] == "0"
+    assert len(steps.environment.keys() & set(gpu_check.SUSPECTS.values())) == 1
     assert "WRONG: v has relative error" in (tmp_path / "check.md").read_text()
-    ran, steps = checked(tmp_path, triton=["v is not finite"], cuda=[])
-    assert SEPARATE not in ran and "CAPSFAST_COOPERATIVE" not in steps.environment
+    ran, steps = checked(tmp_path, {"triton": triton, "cuda": wrong, without: wrong})
+    assert f"smoke {without}" in ran and variable not in steps.environment
+    ran, steps = checked(tmp_path, {"triton": ("triton routing", ["v is not finite"]), "cuda": (family, [])})
+    assert f"smoke {without}" not in ran and variable not in steps.environment
+
+
+def test_families_share_no_name_of_a_kernel() -> None:
+    """Names as torch's profiler gives them."""
+    for family in ("columns", "rows"):
+        space = f"capsfast::cuda::{family}::"
+        key = f"void {space}pass_kernel<{space}Columns<10, 1>, ({space}Weights)2, false>({space}PassArgs)"
+        wanted = f"{family}::pass_kernel<{family}::Columns<10, 1>, ({family}::Weights)2, false>"
+        assert gpu_steps.kernel_name(key) == wanted
+
+
+def test_variants_measure_what_rows_serves_then_each_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = gpu_check.Steps("cuda", tmp_path)
+    columns = [s.name for s in (*steps.times(), *steps.counters()) if s.environment.get("CAPSFAST_COLUMNS") == "1"]
+    assert columns == [*(f"times {name}" for name in gpu_check.VARIANTS), "counters columns"]
+    cuda = replace(contender(EAGER), name="capsfast cuda", devices=("cuda",))
+    monkeypatch.setattr(gpu_steps, "contenders", lambda: [cuda, contender(EAGER)])
+    for name, variables in gpu_check.VARIANTS.items():
+        tasks = gpu_steps.variant_tasks(SimpleNamespace(share=name, rehearse=False))  # type: ignore[arg-type]
+        assert {task.args[0].name for task in tasks} == {f"capsfast cuda {name}"}
+        timed = [task.args[1] for task in tasks if task.func is gpu_steps.contender_task]
+        assert len(timed) == 14 and all(case.J == 10 and case.D == 16 and case.K == 8 for case in timed)
+        kernels = [task.args[1] for task in tasks if task.func is gpu_steps.kernel_task]
+        assert all(case.backward for case in kernels) and len(kernels) == (12 if "CAPSFAST_PDL" in variables else 0)
 
 
 @pytest.mark.parametrize("workers", [2, 6, 9, 12, 14])
