@@ -138,8 +138,8 @@ def _is_timed(gpu: torch.device) -> bool:
 FIRST_ON_GPU: tuple[tuple[str, Callable[[Call, bool], bool]], ...] = (
     # Nobody timed both on this GPU, or for a weight that input capsules share, whose passes Triton runs without votes.
     ("triton", lambda call, with_coupling: not _timed(call.u.device) or _shares_weight(call)),
-    # CUDA's general family. J=32: Triton 267 and 963, CUDA 3577 and 17451. D=K=32: Triton 743 and 1797, CUDA 7646 and
-    # 29486. Given votes: Triton 166 and 356, CUDA 1393 and 3970.
+    # CUDA's columns and general families, which nobody has timed. Kernels that are gone took, for J=32, 3577 and 17451
+    # (Triton 267 and 963), for D=K=32 7646 and 29486 (743 and 1797), for given votes 1393 and 3970 (166 and 356).
     ("triton", lambda call, with_coupling: not _served_by_rows(call, with_coupling)),
     # Eager: Triton 119 and 807, CUDA 43 and 285, the same for B=4 I=64.
     ("cuda", lambda call, with_coupling: not torch.compiler.is_compiling()),
