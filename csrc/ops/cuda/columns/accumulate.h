@@ -22,11 +22,11 @@ struct PassArgs {
   Cut cut;
   int begin, count;  // input capsules [begin, begin + count)
   bool sweep;        // writes norms and nothing else
-  Global<const float> V,
-      ds;               // in the order of the fragments. V is absent in an iteration that scores with logits alone
-  Global<float> sums;   // [splits][strips][column warps][tiles][32 lanes] fours, written
-  Global<float> pairs;  // [strips][count][column warps][Columns::pairs], written: c and db
-  Global<Norm> norms;   // [strips][count][16 samples][cut.sections], if blocks share the output capsules
+  // In the order of the fragments. V is absent in an iteration that scores with logits alone.
+  Global<const float> V, ds;
+  Global<float> sums;           // [splits][strips][column warps][tiles][32 lanes] fours, written
+  Global<float> pairs;          // [strips][count][column warps][Columns::pairs], written: c and db
+  Global<Norm> norms;           // [strips][count][16 samples][cut.sections], if blocks share the output capsules
   Operand coupling, dcoupling;  // [B, I, J]: written in the forward, read in the backward
 };
 

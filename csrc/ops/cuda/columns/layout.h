@@ -63,9 +63,8 @@ struct Columns {
   static constexpr bool given = kSteps == 0, exact = kExact;
   static constexpr int columns = 8 * kTiles, spans = columns / kSpan;
   static constexpr int slots = kTiles > kWholeTiles ? 2 : 1;
-  static constexpr int components = kSteps * kStep;  // of a pose, with padding
-  static constexpr int most_warps =
-      kSteps > 2 ? 12 : 16;                     // at most, of a block of threads: 168 or 128 registers a thread
+  static constexpr int components = kSteps * kStep;        // of a pose, with padding
+  static constexpr int most_warps = kSteps > 2 ? 12 : 16;  // of a block: 168 or 128 registers a thread
   static constexpr int vectors = kTiles * 128;  // numbers of a strip and a column warp in the order of the fragments
   // Coupling coefficients and their gradients of a unit and a column warp, as stored: {c, c, db, db} of each lane's
   // slot 0 and its two samples, then {c, db} of slot 1 of each sample.
@@ -73,7 +72,9 @@ struct Columns {
   static_assert(kTiles == 8 || kTiles == 10);
 };
 
-// The logarithm of 1, 2 or 4 lanes to base 2; and the output capsules of a column warp.
+// How many lanes share an output capsule in slot 0, of D components; the logarithm of this number to base 2; and the
+// output capsules of a column warp.
+CAPSFAST_HOST_DEVICE constexpr int lanes_of(int64_t D) { return D <= 16 ? 1 : D <= 32 ? 2 : 4; }
 CAPSFAST_HOST_DEVICE constexpr int log_of_lanes(int lanes) { return lanes / 2; }
 CAPSFAST_HOST_DEVICE constexpr int outputs_of(int tiles, int lanes) {
   return tiles > kWholeTiles ? 5 : 4 >> log_of_lanes(lanes);

@@ -33,9 +33,7 @@ class Planner {
         by(kernels),
         on(context),
         strips_(static_cast<int>(divide_up(problem.B, kStrip))),
-        lanes_(problem.D <= 16   ? 1
-               : problem.D <= 32 ? 2
-                                 : 4),
+        lanes_(lanes_of(problem.D)),
         all_warps_(static_cast<int>(divide_up(problem.J, outputs_of(kernels.tiles, lanes_)))) {}
 
   int strips() const { return strips_; }

@@ -213,9 +213,10 @@ class Routing : Scratch {
     const auto kernel = kernels.pass[kBackward][options];
     if (cut.sections > 1) {
       pass.norms = norms_;
-      pass.sweep = true;
-      launch_pass(kernel, pass);
-      pass.sweep = false;
+      PassArgs sweep = pass;
+      sweep.sweep = true;
+      sweep.sums = {};
+      launch_pass(kernel, sweep);
     }
     launch_pass(kernel, pass);
   }

@@ -23,8 +23,8 @@ CAPSFAST_DEVICE float quad_max(float x) {
 // with a gradient as small as 1e-25 neither overflow nor become 0.
 constexpr float kNear = 30.0f;
 
-// What a softmax over some output capsules is: total = sum exp(b - max), and in the backward mean = sum exp(b - max)
-// dc. max is 0 if every logit is near 0, and the lowest number if there is no logit: then total is 0.
+// What a softmax over some output capsules is: total = sum exp(b - max), and in the backward mean = sum exp(b - max) dc.
+// max is 0 if every logit is near 0. Without a logit total is 0, and max means nothing.
 struct alignas(16) Norm {
   float max, total, mean, unused;
 
@@ -82,13 +82,14 @@ CAPSFAST_DEVICE Norm sum_norms(int quad, int count, const Take& take) {
   bool far = false;
   for (int n = quad; n < count; n += 4) {
     Norm other = take(n);
+    if (other.total == 0.0f) other.max = Extreme<float>::lowest;
     const float max = std::fmax(sum.max, other.max);
     if (max != other.max) other.rescale(max);
     if (max != sum.max) sum.rescale(max);
     sum.total += other.total;
     sum.mean += other.mean;
     sum.max = max;
-    far = far || max != 0.0f;
+    far = far || (sum.total != 0.0f && max != 0.0f);
   }
   if (gpu::any(far)) {
     sum.rescale(quad_max(sum.max));
@@ -143,7 +144,6 @@ CAPSFAST_DEVICE void exponentials(const Valid& valid, bool leaky, Scores<Tr>& b,
     norm[row].total = quad_sum(total);
     norm[row].mean = kBackward ? quad_sum(mean) : 0.0f;
     if (kOptions && leaky) norm[row].total += exponential(-norm[row].max);
-    if (kOptions && norm[row].total == 0.0f) norm[row].max = Extreme<float>::lowest;
   });
 }
 
@@ -154,7 +154,8 @@ CAPSFAST_DEVICE void normalise(const Norm& all, float max, int row, Scores<Tr>& 
   float scale = gpu::reciprocal(all.total);
   if (kOptions && all.total == 0.0f) scale = 0.0f;  // no logit is left
   const float mean = all.mean * scale;
-  if (max != all.max) scale *= exponential(max - all.max);
+  // Only coefficients that are 0 have a larger maximum than all together.
+  if (max != all.max) scale *= exponential(std::fmin(max - all.max, 0.0f));
   unrolled<Tr::slots>([&](int slot) {
     const float c = b[slot][row] * scale;
     b[slot][row] = c;
