@@ -1,4 +1,4 @@
-// Small things that the kernels of all families use: sums over lanes, exponentials.
+// Small things that the kernels of all families use: unrolled loops, sums over lanes, exponentials.
 #pragma once
 
 #include <cmath>
@@ -9,6 +9,17 @@
 namespace capsfast::cuda {
 
 using gpu::Shared;
+
+// f(n) for n = 0 to kCount - 1, or f(n, m) for m = 0 to kMore - 1 of each n, unrolled: indices are constants in it.
+template <int kCount, class F>
+CAPSFAST_DEVICE void unrolled(const F& f) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) f(n);
+}
+template <int kCount, int kMore, class F>
+CAPSFAST_DEVICE void unrolled(const F& f) {
+  unrolled<kCount * kMore>([&](int n) { f(n / kMore, n % kMore); });
+}
 
 // How many lanes share a dot product over D components: the smallest power of two >= D, at most 32.
 CAPSFAST_DEVICE int lanes_for(int64_t D) {
@@ -22,6 +33,16 @@ template <class T>
 CAPSFAST_DEVICE T lane_sum(T value, int lanes) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) value += gpu::shuffle_xor(value, mask);
   return value;
+}
+
+// The sum over the four lanes of a quad, in all of them.
+CAPSFAST_DEVICE float quad_sum(float x) {
+  x += gpu::shuffle_xor(x, 1);
+  return x + gpu::shuffle_xor(x, 2);
+}
+CAPSFAST_DEVICE float quad_max(float x) {
+  x = std::fmax(x, gpu::shuffle_xor(x, 1));
+  return std::fmax(x, gpu::shuffle_xor(x, 2));
 }
 
 template <class T>

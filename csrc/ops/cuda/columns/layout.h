@@ -31,11 +31,9 @@
 #include <cstdint>
 
 #include "../../../cuda/device.h"
-#include "../params.h"
+#include "../warp.h"
 
 namespace capsfast::cuda::columns {
-
-using gpu::Shared;
 
 constexpr int kStrip = 16;           // samples
 constexpr int kSpan = 16;            // columns
@@ -43,17 +41,6 @@ constexpr int kStep = 8;             // components of a pose
 constexpr int kWholeTiles = 8;       // tiles whose lanes have 16 neighbouring columns
 constexpr int kMostColumnWarps = 8;  // that share a softmax through shared memory
 constexpr int kMostStrips = 2;       // of a block of threads: V and ds stay in the L1 cache
-
-// f(n) for n = 0 to kCount - 1, or f(n, m) for m = 0 to kMore - 1 of each n, unrolled: indices are constants in it.
-template <int kCount, class F>
-CAPSFAST_DEVICE void unrolled(const F& f) {
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) f(n);
-}
-template <int kCount, int kMore, class F>
-CAPSFAST_DEVICE void unrolled(const F& f) {
-  unrolled<kCount * kMore>([&](int n) { f(n / kMore, n % kMore); });
-}
 
 // What a kernel is compiled for. kSteps: of a product; 0 if votes are given. kExact: splits float32 numbers into two
 // TF32 parts; three TF32 products are as accurate as a float32 product. Else one product.

@@ -46,13 +46,6 @@ struct TileShape {
 
 CAPSFAST_DEVICE int at_most(int64_t rest, int64_t most) { return static_cast<int>(rest < most ? rest : most); }
 
-// Calls f(n) for n < kCount. f may use n as an index into registers.
-template <int kCount, class F>
-CAPSFAST_DEVICE void unrolled(const F& f) {
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) f(n);
-}
-
 // The normaliser of a pair's row of scores. Before the last tile of output capsules, `scale` is the sum of exp(b -
 // max), and `mean` the sum of exp(b - max) dc.
 template <class T>

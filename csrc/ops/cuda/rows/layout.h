@@ -22,22 +22,9 @@
 #include <cstdint>
 
 #include "../../../cuda/device.h"
-#include "../params.h"
+#include "../warp.h"
 
 namespace capsfast::cuda::rows {
-
-using gpu::Shared;
-
-// f(n) for n = 0 to kCount - 1, or f(n, m) for m = 0 to kMore - 1 of each n, unrolled: indices are constants in it.
-template <int kCount, class F>
-CAPSFAST_DEVICE void unrolled(const F& f) {
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) f(n);
-}
-template <int kCount, int kMore, class F>
-CAPSFAST_DEVICE void unrolled(const F& f) {
-  unrolled<kCount * kMore>([&](int n) { f(n / kMore, n % kMore); });
-}
 
 constexpr int kSamples = 16;     // of a warp: its strip
 constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps

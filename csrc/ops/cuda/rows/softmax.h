@@ -3,20 +3,9 @@
 
 #include <cmath>
 
-#include "../warp.h"
 #include "votes.h"
 
 namespace capsfast::cuda::rows {
-
-// The sum over the four lanes of a quad, in all of them.
-CAPSFAST_DEVICE float quad_sum(float x) {
-  x += gpu::shuffle_xor(x, 1);
-  return x + gpu::shuffle_xor(x, 2);
-}
-CAPSFAST_DEVICE float quad_max(float x) {
-  x = std::fmax(x, gpu::shuffle_xor(x, 1));
-  return std::fmax(x, gpu::shuffle_xor(x, 2));
-}
 
 // Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of twelve, and its
 // product with a gradient as small as 1e-25 neither overflow nor become 0.
