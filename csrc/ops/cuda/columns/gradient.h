@@ -46,10 +46,6 @@ CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&l
   });
 }
 
-// Registers of a thread limit the warps of a block: dweight of an input capsule takes up to 64.
-template <class Tr>
-constexpr int kMostGradientWarps = Tr::steps > 2 ? 8 : 16;
-
 // Shared memory of a block, after the ring: for each warp a part where it transposes dvotes, [pairs of tiles], with
 // gaps between quads, and between even and odd tiles, that keep lanes in different banks; and du of its column warp,
 // [streams] [strips][column warps][steps][32 lanes].
@@ -411,7 +407,7 @@ CAPSFAST_DEVICE void add_capsule(const GradientArgs& a, const GradientMemory<Tr>
 // A block has the strips of one part of the batch, some at a time, and the input capsules of one split. Parts are the
 // fast axis of the grid, so blocks that read the same weights are neighbours.
 template <class Tr>
-CAPSFAST_KERNEL(32 * kMostGradientWarps<Tr>, 1)
+CAPSFAST_KERNEL(32 * Tr::most_warps, 1)
 gradient_kernel(CAPSFAST_IN_PLACE GradientArgs a) {
   if constexpr (!gpu::kTensorCores) return;
   const Cut& cut = a.cut;

@@ -14,7 +14,7 @@ struct Kernels {
   gpu::Kernel<GradientArgs> gradient;
   int (*pass_bytes)(const Inputs&, const Cut&);
   int (*gradient_bytes)(const Inputs&, const Cut&);
-  int tiles, pairs, loaded_poses, most_warps, most_gradient_warps;
+  int tiles, pairs, loaded_poses, most_warps;
   bool exact;
 };
 
@@ -31,7 +31,6 @@ Kernels kernels_of() {
       Tr::pairs,
       2 * Tr::steps,
       Tr::most_warps,
-      kMostGradientWarps<Tr>,
       Tr::exact};
 }
 

@@ -128,10 +128,10 @@ class Planner {
     cut->stages = 2;
     cut->strips = std::min(kMostStrips, strips_);
     cut->groups = static_cast<int>(divide_up(strips_, cut->strips));
-    const int most = std::max(1, by.most_gradient_warps / cut->warps);
+    const int most = std::max(1, by.most_warps / cut->warps);
     for (cut->streams = std::min(most, to->together); cut->streams > 0; --cut->streams) {
       cut->chunk = cut->streams;
-      if (cut->warps <= by.most_gradient_warps && by.gradient_bytes(in, *cut) <= shared) break;
+      if (cut->warps <= by.most_warps && by.gradient_bytes(in, *cut) <= shared) break;
     }
     if (cut->streams == 0) return false;
     // With a shared weight every stream of every split has an input capsule.
