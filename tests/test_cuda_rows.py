@@ -22,19 +22,10 @@ from capsfast.ops import define
 from .emulator import backend as emulator
 from .support.accuracy import check
 from .support.backends import ALL_DTYPES, Backend, Shape
-from .support.problems import Case, PassCase, make, relayout, run
+from .support.problems import QUIET, QUIET_CASES, Case, PassCase, make, relayout, run
 
 ROOT = Path(__file__).parent.parent
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
-QUIET = Case(coupling=False)
-CASES = (
-    QUIET,
-    Case(gradient="last", coupling=False),
-    Case(num_iterations=1, coupling=False),
-    Case(num_iterations=2, bias=True, squash="half", coupling=False),
-    Case(shared=True, coupling=False),
-    Case(squash="unit", last_squash="paper", sharpness=2.0, accumulate=False, coupling=False),
-)
 # Each of them alone sends a call to another family.
 OPTIONS = (
     Case(),
@@ -87,7 +78,7 @@ def launches(shape: Shape, case: Case, op: str = "dynamic_routing", dtype: torch
     return set(emulator.take_launches())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", QUIET_CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: Shape, case: Case) -> None:
     emulator.take_launches()
@@ -128,7 +119,7 @@ def test_ways_to_cut_the_work(shape: Shape, device: dict[str, Any], case: Case) 
     [{"cooperative": False}, {"crowded": True}, {"capturing": True}],
     ids=["no-device", "crowded", "graph"],
 )
-@pytest.mark.parametrize("case", CASES[:3], ids=str)
+@pytest.mark.parametrize("case", QUIET_CASES[:3], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 60, 3, 16, 8), Shape(2, 90, 10, 8, 4)], ids=str)
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
     """If the device does not run all blocks of a launch together, or a graph is captured, every step is a launch."""
@@ -182,7 +173,7 @@ def test_the_environment_forbids_cooperative_launches_and_cuts_the_scratch_memor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", QUIET_CASES[:2], ids=str)
 @pytest.mark.parametrize("shape", [Shape(5, 9, 10, 16, 8), Shape(18, 3, 4, 8, 16), Shape(2, 3, 12, 7, 5)], ids=str)
 def test_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> None:
     check(make(shape, case, dtype=dtype), BACKEND)
@@ -252,7 +243,7 @@ MOVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 LIMITS = (
     *((Shape(2, 2, J, D, K), QUIET) for J in (10, 11, 12, 13) for D in (16, 17) for K in (8, 9, 16, 17)),
     *((Shape(*(0 if axis == empty else 2 for axis in range(5))), QUIET) for empty in range(5)),
-    *((Shape(2, 3, 4, 5, 6), case) for case in (*CASES, *OPTIONS)),
+    *((Shape(2, 3, 4, 5, 6), case) for case in (*QUIET_CASES, *OPTIONS)),
 )
 
 

@@ -78,6 +78,16 @@ SINGLE = (
     Case(out_mask=True),
     Case(shared=True),
 )
+# Without what sends a call of the backend "cuda" away from its rows family: options, the returned coupling.
+QUIET = Case(coupling=False)
+QUIET_CASES = (
+    QUIET,
+    Case(gradient="last", coupling=False),
+    Case(num_iterations=1, coupling=False),
+    Case(num_iterations=2, bias=True, squash="half", coupling=False),
+    Case(shared=True, coupling=False),
+    Case(squash="unit", last_squash="paper", sharpness=2.0, accumulate=False, coupling=False),
+)
 # Every tensor but the logits.
 TENSORS: dict[str, Any] = {"bias": True, "mask": True, "out_mask": True}
 COMBINED = (

@@ -30,22 +30,6 @@ struct GradientArgs {
   float scale, unscale;       // dvotes are times `scale`, and what is multiplied by them times `unscale`
 };
 
-// The two TF32 parts of dvotes, in fewer instructions than two_parts(): bits that TF32 does not have are dropped, here
-// or by the tensor core. The dropped rest has the sign of x. For two parts it is 4e-8 on average; for single parts a
-// factor in `unscale` makes up for it. (For numbers without such bits the factor is itself an error: 3.5e-4 in one
-// iteration of "identity" with a 16-bit gradient of v, which has errors of this size anyway.)
-constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of the last of 11 bits, for mantissas as they occur
-
-constexpr uint32_t kTf32Bits = 0xFFFFE000u;
-
-template <class Tr>
-CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&low)[4], uint32_t mask = kTf32Bits) {
-  unrolled<4>([&](int n) {
-    high[n] = Tr::exact ? float_of_bits(bits_of_float(x[n]) & mask) : x[n];
-    low[n] = x[n] - high[n];
-  });
-}
-
 // Shared memory of a block, after the ring: for each warp a part where it transposes dvotes, [pairs of tiles], with
 // gaps between quads, and between even and odd tiles, that keep lanes in different banks; and du of its column warp,
 // [streams] [strips][column warps][steps][32 lanes].
@@ -252,11 +236,7 @@ CAPSFAST_DEVICE void make_du(const GradientMemory<Tr>& memory, const Shared<E>& 
     unrolled<2>([&](int e) { w[e] = weight.template vector<Run<E, Tr::steps>>(row + e * Tr::components); });
     unrolled<Tr::steps>([&](int step) {
       float w_high[2], w_low[2];
-      unrolled<2>([&](int e) {
-        const float x = float(w[e].value[step]);
-        w_high[e] = x, w_low[e] = 0.0f;
-        if constexpr (!kNarrow<E>) two_parts<Tr>(x, w_high[e], w_low[e]);
-      });
+      unrolled<2>([&](int e) { two_parts<Tr, E>(float(w[e].value[step]), w_high[e], w_low[e]); });
       gpu::mma_tf32(sum[step][0], high, w_high);
       if constexpr (Tr::exact) gpu::mma_tf32(sum[step][1], low, w_high);
       if constexpr (kTwo) gpu::mma_tf32(sum[step][1], high, w_low);

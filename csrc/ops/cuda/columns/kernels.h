@@ -31,13 +31,13 @@ Kernels kernels_of() {
       Tr::pairs,
       2 * Tr::steps,
       Tr::most_warps,
-      Tr::exact};
+      Tr::exact || Tr::given};
 }
 
 template <int kTiles, int kSteps>
 Kernels kernels_for(bool exact) {
   if constexpr (kSteps == 0) {
-    return kernels_of<Columns<kTiles, 0, true>>();  // given votes have no product
+    return kernels_of<Columns<kTiles, 0, false>>();  // given votes have no product, exact or not
   } else {
     return exact ? kernels_of<Columns<kTiles, kSteps, true>>() : kernels_of<Columns<kTiles, kSteps, false>>();
   }
@@ -62,7 +62,7 @@ inline const char* why_not(const Problem& p, int architecture) {
   if (p.empty()) return "there are no votes";
   if (p.D > 64) return "D is larger than 64";
   if (!p.votes_given && p.K > 32) return "K is larger than 32";
-  constexpr int64_t kMostGrid = 65535;  // blocks along y: column warps
+  constexpr int64_t kMostGrid = 65535;  // blocks along y: column warps, with an output capsule each or more
   if (p.J > kMostGrid || p.B > INT32_MAX / 2 || p.I > INT32_MAX / 2 || p.J * p.D * p.K > INT32_MAX / 8)
     return "a size is too large";
   if (p.votes_given) return nullptr;
@@ -85,7 +85,7 @@ inline Kernels choose(const Problem& p) {
   const bool exact = storage == Storage::f32 && !p.tf32;
   const int64_t fives = divide_up(p.J, 5), fours = divide_up(p.J, 4);
   const bool ten = p.D <= 16 && 10 * fives < 8 * fours;
-  if (p.votes_given) return ten ? kernels_for<10, 0>(true) : kernels_for<8, 0>(true);
+  if (p.votes_given) return ten ? kernels_for<10, 0>(false) : kernels_for<8, 0>(false);
   if (p.K > 16) return kernels_for<8, 4>(exact);
   if (p.K > 8) return ten ? kernels_for<10, 2>(exact) : kernels_for<8, 2>(exact);
   return ten ? kernels_for<10, 1>(exact) : kernels_for<8, 1>(exact);

@@ -31,7 +31,7 @@
 #include <cstdint>
 
 #include "../../../cuda/device.h"
-#include "../warp.h"
+#include "../tensor_cores.h"
 
 namespace capsfast::cuda::columns {
 
@@ -87,15 +87,6 @@ struct Cut {
   CAPSFAST_HOST_DEVICE int outputs(int tiles) const { return outputs_of(tiles, lanes); }
   CAPSFAST_HOST_DEVICE int lanes_log() const { return log_of_lanes(lanes); }
 };
-
-// The lane's elements of 16 x 8 votes, or of a sum of votes; and four elements that are loaded or stored at once.
-using Accumulator = float[4];
-using Four = Run<float, 4>;
-
-CAPSFAST_DEVICE Four four(const Accumulator& x) { return {x[0], x[1], x[2], x[3]}; }
-CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
-  unrolled<4>([&](int n) { sum[n] += x.value[n]; });
-}
 
 // A number for each output capsule of a lane and each of its two samples.
 template <class Tr>

@@ -116,15 +116,15 @@ class Ring {
         start_capsule(from + capsule * in.matrix.stride[0], J * D, place(stage, capsule, 0));
       return;
     }
-    // A copy for each block of 16 columns, dealt out to the lanes of a warp.
-    const int thread = gpu::thread(), blocks = J * cut.lanes, copied = kSpan * Tr::components;
+    // A copy for each span, dealt out to the lanes of a warp.
+    const int thread = gpu::thread(), spans = J * cut.lanes, copied = kSpan * Tr::components;
     if (thread >= 32) return;
-    if (thread == 0) arrival(stage).expect(count * blocks * copied * size);
+    if (thread == 0) arrival(stage).expect(count * spans * copied * size);
     for (int capsule = 0; capsule < count; ++capsule) {
-      for (int block = thread; block < blocks; block += 32) {
-        const int to = place(stage, capsule, 0) + block * span;
+      for (int n = thread; n < spans; n += 32) {
+        const int to = place(stage, capsule, 0) + n * span;
         arrival(stage).copy(bytes_at(to, copied), in.matrix.data,
-                            (from + capsule * in.matrix.stride[0] + block * copied) * size, copied * size);
+                            (from + capsule * in.matrix.stride[0] + n * copied) * size, copied * size);
       }
     }
   }

@@ -1,8 +1,6 @@
 // The launches of a forward and of a backward by the columns family.
 #include "routing.h"
 
-#include <optional>
-
 #include "../operands.h"
 #include "../rows/kernels.h"
 #include "../scratch.h"
@@ -12,9 +10,6 @@
 namespace capsfast::cuda::columns {
 
 namespace {
-
-// Splits that a thread of a step adds up at a time, without waiting, if there are threads enough.
-constexpr int64_t kSplitsOfThread = 9;
 
 class Routing : Scratch {
  public:
@@ -166,7 +161,7 @@ class Routing : Scratch {
     const Cut& cut = plan_.pass;
     args.step.tiles = kernels.tiles;
     const int64_t most = kMostStepThreads / args.step.fours();
-    args.step.slices = static_cast<int>(std::clamp<int64_t>(divide_up(cut.splits, kSplitsOfThread), 1, most));
+    args.step.slices = static_cast<int>(std::clamp<int64_t>(divide_up(cut.splits, kTogether), 1, most));
     args.strips = planner_.strips();
     args.sums_strips = cut.groups * cut.strips;
     args.column_warps = cut.column_warps();
@@ -237,7 +232,7 @@ class Routing : Scratch {
       return gpu::launch(join_kernel<float>, grid, kThreads, 0, on.stream, args);
     }
     PartsArgs args{static_cast<int>(parts), 1, size, from, operand(to, {size})};
-    while (args.slices < kThreads / 4 && parts > kSplitsOfThread * args.slices) args.slices *= 2;
+    while (args.slices < kThreads / 4 && parts > kTogether * args.slices) args.slices *= 2;
     const int width = kThreads / args.slices;
     run(join_parts_kernel, {std::min(divide_up(size / 4, width), kMostBlocks), 1, 1}, kThreads, 16 * kThreads, args);
   }
@@ -264,7 +259,7 @@ class Routing : Scratch {
   Global<Norm> norms_;
 };
 
-// Ready to run a call, or empty if another family serves it.
+// with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
 bool serves(const Problem& p, const gpu::Context& context, bool with_coupling) {
   const int architecture = gpu::limits().of(join_kernel<float>).architecture;
   if (!context.columns_first && rows::why_not(p, with_coupling, architecture) == nullptr) return false;

@@ -6,9 +6,8 @@
 
 namespace capsfast::cuda::columns {
 
-// Runs the call and returns true, or returns false without a launch if the columns family does not serve it.
-// with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one. The rows family
-// goes first where it serves a call, unless context.columns_first.
+// Runs the call and returns true, or returns false without a launch if the columns family does not serve it. The rows
+// family goes first where it serves a call, unless context.columns_first.
 bool forward(const Problem& p, const ForwardOutputs& out, const gpu::Context& context);
 bool backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const gpu::Context& context);
 

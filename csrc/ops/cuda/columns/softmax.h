@@ -8,12 +8,8 @@
 
 namespace capsfast::cuda::columns {
 
-// Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of 640, and its product
-// with a gradient as small as 1e-25 neither overflow nor become 0.
-constexpr float kNear = 30.0f;
-
-// What a softmax over some output capsules is: total = sum exp(b - max), and in the backward mean = sum exp(b - max) dc.
-// max is 0 if every logit is near 0. Without a logit total is 0, and max means nothing.
+// What a softmax over some output capsules is: total = sum exp(b - max), and in the backward mean = sum exp(b - max)
+// dc. max is 0 if every logit is near 0. Without a logit total is 0, and max means nothing.
 struct alignas(16) Norm {
   float max, total, mean, unused;
 

@@ -9,12 +9,14 @@
 
 namespace capsfast::cuda::columns {
 
+// Loads of a thread that are on their way at once.
+constexpr int kTogether = 8;
+
 // The sum of fours from[first + n plane], 0 <= n < count, to all threads of slice 0: `slices` threads share it, each
 // with some n, and have numbers below `width` in the block of threads. Shared memory from byte `memory` on has a four
 // for each thread. All threads of the block must call it.
 CAPSFAST_DEVICE Four sum_slices(const Global<const Four>& from, int64_t first, int64_t plane, int count, int slice,
                                 int slices, int number, int width, int memory) {
-  constexpr int kTogether = 8;  // loads on their way
   const int64_t step = slices * plane;
   int64_t at = first + slice * plane;
   Four sum = {};

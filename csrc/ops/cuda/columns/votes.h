@@ -8,31 +8,8 @@
 
 namespace capsfast::cuda::columns {
 
-// Calls f with a value of the type that inputs have in memory. Exact products are only for float.
-template <class Tr, class F>
-CAPSFAST_DEVICE void with_element(Storage storage, const F& f) {
-  if ((Tr::exact && !Tr::given) || storage == Storage::f32) {
-    f(0.0f);
-  } else if (storage == Storage::bf16) {
-    f(BFloat16{});
-  } else {
-    f(Float16{});
-  }
-}
-
 template <class E>
 constexpr bool kNarrow = sizeof(E) == 2;
-
-// Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
-// not have, which leaves about 22 bits of x. A NaN may become a number in high, but then low is NaN.
-template <class Tr>
-CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
-  if constexpr (Tr::exact) {
-    high = gpu::to_tf32_or_number(x), low = x - high;
-  } else {
-    high = gpu::to_tf32(x), low = 0.0f;
-  }
-}
 
 // The poses of a strip, read past the L1 cache: a column warp reads each only once.
 template <class Tr>
@@ -112,7 +89,7 @@ CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::
   const int k = Poses<Tr>::count * at.quad + 2 * s;  // components of the lane
   if constexpr (kNarrow<E>) {
     Run<uint32_t, kSteps> w[kTogether];
-    unrolled<kTogether>([&](int n) { w[n] = rows.template read<Run<uint32_t, kSteps>>(first + n, at, k); });
+    unrolled<kTogether>([&](int n) { w[n] = rows.template read<Run<uint32_t, kSteps>>(first + n, k); });
     unrolled<kSteps, kTogether>([&](int step, int n) {
       const uint32_t a[2] = {poses.row[0].value[s + step], poses.row[1].value[s + step]};
       multiply_narrow<E>(!kAdd && s + step == 0, votes[first + n], a, w[n].value[step]);
@@ -124,7 +101,7 @@ CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::
       two_parts<Tr>(float_of_bits(poses.row[n % 2].value[2 * (s + step) + n / 2]), u_high[step][n], u_low[step][n]);
     });
     unrolled<kTogether>([&](int n) {
-      const auto w = rows.template read<Run<float, 2 * kSteps>>(first + n, at, k);
+      const auto w = rows.template read<Run<float, 2 * kSteps>>(first + n, k);
       unrolled<kSteps, 2>([&](int step, int m) {
         two_parts<Tr>(w.value[2 * step + m], high[n][step][m], low[n][step][m]);
       });
@@ -149,7 +126,7 @@ class ProductRows {
         whole(Weights::place_of(at.group / 2 * kSpan + at.group % 2)),
         fifth(Weights::place_of(4 * kSpan + at.group)) {}
   template <class Vector>
-  CAPSFAST_DEVICE Vector read(int tile, const Coord&, int k) const {
+  CAPSFAST_DEVICE Vector read(int tile, int k) const {
     const int row =
         tile < kWholeTiles ? whole + 2 * tile * Tr::components : fifth + 8 * (tile - kWholeTiles) * Tr::components;
     return weight.template vector<Vector>(row + k);

@@ -75,25 +75,6 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, i
   }
 }
 
-// The two TF32 parts of four dvotes, in fewer instructions than two_parts(): bits that TF32 does not have are dropped,
-// here or by the tensor core. The dropped rest has the sign of x. For two parts it is 4e-8 on average; for single parts
-// a factor in a.unscale makes up for it. (For numbers without such bits the factor is itself an error: 3.5e-4 in one
-// iteration of "identity" with a 16-bit gradient of v, which has errors of this size anyway.)
-constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of the last of 11 bits, for mantissas as they occur
-
-constexpr uint32_t kTf32Bits = 0xFFFFE000u;
-
-template <class Tr>
-CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4], uint32_t mask = kTf32Bits) {
-  unrolled<4>([&](int n) {
-    high[n] = x.value[n];
-    if constexpr (Tr::exact) {
-      high[n] = float_of_bits(bits_of_float(x.value[n]) & mask);
-      low[n] = x.value[n] - high[n];
-    }
-  });
-}
-
 // Writes neighbouring elements, from n on, of a contiguous tensor with a last axis of K; the first is component k. n is
 // unsigned, because the compiler divides unsigned numbers by a single shift.
 template <class Tr, int kCount>
@@ -204,7 +185,7 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>
     unrolled<2, Memory::pairs>([&](int product, int pair) {
       float high[4], low[4];
       const Four x = turned[wanted + pair * Memory::pair + 4 * product];
-      take_parts<Tr>(x, high, low);
+      take_parts<Tr>(x.value, high, low);
       unrolled<Tr::steps>([&](int step) {
         multiply<Tr>(product == 0, dweight[pair][step], high, low, u_high[product][step], u_low[product][step]);
       });

@@ -22,7 +22,7 @@
 #include <cstdint>
 
 #include "../../../cuda/device.h"
-#include "../warp.h"
+#include "../tensor_cores.h"
 
 namespace capsfast::cuda::rows {
 
@@ -54,15 +54,6 @@ struct Rows {
   // Vectors of a strip such as V in memory: [pairs][even, odd columns][32 lanes][samples group, group + 8][2 tiles].
   static constexpr int vectors = kTiles * 128;
 };
-
-// The lane's elements of 16 x 8 votes, or of a sum of votes; and four elements that are loaded or stored at once.
-using Accumulator = float[4];
-using Four = Run<float, 4>;
-
-CAPSFAST_DEVICE Four four(const Accumulator& x) { return {x[0], x[1], x[2], x[3]}; }
-CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
-  unrolled<4>([&](int n) { sum[n] += x.value[n]; });
-}
 
 // A thread's warp in its block, its lane, and the group and quad of the lane in the fragment.
 struct ThreadCoord {

@@ -7,10 +7,6 @@
 
 namespace capsfast::cuda::rows {
 
-// Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of twelve, and its
-// product with a gradient as small as 1e-25 neither overflow nor become 0.
-constexpr float kNear = 30.0f;
-
 // Softmax over the output capsules: replaces b by c times `times` and, in the backward, dc by db = c (dc - sum_j c dc)
 // times `times`. counts: see standing().
 template <class Tr, bool kBackward>

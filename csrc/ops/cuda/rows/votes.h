@@ -8,32 +8,6 @@
 
 namespace capsfast::cuda::rows {
 
-// Calls f with a value of the type that poses and weights have in memory. Exact products are only for float.
-template <class Tr, class F>
-CAPSFAST_DEVICE void with_element(Storage storage, const F& f) {
-  if (Tr::exact || storage == Storage::f32) {
-    f(0.0f);
-  } else if (storage == Storage::bf16) {
-    f(BFloat16{});
-  } else {
-    f(Float16{});
-  }
-}
-
-// Splits x, which has been an E in memory, into the nearest TF32 number, high, and the rest, low. The tensor core drops
-// the bits of low that TF32 does not have, which leaves about 22 bits of x. A NaN may become a number in high, but then
-// low is NaN. A 16-bit number is a TF32 number.
-template <class Tr, class E = float>
-CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
-  if constexpr (!std::is_same_v<E, float>) {
-    high = x, low = 0.0f;
-  } else if constexpr (Tr::exact) {
-    high = gpu::to_tf32_or_number(x), low = x - high;
-  } else {
-    high = gpu::to_tf32(x), low = 0.0f;
-  }
-}
-
 // The poses of a strip, read past the L1 cache: a warp reads each only once.
 template <class Tr>
 class Poses {
