@@ -11,10 +11,12 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   if (p.B == 0 || p.J == 0) return;
   const bool logits = out.dlogits.data != nullptr, wanted = wants_gradient(p, out);
   const gpu::Context context(like);
+  Family family = Family::general;
   if constexpr (std::is_same_v<T, float>) {
-    if (columns::backward(p, inputs, out, context)) return;
+    family = family_of(p, context, inputs.dcoupling.data != nullptr || logits);
+    if (family == Family::columns && columns::backward(p, inputs, out, context)) return;
   }
-  Call<T> call(p, context, true, inputs.dcoupling.data != nullptr || logits);
+  Call<T> call(p, context, true, family);
   const GeneralPlan& plan = call.plan;
   typename Call<T>::Gradient gradient{};
   if (wanted) gradient = call.plan_gradient(out);

@@ -9,10 +9,12 @@ template <class T>
 void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
   const gpu::Context context(like);
+  Family family = Family::general;
   if constexpr (std::is_same_v<T, float>) {
-    if (columns::forward(p, out, context)) return;
+    family = family_of(p, context, out.coupling.data != nullptr);
+    if (family == Family::columns && columns::forward(p, out, context)) return;
   }
-  Call<T> call(p, context, false, out.coupling.data != nullptr);
+  Call<T> call(p, context, false, family);
   ForwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;

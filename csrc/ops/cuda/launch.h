@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "engine.h"
+#include "family.h"
 #include "general/kernels.h"
 #include "operands.h"
 #include "rows/launch.h"
@@ -16,8 +17,7 @@ namespace capsfast::cuda {
 template <class T>
 class Call : public Scratch {
  public:
-  // with_coupling: see rows::why_not().
-  Call(const Problem& problem, const gpu::Context& on, bool backward, bool with_coupling)
+  Call(const Problem& problem, const gpu::Context& on, bool backward, Family family)
       : Scratch(on),
         p(problem),
         context(on),
@@ -25,8 +25,7 @@ class Call : public Scratch {
         plan(plan_general<T>(problem, context.multiprocessors)),
         squash{problem.squash, operand(problem.bias, {problem.J, problem.D})} {
     if constexpr (kNarrow) {
-      if (rows::why_not(problem, with_coupling, gpu::limits().of(join_kernel<float>).architecture) == nullptr)
-        by_rows.emplace(p, in, backward, context);
+      if (family == Family::rows) by_rows.emplace(p, in, backward, context);
     }
   }
 

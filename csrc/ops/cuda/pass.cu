@@ -35,7 +35,7 @@ void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const Pass
   check(p);
   if (p.B == 0) return;
   const gpu::Context context(like);
-  Call<T> call(p, context, false, false);
+  Call<T> call(p, context, false, Family::general);
   PassForwardSteps<T> steps{};
   steps.first = operand(out.first, {p.B, p.J, p.D});
   steps.mass = operand(out.mass, {p.B, p.J});
@@ -62,7 +62,7 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   if (p.B == 0 || p.J == 0) return;
   const bool wanted = wants_gradient(p, out.common);
   const gpu::Context context(like);
-  Call<T> call(p, context, true, false);
+  Call<T> call(p, context, true, Family::general);
   const GeneralPlan& plan = call.plan;
   typename Call<T>::Gradient gradient{};
   PassBackwardSteps<T> steps{};

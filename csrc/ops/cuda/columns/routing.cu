@@ -2,7 +2,6 @@
 #include "routing.h"
 
 #include "../operands.h"
-#include "../rows/kernels.h"
 #include "../scratch.h"
 #include "plan.h"
 #include "steps.h"
@@ -259,17 +258,9 @@ class Routing : Scratch {
   Global<Norm> norms_;
 };
 
-// with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
-bool serves(const Problem& p, const gpu::Context& context, bool with_coupling) {
-  const int architecture = gpu::limits().of(join_kernel<float>).architecture;
-  if (!context.columns_first && rows::why_not(p, with_coupling, architecture) == nullptr) return false;
-  return why_not(p, architecture) == nullptr;
-}
-
 }  // namespace
 
 bool forward(const Problem& p, const ForwardOutputs& out, const gpu::Context& context) {
-  if (!serves(p, context, out.coupling.data != nullptr)) return false;
   Routing routing(p, context);
   if (!routing.plan(false)) return false;
   routing.forward(out);
@@ -277,7 +268,6 @@ bool forward(const Problem& p, const ForwardOutputs& out, const gpu::Context& co
 }
 
 bool backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const gpu::Context& context) {
-  if (!serves(p, context, inputs.dcoupling.data != nullptr || out.dlogits.data != nullptr)) return false;
   Routing routing(p, context);
   if (!routing.plan(true)) return false;
   routing.backward(inputs, out);

@@ -6,8 +6,8 @@
 
 namespace capsfast::cuda::columns {
 
-// Runs the call and returns true, or returns false without a launch if the columns family does not serve it. The rows
-// family goes first where it serves a call, unless context.columns_first.
+// Runs a call that the columns family serves (family.h) and returns true, or returns false without a launch if no block
+// of threads fits shared memory.
 bool forward(const Problem& p, const ForwardOutputs& out, const gpu::Context& context);
 bool backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const gpu::Context& context);
 
