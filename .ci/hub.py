@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("train", "data", "cli", "pretrained", "__main__.py", "plot.py", "plots.py", "__pycache__", "_C*")
 # kernel-builder writes _ops.py beside it.
 NAMES = """
-from ._ops import add_op_namespace_prefix
+from .._ops import add_op_namespace_prefix
 
 NAMESPACE = add_op_namespace_prefix("").partition("::")[0]
 """
@@ -45,8 +45,8 @@ FLAKE = """\
 def main(folder: Path) -> None:
     package = folder / "torch-ext" / "capsfast"
     shutil.copytree(ROOT / "capsfast", package, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    names = (package / "_names.py").read_text()
-    (package / "_names.py").write_text(names.replace('\nNAMESPACE = "capsfast"\n', NAMES))
+    names = (package / "environment" / "names.py").read_text()
+    (package / "environment" / "names.py").write_text(names.replace('\nNAMESPACE = "capsfast"\n', NAMES))
     version = runpy.run_path(str(ROOT / "capsfast" / "_version.py"))["__version__"]
     (folder / "build.toml").write_text(BUILD.format(version=version))
     (folder / "flake.nix").write_text(FLAKE)

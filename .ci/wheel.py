@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 import capsfast
-from capsfast import models, native
+from capsfast import models
+from capsfast.environment import native
 
 HERE = Path(capsfast.__file__).parent
 assert not HERE.samefile(Path(__file__).parents[1] / "capsfast"), f"{HERE} is the checkout, not a wheel"

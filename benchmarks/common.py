@@ -13,7 +13,7 @@ from torch import Tensor
 
 from capsfast.bench.record import environment
 from capsfast.bench.timing import interleave
-from capsfast.files import write_text
+from capsfast.storage.files import write_text
 
 CPU = torch.device("cpu")
 # The largest relative L2 error against float64.

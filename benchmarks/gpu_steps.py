@@ -18,7 +18,6 @@ import torch
 
 import capsfast
 from benchmarks.gpu_check import SUSPECTS, VARIANTS
-from capsfast import native
 from capsfast.bench import check, ran, record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
 from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contenders
@@ -28,6 +27,7 @@ from capsfast.bench.measure import Row, beside, first_line, lost, prepared
 from capsfast.bench.memory import cuda_growth
 from capsfast.bench.report import describe, page
 from capsfast.bench.timing import host_seconds, interleave
+from capsfast.environment import native
 
 # What is timed around the canonical layer, the important cases first. CUDA's rows family serves ROWS.
 ROWS: Any = ({}, {"dtype": "bfloat16"}, {"B": 1}, {"B": 1024, "I": 256}, {"B": 16}, {"I": 9216}, {"I": 256})

@@ -10,10 +10,11 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from . import checks, native, toolchain
-from ._torch import constant_while_tracing, statically
-from .arguments import Call
-from .options import Backend, PassOptions
+from .calls import checks
+from .calls.arguments import Call
+from .calls.options import Backend, PassOptions
+from .environment import native, toolchain
+from .environment.private_torch import constant_while_tracing, statically
 
 
 class BackendStatus(NamedTuple):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from .calls import checks
+from .calls.options import Softmax
 from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement
 from .nn.couplings import as_capsfast, routed_by_passes, shares_of
-from .options import Softmax
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from . import _keywords, arguments, checks, functional, passes
-from .arguments import RoutingParameters
+from . import functional, passes
+from .calls import arguments, checks, keywords
+from .calls.arguments import RoutingParameters
+from .calls.options import Options
+from .calls.precision import wide_dtype
 from .functional import CoupledKeywords, RoutingKeywords
 from .ops import sharding
-from .options import Options
 from .passes import PassKeywords
-from .precision import wide_dtype
 from .reference.dynamic_routing import agree
 from .reference.routing_pass import Moments
 
@@ -86,7 +87,7 @@ def dynamic_routing(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_keywords.with_keywords_of(functional.dynamic_routing)
+@keywords.with_keywords_of(functional.dynamic_routing)
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -128,7 +129,7 @@ def dynamic_routing(
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
     op = "capsfast.distributed.dynamic_routing"
-    _keywords.check(dynamic_routing, options, CoupledKeywords, op)
+    keywords.check(dynamic_routing, options, CoupledKeywords, op)
     given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
     named = {name: options[name] for name in Options._fields[1:] if name in options}  # type: ignore[literal-required]
     o = Options(num_iterations, **named).checked(op)
@@ -163,7 +164,7 @@ def dynamic_routing(
     return v if last.weights is None else (v, last.weights)
 
 
-@_keywords.with_keywords_of(passes.routing_pass)
+@keywords.with_keywords_of(passes.routing_pass)
 def routing_pass(
     u: Tensor, weight: Tensor, *, group: Group = None, shared_weight: bool = False, **options: Unpack[PassKeywords]
 ) -> Moments:
@@ -186,13 +187,13 @@ def routing_pass(
         The errors of :func:`capsfast.routing_pass` and :func:`dynamic_routing`.
     """
     op = "capsfast.distributed.routing_pass"
-    _keywords.check(routing_pass, options, PassKeywords, op)
+    keywords.check(routing_pass, options, PassKeywords, op)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
     return _combined(op, ranks, partial(passes.routing_pass, u, weight), options)
 
 
-@_keywords.with_keywords_of(passes.votes_pass)
+@keywords.with_keywords_of(passes.votes_pass)
 def votes_pass(votes: Tensor, *, group: Group = None, **options: Unpack[PassKeywords]) -> Moments:
     """:func:`capsfast.votes_pass` over the input capsules of all ranks.
 
@@ -202,7 +203,7 @@ def votes_pass(votes: Tensor, *, group: Group = None, **options: Unpack[PassKeyw
     All other arguments, the result and the errors are as in :func:`routing_pass`.
     """
     op = "capsfast.distributed.votes_pass"
-    _keywords.check(votes_pass, options, PassKeywords, op)
+    keywords.check(votes_pass, options, PassKeywords, op)
     ranks = _Ranks(op, group, "votes", checks.tensor(op, "votes", votes, "[B, I, J, D]"))
     return _combined(op, ranks, partial(passes.votes_pass, votes), options)
 

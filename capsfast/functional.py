@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_unary
 from typing_extensions import Unpack
 
-from . import _keywords, arguments, checks
-from ._overrides import instead
-from .arguments import GIVEN, RoutingParameters
+from .calls import arguments, checks, keywords
+from .calls.arguments import GIVEN, RoutingParameters
+from .calls.options import SQUASH, Backend, Gradient, OptionKeywords, RoutingOptions, Softmax, Squash, checked_options
+from .calls.overrides import instead
 from .ops import dynamic_routing as _dynamic_routing
-from .options import SQUASH, Backend, Gradient, OptionKeywords, RoutingOptions, Softmax, Squash, checked_options
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
@@ -106,7 +106,7 @@ def dynamic_routing(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_keywords.closed
+@keywords.closed
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -124,7 +124,7 @@ def dynamic_routing(
     squash_last: bool = True,
     return_coupling: bool = False,
     backend: Backend | None = None,
-    **unknown: Unpack[_keywords.NoMore],
+    **unknown: Unpack[keywords.NoMore],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Routing by agreement from input capsules, without storing the votes.
 
@@ -174,7 +174,7 @@ def dynamic_routing(
         (torch.Size([16, 10, 16]), torch.Size([16, 1152, 10]))
     """
     if unknown:
-        _keywords.refuse(dynamic_routing, unknown)
+        keywords.refuse(dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
@@ -237,7 +237,7 @@ def route_votes(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@_keywords.with_keywords_of(dynamic_routing)
+@keywords.with_keywords_of(dynamic_routing)
 def route_votes(
     votes: Tensor, num_iterations: int = 3, **options: Unpack[CoupledKeywords]
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ def route_votes(
         >>> capsfast.route_votes(votes, num_iterations=2).shape
         torch.Size([16, 10, 8])
     """
-    _keywords.check(route_votes, options, CoupledKeywords)
+    keywords.check(route_votes, options, CoupledKeywords)
     if has_torch_function((votes, num_iterations, *options.values())):
         return instead(route_votes, {"votes": votes, "num_iterations": num_iterations, **options}, 2)  # type: ignore[no-any-return]
     if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import checks
-from ._torch import tree_flatten, tree_unflatten
+from .calls import checks
+from .environment.private_torch import tree_flatten, tree_unflatten
 
 __all__ = ["graphed"]
 

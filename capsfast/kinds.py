@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import checks
+from .calls import checks
 
 TABLE = "docs/migration.md"
 # The smallest eps, for layers without an eps. Zero vectors have a finite gradient here, unlike there.

@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 from typing_extensions import Unpack
 
-from . import _keywords, arguments, checks
-from ._overrides import instead
-from .arguments import GIVEN, PassParameters
+from .calls import arguments, checks, keywords
+from .calls.arguments import GIVEN, PassParameters
+from .calls.options import Backend, Normalize, PassOptions
+from .calls.overrides import instead
 from .ops import routing_pass as _routing_pass
-from .options import Backend, Normalize, PassOptions
 from .reference.routing_pass import Moments
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
@@ -36,7 +36,7 @@ class PassKeywords(TypedDict, total=False):
     backend: Backend | None
 
 
-@_keywords.closed
+@keywords.closed
 def routing_pass(
     u: Tensor,
     weight: Tensor,
@@ -56,7 +56,7 @@ def routing_pass(
     return_weights: bool = False,
     return_lse: bool = False,
     backend: Backend | None = None,
-    **unknown: Unpack[_keywords.NoMore],
+    **unknown: Unpack[keywords.NoMore],
 ) -> Moments:
     """One pass over the input capsules: the sums that every routing forms between two updates of its output capsules.
 
@@ -113,7 +113,7 @@ def routing_pass(
         (torch.Size([16, 10]), torch.Size([16, 10, 16]))
     """
     if unknown:
-        _keywords.refuse(routing_pass, unknown)
+        keywords.refuse(routing_pass, unknown)
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
     op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"
@@ -129,7 +129,7 @@ def routing_pass(
     return Moments(*asked)
 
 
-@_keywords.with_keywords_of(routing_pass)
+@keywords.with_keywords_of(routing_pass)
 def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
     """A routing pass over votes that already exist, read in place.
 
@@ -141,7 +141,7 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
 
     All other arguments, the result and the errors are as in :func:`capsfast.routing_pass`.
     """
-    _keywords.check(votes_pass, options, PassKeywords)
+    keywords.check(votes_pass, options, PassKeywords)
     if has_torch_function((votes, *options.values())):
         return instead(votes_pass, {"votes": votes, **options}, 1)  # type: ignore[no-any-return]
     return routing_pass(votes, GIVEN, **options)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._install import in_the_checkout
-from .files import replacing
+from .environment.install import in_the_checkout
+from .storage.files import replacing
 
 try:
     from matplotlib import colormaps

@@ -13,7 +13,7 @@ extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_ba
 
 namespace capsfast {
 
-// Says how much memory was asked for. capsfast/checks.py makes a MemoryError of the text, and on a GPU a
+// Says how much memory was asked for. capsfast/calls/checks.py makes a MemoryError of the text, and on a GPU a
 // torch.OutOfMemoryError.
 class OutOfMemory : public std::bad_alloc {
  public:

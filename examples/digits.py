@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.cli.endings import one_line
-from capsfast.files import check_writable, replacing
+from capsfast.storage.files import check_writable, replacing
 
 BATCH = 32
 CLASSES = 10

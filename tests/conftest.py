@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import capsfast
-from capsfast import native
+from capsfast.environment import native
 
 from .support import interpreter
 from .support.backends import EMULATED, ROWS, Backend, available

@@ -20,13 +20,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import capsfast
 from capsfast import backend as choice
-from capsfast import native, toolchain
-from capsfast.arguments import Call, RoutingParameters, unchecked
 from capsfast.bench import record
 from capsfast.bench.cases import CANONICAL
 from capsfast.bench.results import Results
+from capsfast.calls.arguments import Call, RoutingParameters, unchecked
+from capsfast.calls.options import Options
+from capsfast.environment import native, toolchain
 from capsfast.ops import define
-from capsfast.options import Options
 
 from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, named, recorded_ops
 from .support.problems import Case, call, make

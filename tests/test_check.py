@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from capsfast import native
 from capsfast.bench import check
 from capsfast.bench.cases import Case
 from capsfast.bench.contenders import contender
 from capsfast.bench.problems import FUNCTIONS, RoutingCase
-from capsfast.options import Options
+from capsfast.calls.options import Options
+from capsfast.environment import native
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).resolve().parent.parent
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")

@@ -11,7 +11,8 @@ import torch
 
 import capsfast
 import capsfast.distributed
-from capsfast import checks, compat, models, nn
+from capsfast import compat, models, nn
+from capsfast.calls import checks
 
 B, I, J, D, K = 2, 3, 4, 5, 6
 zeros, ones = torch.zeros, torch.ones

@@ -14,8 +14,8 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import capsfast
-from capsfast._install import in_the_checkout
 from capsfast.cli.app import app
+from capsfast.environment.install import in_the_checkout
 
 RUN = CliRunner()
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from capsfast import native
-from capsfast.arguments import GIVEN
+from capsfast.calls.arguments import GIVEN
+from capsfast.calls.options import EMOptions
+from capsfast.environment import native
 from capsfast.nn.routing.votes import PassVotes
 from capsfast.ops import em_update
-from capsfast.options import EMOptions
 from capsfast.reference.em_update import inverse
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason=native.why_absent)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import native, toolchain
+from capsfast.environment import native, toolchain
 from capsfast.nn import EMRouting
 from capsfast.nn.couplings import RecordedVotes
 from capsfast.nn.routing.votes import PassVotes, Votes

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import capsfast
-from capsfast import toolchain
+from capsfast.calls.options import EMOptions
+from capsfast.environment import toolchain
 from capsfast.nn import EMRouting
 from capsfast.nn.couplings import RecordedVotes
 from capsfast.nn.routing.votes import PassVotes
 from capsfast.ops import em_update
-from capsfast.options import EMOptions
 
 pytestmark = pytest.mark.skipif(em_update.native.extension is None, reason=em_update.native.why_absent)
 f32, f64 = torch.float32, torch.float64

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast.arguments import RoutingParameters, unchecked
+from capsfast.calls.arguments import RoutingParameters, unchecked
+from capsfast.calls.options import Options
 from capsfast.ops import factored_routing
-from capsfast.options import Options
 
 from .support import plain
 from .support.accuracy import assert_accurate, check

@@ -1,11 +1,11 @@
-"""capsfast.files: a file exists whole or not at all."""
+"""capsfast.storage.files: a file exists whole or not at all."""
 
 import resource
 from pathlib import Path
 
 import pytest
 
-from capsfast.files import check_replaceable, check_writable, replacing, write_text
+from capsfast.storage.files import check_replaceable, check_writable, replacing, write_text
 
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_device_that_is_full_when_it_is_asked_to_keep_the_bytes(
     def fail(*args: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("capsfast.files.os.fsync", fail)
+    monkeypatch.setattr("capsfast.storage.files.os.fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         check_replaceable(tmp_path / "record.json")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import capsfast
-from capsfast import native
+from capsfast.environment import native
 
 from .support.accuracy import check
 from .support.backends import Shape, named
@@ -125,7 +125,7 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
     if name not in native.extension.build_info()["instruction_sets"]:
         pytest.skip(f"this build has no {name} kernels")  # not x86
     environment = os.environ | {"CAPSFAST_ISA": name}
-    says = "import capsfast; print(capsfast.native.extension.build_info()['instruction_set'])"
+    says = "import capsfast; print(capsfast.environment.native.extension.build_info()['instruction_set'])"
     chosen = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, cwd=ROOT)
     if chosen.stdout.strip() != name:
         pytest.skip(f"this machine has no {name}")
@@ -151,7 +151,7 @@ def fail(name: str) -> None:
     raise ImportError("undefined symbol: aoti_torch_new_empty")
 
 
-HERE = SimpleNamespace(origin=str(Path(native.__file__).with_name("_C.so")))
+HERE = SimpleNamespace(origin=str(Path(native.__file__).parents[1] / "_C.so"))
 THERE = SimpleNamespace(origin="/elsewhere/_C.so", submodule_search_locations=["/elsewhere"])
 # What is changed, and the reason that is given.
 ABSENT: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast import native
 from capsfast import nn as caps
+from capsfast.environment import native
 
 from .support import plain
 from .support.backends import Backend, Largest, assert_path, recorded_ops

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 pytest.importorskip("safetensors")
 
 from capsfast import models
-from capsfast._install import in_the_checkout
+from capsfast.environment.install import in_the_checkout
 from capsfast.models import CNN, CapsNet, DeepCaps, EfficientCapsNet
 from capsfast.models._network import PRETRAINED, Network
 from capsfast.nn import EMRouting

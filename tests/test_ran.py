@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from capsfast import native
 from capsfast.bench import ran
+from capsfast.environment import native
 
 ROOT = Path(__file__).resolve().parent.parent
 

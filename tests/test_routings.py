@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import native
+from capsfast.environment import native
 from capsfast.models import CapsNet
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast import native
+from capsfast.environment import native
 from capsfast.export import decompositions, program, to_onnx, to_package
 from capsfast.ops import factored_routing
 
@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "serve"
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    # capsfast compares sizes during a trace. For users capsfast/checks.py has the filter.
+    # capsfast compares sizes during a trace. For users capsfast/calls/checks.py has the filter.
     pytest.mark.filterwarnings("ignore::torch.jit._trace.TracerWarning"),
 ]
 

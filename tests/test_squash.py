@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import capsfast
-from capsfast.options import SQUASH
+from capsfast.calls.options import SQUASH
 
 from .support import plain
 from .support.backends import ALL_DTYPES

@@ -12,8 +12,8 @@ import torch
 
 import capsfast
 from capsfast import backend as choice
-from capsfast import toolchain
-from capsfast.arguments import Call, RoutingParameters
+from capsfast.calls.arguments import Call, RoutingParameters
+from capsfast.environment import toolchain
 
 from .support.accuracy import check, relative_l2
 from .support.backends import named

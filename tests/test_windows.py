@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import capsfast
+from capsfast.calls.options import Options
 from capsfast.nn import ConvCaps2d, Votes
 from capsfast.nn.routing.votes import votes_of
 from capsfast.nn.routing.windows import WindowVotes
-from capsfast.options import Options
 from capsfast.passes import Moments
 
 from .support import plain

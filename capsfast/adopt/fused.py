@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tracing_state
+from ..environment.private_torch import tracing_state
 from ..nn._layer import Node
 from .calls import Signature
 from .identification import Identification

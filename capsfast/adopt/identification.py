@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..arguments import GIVEN
+from ..calls.arguments import GIVEN
+from ..calls.options import Options
 from ..compat import averaged_routing, masked_after_routing
 from ..functional import dynamic_routing
 from ..kinds import NO_EPS, spelled
 from ..nn import DynamicRouting, RoutingByAgreement
-from ..options import Options
 from .orders import Sizes, Steps, as_code, check, follow, letters, steps_from, steps_to
 
 # Roles of further arguments of a forward that the call does not read.

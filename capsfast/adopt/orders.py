@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-from .. import checks, kinds
-from .._torch import constant_while_tracing
+from .. import kinds
+from ..calls import checks
+from ..environment.private_torch import constant_while_tracing
 from ..kinds import spelled
 
 # Methods of a tensor with their arguments, one after the other.

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import checks
-from .._names import ours
+from ..calls import checks
+from ..environment.names import ours
 from ..nn._layer import hooked
 from . import beside as timing
 from . import report

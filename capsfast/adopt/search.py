@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from ..calls import checks
 from . import squashes, structures
 from .identification import Identification, unwrapped
 from .inputs import ADDITIVE, COUNTS, UNKNOWN, Inputs, binary

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import SMALLEST_EPS
+from ..calls.checks import SMALLEST_EPS
 from ..reference.squash import RADIAL
 from .identification import DEFAULTS
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .._names import NAMESPACE
+from ..environment.names import NAMESPACE
 
 
 def _words(text: str) -> frozenset[str]:

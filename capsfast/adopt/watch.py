@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from .._names import ours
+from ..environment.names import ours
 from . import structures
 from .calls import Signature
 from .fused import FusedLayer, autocast_of

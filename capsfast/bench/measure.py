@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import native
+from ..environment import native
 from . import memory
 from .cases import Case
 from .contenders import Contender

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import functional, passes
-from ..arguments import GIVEN
-from ..options import STEPS, Options, PassOptions, RoutingOptions, routing_options
+from ..calls.arguments import GIVEN
+from ..calls.options import STEPS, Options, PassOptions, RoutingOptions, routing_options
 
 
 class Shape(NamedTuple):

@@ -45,7 +45,7 @@ def last_run() -> dict[str, Any]:
 
 def since_the_run(backend: str) -> str:
     """A sentence that says which kernels of ``triton`` or ``cuda`` changed since the newest record of a GPU."""
-    from .. import native
+    from ..environment import native
 
     ran, new = last_run(), kernel_files(backend)
     old: Hashes = ran["files"][backend]

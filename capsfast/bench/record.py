@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .. import native
 from .._version import __version__
-from ..files import write_text
+from ..environment import native
+from ..storage.files import write_text
 from .measure import Row, without_paths
 
 FORMAT = 1

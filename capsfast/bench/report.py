@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text
+from ..storage.files import write_text
 from .cases import CANONICAL, DIRECTIONS, ROUTING, Case
 from .contenders import COMPILED, EAGER
 from .measure import Row

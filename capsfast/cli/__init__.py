@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from .._install import in_the_checkout
+from ..environment.install import in_the_checkout
 
 NEEDED = ("typer", "rich")
 

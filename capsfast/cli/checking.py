@@ -11,7 +11,7 @@ import typer
 from ..bench import record
 from ..bench.check import ABSENT, FAMILIES, RIGHT, Result, check_families, families
 from ..bench.report import describe
-from ..files import check_replaceable, write_text
+from ..storage.files import check_replaceable, write_text
 from .endings import one_line, say, stop
 
 

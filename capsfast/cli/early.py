@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..files import reading
+from ..storage.files import reading
 
 HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, config.yaml,
 record.json, curve.png and logs/ into its folder. With images for validation it is validated after every epoch and

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from .._install import in_the_checkout
+from ..environment.install import in_the_checkout
 
 if TYPE_CHECKING:
     from ..data import Sets

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..files import check_replaceable, check_writable, replacing, write_text
+from ..storage.files import check_replaceable, check_writable, replacing, write_text
 from .endings import plain_errors, say, say_parts, stop
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .._install import in_the_checkout
 from ..bench import record
 from ..bench.cases import SWEEPS, sweep
 from ..bench.contenders import OURS, contenders, missing
 from ..bench.measure import Row, first_line, lost, measure, multiply_adds
 from ..bench.report import describe, page, write
 from ..bench.results import Results, mebibytes, microseconds, milliseconds, percent, times
-from ..files import check_replaceable
+from ..environment.install import in_the_checkout
 from ..nn import ROUTINGS
+from ..storage.files import check_replaceable
 from .endings import one_line, say, stop
 
 

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from .._imported import by_path
 from ..models import SegCaps
 from ..nn import ROUTINGS, RoutedCaps, SlimConvCaps2d
 from ..nn.routing.names import options_of, routing_class
+from ..storage.dotted import by_path
 from ..train.networks import network_class
 
 OPTIONS = "model.options"

@@ -22,10 +22,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from .. import plot
-from .._imported import search_here
 from ..bench import record
 from ..data.images import PARTS
-from ..files import check_writable, reading, write_text
+from ..storage.dotted import search_here
+from ..storage.files import check_writable, reading, write_text
 from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import check_fits, open_learner, read_checkpoint
 from ..train.progress import shown

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks, kinds
-from .._names import ours
+from .. import kinds
+from ..calls import checks
+from ..environment.names import ours
 from ..functional import dynamic_routing, route_votes, squash
 from ..nn import _arguments
 from ..nn._layer import Layer, hooked

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .. import checks
+from ..calls import checks
 
 
 def optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

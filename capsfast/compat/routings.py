@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .. import _keywords, arguments, checks
-from ..arguments import Call, RoutingParameters
-from ..options import Backend, Normalize, OptionKeywords, Options
+from ..calls import arguments, checks, keywords
+from ..calls.arguments import Call, RoutingParameters
+from ..calls.options import Backend, Normalize, OptionKeywords, Options
+from ..calls.precision import in_wide_dtype
 from ..passes import routing_pass, votes_pass
-from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
 from ..reference.dynamic_routing import agree
 from ..reference.routing_pass import Moments
@@ -126,7 +126,7 @@ def _checked(
     given: Mapping[str, Any],
 ) -> tuple[Call, bool]:
     """The checked call, and whether the coupling is wanted."""
-    _keywords.check(function, given, Keywords, op)
+    keywords.check(function, given, Keywords, op)
     plain = {**given}
     logits, bias, pair = plain.pop("logits", None), plain.pop("bias", None), plain.pop("return_coupling", False)
     checks.boolean(op, "return_coupling", pair)

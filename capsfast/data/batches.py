@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .. import checks
+from ..calls import checks
 from .seeds import generator
 
 

@@ -11,9 +11,9 @@ import torch
 from filelock import FileLock
 from torch.utils.data import Dataset
 
-from .. import checks
-from .._imported import by_path
-from .._install import in_the_checkout
+from ..calls import checks
+from ..environment.install import in_the_checkout
+from ..storage.dotted import by_path
 from .files import read_npz, read_pictures
 from .images import OP, PARTS, Images, Split, divided, parted
 from .seeds import seed_for

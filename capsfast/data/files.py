@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .. import checks
-from ..files import reading
+from ..calls import checks
+from ..storage.files import reading
 from .images import OP, PARTS, Images, Split, parted
 from .vision import torchvision
 

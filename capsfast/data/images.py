@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from .. import checks
+from ..calls import checks
 from .vision import torchvision
 
 OP = "capsfast.data.load"

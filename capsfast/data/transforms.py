@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import checks
-from .._imported import by_path
+from ..calls import checks
+from ..storage.dotted import by_path
 from .vision import torchvision
 
 # From float32 [C, H, W] in [0, 1] to float32 [C, H, W] in [0, 1].

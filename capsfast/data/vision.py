@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from .._install import in_the_checkout
+from ..environment.install import in_the_checkout
 
 
 def torchvision(module: str) -> ModuleType:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload
-from ..arguments import PassParameters, RoutingParameters, unchecked
+from ..calls.arguments import PassParameters, RoutingParameters, unchecked
+from ..calls.options import PassOptions, RoutingOptions
+from ..calls.precision import wide_dtype
+from ..environment.private_torch import OpOverload
 from ..ops import dynamic_routing, routing_pass
 from ..ops.define import PREFIX, Op, overload
-from ..options import PassOptions, RoutingOptions
-from ..precision import wide_dtype
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from .. import checks, native
-from .._torch import tree_unflatten
+from ..calls import checks
+from ..environment import native
+from ..environment.private_torch import tree_unflatten
 from .decompose import decompositions
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import checks
+from ..calls import checks
 from ..functional import squash
 from ..nn import _arguments
 from ..nn.routing.base import Capsules

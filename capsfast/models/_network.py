@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from .. import checks
-from .._install import in_the_checkout
-from ..files import reading, replacing, write_text
+from ..calls import checks
+from ..environment.install import in_the_checkout
 from ..nn._layer import Layer
+from ..storage.files import reading, replacing, write_text
 
 PRETRAINED = Path(__file__).parent / "pretrained"
 # huggingface_hub.PyTorchModelHubMixin uses the same file names, so that either reads the other's files.

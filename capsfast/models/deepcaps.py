@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
+from ..calls import checks
+from ..calls.options import Backend, Gradient, Squash
 from ..nn import ConvCaps2d, ConvDecoder, PrimaryCaps, SlimConvCaps2d, _arguments
 from ..nn._blocks import WindowLayer
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import DynamicRouting, fully_connected
 from ..nn.routing.names import RoutingChoice
-from ..options import Backend, Gradient, Squash
 from ._images import DecodedCapsules, through
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from ..calls import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
 from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.names import RoutingChoice

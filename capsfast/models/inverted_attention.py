@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import checks
+from ..calls import checks
+from ..calls.options import Backend
 from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps
 from ..nn._arguments import Made
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
-from ..options import Backend
 from ._images import DecodedCapsules
 from .output import CapsNetOutput
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
+from ..calls import checks
+from ..calls.options import Backend
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
 from ..nn.conv_caps import Competition
 from ..nn.routing.base import Capsules
 from ..nn.routing.em import EMRouting
 from ..nn.routing.names import RoutingChoice, routing_class
-from ..options import Backend
 from ._images import DecodedCapsules
 
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._torch import result
+from ..environment.private_torch import result
 
 
 @result

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
-from .._torch import result
+from ..calls import checks
+from ..calls.options import Backend, Gradient, Squash
+from ..environment.private_torch import result
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
-from ..options import Backend, Gradient, Squash
 from ._images import ImageNetwork, through
 
 # A pixel has the classes whose capsules are longer than this.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import checks
-from .._torch import result
+from ..calls import checks
+from ..environment.private_torch import result
 from ..nn._arguments import Made
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture

@@ -1,4 +1,4 @@
-"""Checks of the options of layers and models, worded as in capsfast/checks.py."""
+"""Checks of the options of layers and models, worded as in capsfast/calls/checks.py."""
 
 from collections.abc import Sequence
 from types import NoneType
@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from ..options import Backend, OptionKeywords
+from ..calls import checks
+from ..calls.options import Backend, OptionKeywords
 
 Reduction = Literal["mean", "sum", "none"]
 # Floats that may be 0; all others are positive.

@@ -10,9 +10,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import checks
-from .._torch import forward_level, gradients_in_batches
-from ..precision import wide_dtype
+from ..calls import checks
+from ..calls.precision import wide_dtype
+from ..environment.private_torch import forward_level, gradients_in_batches
 from . import _arguments
 from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths

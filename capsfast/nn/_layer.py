@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from .. import _keywords, checks, kinds
-from .._names import PACKAGE, ours
-from ..options import Options
+from .. import kinds
+from ..calls import checks, keywords
+from ..calls.options import Options
+from ..environment.names import PACKAGE, ours
 from . import _arguments
 
 P = ParamSpec("P")
@@ -96,9 +97,9 @@ def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, 
     except TypeError as error:
         open_end = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [] if open_end else [name for name in kwargs if name not in known]
-        said = _keywords.unexpected(unknown[0], known) if unknown else str(error)
+        said = keywords.unexpected(unknown[0], known) if unknown else str(error)
         meant = kinds.lead(op, layer._others, args, kwargs) if layer._others else ""
-        raise TypeError(f"{op}: takes {_keywords.takes(signature)}, {said}{meant}") from None
+        raise TypeError(f"{op}: takes {keywords.takes(signature)}, {said}{meant}") from None
     for name, value in given.items():
         if value is not known[name].default:
             _arguments.option(op, name, known[name].annotation, value)

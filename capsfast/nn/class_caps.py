@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from ..calls import checks
 from . import _arguments
 from .primary_caps import FlattenCaps
 from .routed_caps import RoutedCaps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..precision import wide_dtype
+from ..calls.precision import wide_dtype
 from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer
 from .dynamic_routing import fully_connected

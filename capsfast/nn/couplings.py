@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from ..options import Softmax
-from ..precision import wide_dtype
+from ..calls import checks
+from ..calls.options import Softmax
+from ..calls.precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
 from .routed_caps import RoutedCaps

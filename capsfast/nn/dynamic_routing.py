@@ -7,9 +7,10 @@ from typing import Any, Literal, NoReturn, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .. import checks, kinds
+from .. import kinds
+from ..calls import checks
+from ..calls.options import Options
 from ..functional import dynamic_routing
-from ..options import Options
 from ._arguments import AgreementKeywords
 from ._arguments import ParameterKeywords as Given
 from ._layer import hooked

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import arguments, checks
-from .._torch import result
-from ..arguments import RoutingParameters, unchecked
+from ..calls import arguments, checks
+from ..calls.arguments import RoutingParameters, unchecked
+from ..calls.options import Backend, Gradient, Softmax, Squash, routing_options
+from ..calls.precision import as_under_autocast, wide_dtype
+from ..environment.private_torch import result
 from ..ops import factored_routing
-from ..options import Backend, Gradient, Softmax, Squash, routing_options
-from ..precision import as_under_autocast, wide_dtype
 from . import _arguments
 from ._arguments import Made
 from ._histories import Count, interests_of, of_lengths, padded, sized, within

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from .. import checks
-from .._overrides import instead
-from ..precision import wide_dtype
+from ..calls import checks
+from ..calls.overrides import instead
+from ..calls.precision import wide_dtype
 from ._layer import Layer
 
 # Powers of scores are clamped to this, so that softmax and the derivatives of powers stay finite in float32.

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import checks
-from .._torch import result
+from ..calls import checks
+from ..calls.precision import wide_dtype
+from ..environment.private_torch import result
 from ..kinds import LOSSES
-from ..precision import wide_dtype
 from . import _arguments
 from ._arguments import Reduction
 from ._layer import Layer

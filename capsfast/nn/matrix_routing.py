@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import arguments, checks
-from .._torch import result
-from ..options import Backend
+from ..calls import arguments, checks
+from ..calls.options import Backend
+from ..environment.private_torch import result
 from ..reference.em_update import not_negative
 from . import _arguments
 from ._arguments import Made

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import checks
+from ..calls import checks
+from ..calls.options import Squash
 from ..functional import squash
-from ..options import Squash
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..calls import checks
 from . import _arguments
 from ._layer import Layer
 

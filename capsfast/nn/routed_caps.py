@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, checks
+from ..calls import arguments, checks
 from . import _arguments, weights
 from ._layer import Layer
 from .routing.base import Capsules, lengths

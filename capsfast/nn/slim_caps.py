@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
+from ..calls import checks
+from ..calls.options import SOFTMAX
+from ..calls.positions import to_samples
 from ..functional import route_votes
-from ..options import SOFTMAX
-from ..positions import to_samples
 from ..reference.squash import squash
 from . import _arguments
 from ._blocks import Box, Made, Routed, WindowLayer

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .. import arguments, checks, passes
-from ..options import Backend
+from .. import passes
+from ..calls import arguments, checks
+from ..calls.options import Backend
 from . import _arguments
 from ._arguments import Made
 from ._layer import Layer

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from ..calls import checks
 from . import _arguments
 
 Shape = tuple[int, ...]

@@ -8,7 +8,7 @@ tensors, the saved results, the options, and ``needed``, which says which gradie
 import re
 from dataclasses import dataclass, field
 
-from ..native import SCHEMAS
+from ..environment.native import SCHEMAS
 
 
 def _listed(text: str) -> dict[str, str]:

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, native
-from .._names import NAMESPACE, PACKAGE
-from .._torch import (
+from ..backend import choose
+from ..calls import checks
+from ..calls.arguments import Call
+from ..calls.axes import axes_of
+from ..calls.positions import from_samples
+from ..calls.precision import cast, in_wide_dtype, tf32_allowed
+from ..environment import native
+from ..environment.names import NAMESPACE, PACKAGE
+from ..environment.private_torch import (
     OpOverload,
     any_autocast,
     below_autograd,
@@ -25,11 +31,6 @@ from .._torch import (
     transformed,
     turns_tensors_into_handles,
 )
-from ..arguments import Call
-from ..axes import axes_of
-from ..backend import choose
-from ..positions import from_samples
-from ..precision import cast, in_wide_dtype, tf32_allowed
 from . import flops, sharding
 from .contract import Contract
 
@@ -54,8 +55,8 @@ class Op:
         public: the public function that errors name; an optional second name is for calls without a weight.
         fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
         cast: autocast casts so many arguments, from the first on.
-        definition: the reference: takes a :class:`capsfast.arguments.Call` without positions and returns the results
-            that the public function returns.
+        definition: the reference: takes a :class:`capsfast.calls.arguments.Call` without positions, returns what the
+            public function returns.
         narrow: takes the options and returns the indices of the results with the dtype of u; the others, sums, are
             float32 for 16-bit inputs.
         flops: the formulas of FlopCounterMode for the op and its backward (see flops.py). Without them it counts 0,

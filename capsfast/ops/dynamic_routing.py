@@ -17,7 +17,7 @@ too. Votes ``[B, I, J, D, S]`` have S positions. Then every tensor with an axis 
 empty, because with few input capsules they would take as much memory as the votes (r / I of it). The backward computes
 them again, for a part of the positions at a time.
 
-:class:`capsfast.options.RoutingOptions` lists the options. Logits need accumulate, except in factored_routing.
+:class:`capsfast.calls.options.RoutingOptions` lists the options. Logits need accumulate, except in factored_routing.
 tf32: float32 products may be rounded to TF32; no effect on the CPU.
 
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
@@ -29,9 +29,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..arguments import Call, PassParameters
-from ..options import PassOptions, RoutingOptions
-from ..precision import as_under_autocast, in_wide_dtype, wide_dtype
+from ..calls.arguments import Call, PassParameters
+from ..calls.options import PassOptions, RoutingOptions
+from ..calls.precision import as_under_autocast, in_wide_dtype, wide_dtype
 from ..reference.dynamic_routing import agree
 from ..reference.dynamic_routing import dynamic_routing as by_definition
 from ..reference.routing_pass import Moments

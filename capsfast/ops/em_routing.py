@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
-from .._torch import forward_level
-from ..arguments import Call
 from ..backend import choose, demanded
-from ..options import EMOptions
-from ..precision import tf32_allowed, wide_dtype
+from ..calls import checks
+from ..calls.arguments import Call
+from ..calls.options import EMOptions
+from ..calls.precision import tf32_allowed, wide_dtype
+from ..environment.private_torch import forward_level
 from . import flops
 from .define import Op, check_fake, fake_sizes
 from .em_update import fits_triton

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, native, toolchain
-from .._torch import forward_level
 from ..backend import demanded
-from ..options import EMOptions
+from ..calls import checks
+from ..calls.options import EMOptions
+from ..environment import native, toolchain
+from ..environment.private_torch import forward_level
 from ..reference.em_update import em_update as reference
 from .define import Op
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
-from .._torch import tracing_state
-from ..arguments import Call
 from ..backend import choose
-from ..precision import wide_dtype
+from ..calls.arguments import Call
+from ..calls.precision import wide_dtype
+from ..environment import native
+from ..environment.private_torch import tracing_state
 from . import flops
 from .define import Op, check_fake
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from .._torch import OpOverload
+from ..environment.private_torch import OpOverload
 
 # Takes the arguments of an op, or of its backward, by name; returns an int, or a SymInt while a program is compiled.
 Formula = Callable[[Any], Any]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Call, PassParameters
-from ..precision import as_under_autocast, wide_dtype
+from ..calls.arguments import Call, PassParameters
+from ..calls.precision import as_under_autocast, wide_dtype
 from ..reference.routing_pass import routing_pass as definition
 from . import flops
 from .define import Op, check_fake, fake_sizes

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._torch import OpOverload, constant_while_tracing, register_sharding_rule
-from ..axes import AXES
+from ..calls.axes import AXES
+from ..environment.private_torch import OpOverload, constant_while_tracing, register_sharding_rule
 from .contract import Contract
 
 # The axes of the tensors whose axes do not depend on the call.

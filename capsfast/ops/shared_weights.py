@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import surely
-from ..arguments import Call
 from ..backend import choose
-from ..precision import in_wide_dtype
+from ..calls.arguments import Call
+from ..calls.precision import in_wide_dtype
+from ..environment.private_torch import surely
 
 # Saving fewer multiply-adds than this does not pay for the additional steps, by backend. The other backends do not
 # serve votes that output capsules share. The number for Triton is a guess, not measured.

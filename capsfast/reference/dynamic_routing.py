@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import forward_level
-from ..arguments import Call
-from ..options import RoutingOptions
+from ..calls.arguments import Call
+from ..calls.options import RoutingOptions
+from ..environment.private_torch import forward_level
 from .coupling import coupling_coefficients, valid_pairs
 from .routing_pass import Moments
 from .squash import squash

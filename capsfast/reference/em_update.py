@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..options import EMOptions
+from ..calls.options import EMOptions
 
 # A smaller mass counts as none.
 LEAST_MASS = 1e-12

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import result
-from ..arguments import Call, PassParameters
+from ..calls.arguments import Call, PassParameters
+from ..environment.private_torch import result
 from .coupling import coupling_coefficients, log_sum_exp, valid_pairs
 from .votes import votes
 

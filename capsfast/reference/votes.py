@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..arguments import Call
+from ..calls.arguments import Call
 
 
 def product(u: Tensor, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from .._install import in_the_checkout
+from ..environment.install import in_the_checkout
 
 if find_spec("lightning") is None:
     raise ModuleNotFoundError(f"capsfast.train needs lightning; {in_the_checkout('train')}")

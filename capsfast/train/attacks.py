@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..calls import checks
 
 Loss = Callable[[Tensor], Tensor]  # images [B, C, H, W] to one number
 

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from ..data.catalogue import by_part
-from ..files import reading, replacing
 from ..models._network import load_weights, made_from
+from ..storage.files import reading, replacing
 from .images import ImageData
 from .learner import Learner
 from .networks import read_pretrained

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from .. import checks
+from ..calls import checks
 from ..data import Batch, files
 from ..data.images import resized
 from ..data.sets import DrawnSet

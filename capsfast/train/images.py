@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import lightning.pytorch as pl
 import torch
 
-from .. import checks
+from ..calls import checks
 from ..data import BatchOrder, ResumableLoader, Sets, open_sets
 from ..data.catalogue import CHOICES, absolute
 from ..data.sets import DrawnSet

@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from .. import checks
-from .._imported import path_of
+from ..calls import checks
 from ..compat import optimizer_state
 from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
@@ -21,6 +20,7 @@ from ..models import CapsNetOutput
 from ..models._network import Network, load_fitting, made_from
 from ..nn import ReconstructionLoss, RoutedCaps
 from ..nn.routing.base import Capsules, SummingRouting
+from ..storage.dotted import path_of
 from .images import ImageData, check_types
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options, read_pretrained
 from .normalize import Normalize

@@ -9,9 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from .. import checks
-from .._imported import by_path, path_of
-from ..files import reading
+from ..calls import checks
 from ..models import (
     CNN,
     CapsAutoEncoder,
@@ -27,6 +25,8 @@ from ..models._network import MOVED, Network
 from ..models.output import CapsNetOutput
 from ..nn import Capsules
 from ..nn.routing.names import routing_class
+from ..storage.dotted import by_path, path_of
+from ..storage.files import reading
 
 NETWORKS: dict[str, type[Network]] = {
     "capsnet": CapsNet,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..calls import checks
 from ..nn._layer import Layer
 
 # Added to a variance: it is 0 for an image of one shade, and the root has no derivative at 0.

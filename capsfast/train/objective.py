@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
-from .._imported import by_path
+from ..calls import checks
 from ..nn import MarginLoss, SpreadLoss
 from ..nn._layer import Layer
+from ..storage.dotted import by_path
 
 LOSSES = ("margin", "mse", "spread", "cross-entropy")
 # Added to activations before the logarithm. Adam stores squared gradients, so 1 / LOG_EPS squared must fit in float32.

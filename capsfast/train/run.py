@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
-from .. import checks
+from ..calls import checks
 from .checkpoint import Best, WholeCheckpoints, read_to_go_on
 from .images import ImageData
 from .learner import Learner

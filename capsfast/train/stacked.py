@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._install import in_the_checkout
 from ..data import Batch, ImageSet, Sets
 from ..data.sets import DrawnSet
+from ..environment.install import in_the_checkout
 from .evaluate import batches
 from .learner import Learner
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import PassParameters
-from ..options import RoutingOptions
-from ..positions import as_positions, as_samples, to_samples
+from ..calls.arguments import PassParameters
+from ..calls.options import RoutingOptions
+from ..calls.positions import as_positions, as_samples, to_samples
 from . import routing
 from .launch import Call, cdiv
 from .plan import Plan, Slot, planned

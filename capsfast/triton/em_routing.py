@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arguments import PassParameters
-from ..options import EMOptions, PassOptions
-from ..positions import as_positions, as_samples
+from ..calls.arguments import PassParameters
+from ..calls.options import EMOptions, PassOptions
+from ..calls.positions import as_positions, as_samples
 from . import em_update, passes
 from .dynamic_routing import added, joined, samples_at_once
 from .kernels.arguments import Norms, OutputGradients

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..options import EMOptions
+from ..calls.options import EMOptions
 from .config import power_of_two
 from .kernels.em_update import em_update_kernel
 from .kernels.update import add_up_kernel

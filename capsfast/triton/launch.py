@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..arguments import PassParameters
-from ..options import SOFTMAX, PassOptions, RoutingOptions
+from ..calls.arguments import PassParameters
+from ..calls.options import SOFTMAX, PassOptions, RoutingOptions
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 from .kernels.arguments import Shape

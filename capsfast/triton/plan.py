@@ -31,8 +31,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import native
-from .._torch import raw_stream
+from ..environment import native
+from ..environment.private_torch import raw_stream
 
 # Triton tells its compiler which pointers are multiples of this many bytes.
 ALIGNMENT = 16

@@ -6,8 +6,8 @@ All launches go to the current stream, and nothing waits for a result, so that a
 import torch
 from torch import Tensor
 
-from ..options import RoutingOptions
-from ..positions import to_samples
+from ..calls.options import RoutingOptions
+from ..calls.positions import to_samples
 from . import passes
 from .kernels.arguments import Norms, OutputGradients
 from .launch import Call

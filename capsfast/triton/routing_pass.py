@@ -4,9 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ..arguments import PassParameters
-from ..options import PassOptions
-from ..positions import as_positions, as_samples
+from ..calls.arguments import PassParameters
+from ..calls.options import PassOptions
+from ..calls.positions import as_positions, as_samples
 from . import moments
 from .launch import Call
 from .plan import Plan, Slot, planned

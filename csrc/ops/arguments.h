@@ -86,7 +86,7 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   kernel(stack);
 }
 
-// A word of a schema as the enumerator at its place among `words`. capsfast/options.py lists the same words.
+// A word of a schema as the enumerator at its place among `words`. capsfast/calls/options.py lists the same words.
 template <class E, size_t count>
 E choice_of(const char* option, const std::string& word, const char* const (&words)[count]) {
   for (size_t n = 0; n < count; ++n) {

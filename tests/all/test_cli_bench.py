@@ -110,7 +110,7 @@ def test_an_end_in_the_middle_keeps_what_is_finished(
         if n == 1 and how == "Ctrl-C":
             raise KeyboardInterrupt
         if n == 1:
-            monkeypatch.setattr("capsfast.files.os.fsync", full)
+            monkeypatch.setattr("capsfast.storage.files.os.fsync", full)
 
     quick.before = before
     path = tmp_path / "record.json"

@@ -20,7 +20,7 @@ pytest.importorskip("sklearn")
 
 
 from capsfast import train
-from capsfast._install import in_the_checkout
+from capsfast.environment.install import in_the_checkout
 from capsfast.train.checkpoint import read_checkpoint
 
 from ..support.commands import CAPSNET, SMALL, failed, is_png, run, trained

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from capsfast import native
+from capsfast.environment import native
 
 GENERAL = ("accumulate_kernel", "row_norm_kernel", "gradient_kernel")
 SIZES = ((12, 1), (20, 1), (20, 2), (24, 1))  # tiles and steps of the rows family

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from capsfast import toolchain
+from capsfast.environment import toolchain
 
 ROOT = Path(__file__).parents[2]
 # As kernel-builder writes it.

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from capsfast import native
 from capsfast.bench import memory
+from capsfast.environment import native
 from capsfast.nn import ROUTINGS, RoutedCaps
 
 pytestmark = [

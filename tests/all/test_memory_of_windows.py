@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from capsfast import native
 from capsfast.bench import memory
+from capsfast.environment import native
 from capsfast.nn import ConvCaps2d, EMRouting
 
 from ..support.backends import Shape

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import capsfast
-from capsfast import native
+from capsfast.environment import native
 
 from ..support.problems import LOADED, LOADED_OUT, AnyCase, Case, PassCase, Problem, call, make, run
 from ..support.ranks import on_two_ranks

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from capsfast import dynamic_routing, native, route_votes
+from capsfast import dynamic_routing, route_votes
+from capsfast.environment import native
 
 Values = tuple[torch.Tensor, ...]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import capsfast
-from capsfast import toolchain
+from capsfast.environment import toolchain
 
 from ..support import triton_compile
 from ..support.triton_compile import SHAPE, Row

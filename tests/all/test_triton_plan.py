@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import native, toolchain
+from capsfast.environment import native, toolchain
 
 from ..support.passes import EVERYTHING, PassCase, normalized
 from ..support.problems import LOADED, LOADED_OUT, Case, Problem, make, run

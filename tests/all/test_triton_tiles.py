@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from capsfast import toolchain
-from capsfast.arguments import PassParameters
+from capsfast.calls.arguments import PassParameters
+from capsfast.environment import toolchain
 
 from ..support.backends import Shape
 from ..support.problems import EMULATED, OPS, PLAIN, Op, make

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from capsfast import native
+from capsfast.environment import native
 
 from ..support.packages import built, copied_checkout
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import capsfast
-from capsfast import toolchain
 from capsfast.bench.problems import Shape
+from capsfast.environment import toolchain
 
 __all__ = ["Shape"]
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import capsfast
-from capsfast import checks, native, toolchain
+from capsfast.calls import checks
+from capsfast.environment import native, toolchain
 from capsfast.nn import EMRouting, SelfAttentionRouting
 
 from . import triton_host

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from capsfast import toolchain
+from capsfast.environment import toolchain
 
 
 def prepare() -> None:

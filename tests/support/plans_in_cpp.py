@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import checks, toolchain
+from capsfast.calls import checks
+from capsfast.environment import toolchain
 from capsfast.triton import config, plan
 
 from . import triton_host

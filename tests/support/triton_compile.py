@@ -83,7 +83,7 @@ def _update(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     """Forward and backward of em_update, with every gradient."""
     import torch
 
-    from capsfast.options import EMOptions
+    from capsfast.calls.options import EMOptions
     from capsfast.triton import em_update
 
     B, J, D = shape
@@ -329,7 +329,7 @@ def docs() -> None:
 
 
 if __name__ == "__main__":
-    from capsfast import toolchain
+    from capsfast.environment import toolchain
 
     os.environ.pop("TRITON_INTERPRET", None)
     # The backend sends calls to Triton as if Triton's interpreter ran; nothing is launched.

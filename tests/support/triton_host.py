@@ -55,7 +55,7 @@ def stub() -> Launches:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from capsfast import native
+    from capsfast.environment import native
     from capsfast.triton import plan
 
     launched: Launches = deque(maxlen=100)
@@ -186,7 +186,7 @@ def differences(launched: Launches) -> list[str]:
     """Where ways of launching give the driver different things; which tensor an address is counts, see numbered()."""
     import torch
 
-    from capsfast import native
+    from capsfast.environment import native
     from tests.support.problems import Case, make, run
 
     ways: list[Callable[[], Any]] = [ordinary, in_python, in_python, by_cpp, by_cpp]
@@ -222,7 +222,7 @@ def differences(launched: Launches) -> list[str]:
 
 
 if __name__ == "__main__":
-    from capsfast import toolchain
+    from capsfast.environment import toolchain
 
     os.environ.pop("TRITON_INTERPRET", None)
     # The backend sends calls to Triton as if Triton's interpreter ran.

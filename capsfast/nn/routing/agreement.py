@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ... import checks
+from ...calls import checks
+from ...calls.options import Backend, OptionKeywords, Options
 from ...functional import route_votes
 from ...kinds import FORMS
-from ...options import Backend, OptionKeywords, Options
 from .. import _arguments
 from .._arguments import ParameterKeywords
 from .._layer import Layer

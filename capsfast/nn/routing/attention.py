@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...calls.options import Softmax, Squash
+from ...calls.precision import wide_dtype
 from ...functional import squash as _squash
-from ...options import Softmax, Squash
-from ...precision import wide_dtype
 from .base import Capsules, IterativeRouting, Routing, lengths
 from .votes import Votes
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
-from ..._torch import result
-from ...options import Backend
+from ...calls import checks
+from ...calls.options import Backend
+from ...environment.private_torch import result
 from .._layer import Layer
 from .votes import Votes, votes_of
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...calls.options import Softmax, Squash
 from ...functional import squash as _squash
-from ...options import Softmax, Squash
 from .base import Capsules, SummingRouting, lengths
 from .votes import Votes
 

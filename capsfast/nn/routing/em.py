@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ... import checks
+from ...calls import checks
+from ...calls.options import EMOptions
+from ...calls.precision import wide_dtype
 from ...ops import em_update
-from ...options import EMOptions
-from ...precision import wide_dtype
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 

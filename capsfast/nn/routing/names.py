@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ... import _keywords, checks
+from ...calls import checks, keywords
 from .agreement import AgreementRouting
 from .attention import AttentionRouting, InvertedAttentionRouting, SelfAttentionRouting
 from .base import Routing
@@ -76,7 +76,7 @@ def make_routing(
         for name in options:
             if name not in known:
                 remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
-                there, hint = ", ".join(known) if known else "none", _keywords.meant(name, known)
+                there, hint = ", ".join(known) if known else "none", keywords.meant(name, known)
                 raise TypeError(
                     f"{op}: routing {routing_name(routing)} has no option {name}{hint}; it has {there}{remedy}"
                 )

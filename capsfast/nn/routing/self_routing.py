@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks
+from ...calls import checks
 from ...reference.em_update import inverse
 from .base import Capsules, Routing
 from .votes import Votes

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
-from ..._torch import forward_level
+from ...calls import checks
+from ...environment.private_torch import forward_level
 from ...passes import Moments
 from .votes import PassVotes
 

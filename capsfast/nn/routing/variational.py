@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks
+from ...calls import checks
 from ...reference.em_update import inverse, not_negative
 from .base import Capsules, IterativeRouting
 from .votes import Votes

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ... import arguments, checks, positions
-from ...arguments import GIVEN, PassParameters
-from ...axes import AXES, axes_of
+from ...calls import arguments, checks, positions
+from ...calls.arguments import GIVEN, PassParameters
+from ...calls.axes import AXES, axes_of
+from ...calls.options import STEPS, Backend, EMOptions, Normalize, PassOptions, Squash, routing_options
 from ...functional import agree, dynamic_routing
 from ...ops import em_routing
-from ...options import STEPS, Backend, EMOptions, Normalize, PassOptions, Squash, routing_options
 from ...passes import Moments, routing_pass
 from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
@@ -94,7 +94,7 @@ class Votes(ABC):
         A function as ``squash`` needs single passes; the fused op does not take it.
 
         Args:
-            options: softmax and so on, as keywords, and those that ``RoutingOptions`` in capsfast/options.py adds.
+            options: softmax and so on, as keywords, and what ``RoutingOptions`` in capsfast/calls/options.py adds.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("paper", partial(_squashed_by, squash))
         given = routing_options(OP, num_iterations, squash=kind, **options)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...options import Normalize
+from ...calls.options import Normalize
+from ...calls.precision import wide_dtype
 from ...passes import Moments
-from ...precision import wide_dtype
 from .votes import Votes, VotesAround
 
 SCORES = ("query", "precision", "prior", "logits")

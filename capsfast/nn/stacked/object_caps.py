@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._torch import result
+from ...environment.private_torch import result
 from .._layer import Layer
 from .affine import affine, compose
 

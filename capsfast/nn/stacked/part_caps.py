@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks
-from ..._torch import result
+from ...calls import checks
+from ...environment.private_torch import result
 from .. import _arguments
 from .._layer import Layer
 from .affine import affine, inverse

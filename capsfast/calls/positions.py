@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._torch import surely
+from ..environment.private_torch import surely
 from .axes import axes_of
 
 

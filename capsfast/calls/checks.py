@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._names import PACKAGE
-from ._torch import TracerWarning, tracing_state, transformed
+from ..environment.names import PACKAGE
+from ..environment.private_torch import TracerWarning, tracing_state, transformed
 
 # The derivative of a squash holds eps to the power -3/2, which must fit into float32.
 SMALLEST_EPS = 1e-20

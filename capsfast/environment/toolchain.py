@@ -9,7 +9,7 @@ import re
 
 import torch
 
-from ._torch import constant_while_tracing
+from .private_torch import constant_while_tracing
 
 # The tests compile and interpret the kernels with 3.6 (torch 2.10) and 3.9 (torch 2.15).
 MINIMUM_TRITON = (3, 6)

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import torch
 
-from ._install import in_the_checkout
-from ._names import PACKAGE
-from ._torch import constant_while_tracing
-from ._version import __version__
+from .._version import __version__
+from .install import in_the_checkout
+from .names import PACKAGE
+from .private_torch import constant_while_tracing
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
@@ -23,7 +23,7 @@ MINIMUM_TORCH = (2, 10)
 def _schemas() -> tuple[str, ...]:
     """The op schemas, which csrc/library.cpp includes too: in both languages a list of strings, once the macros are
     replaced."""
-    text = Path(__file__).with_name("ops").joinpath("schemas.inc").read_text(encoding="utf-8")
+    text = Path(__file__).parents[1].joinpath("ops", "schemas.inc").read_text(encoding="utf-8")
     for macro, name, lines in re.findall(r"(#define (\w+) ((?:\\\n.+?)+)\n)", text):
         text = text.replace(macro, "").replace(name, lines.replace("\\\n", ""))
     return ast.literal_eval(f"({text})")  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"the extension needs torch {wanted} or newer, this is torch {torch.__version__}"
     spec = importlib.util.find_spec(f"{PACKAGE}._C")
     # The import hook of an editable install may offer its own extension for a folder that has none.
-    if spec is None or Path(spec.origin or "").parent != Path(__file__).parent:
+    if spec is None or Path(spec.origin or "").parent != Path(__file__).parents[1]:
         return None, _absent()
     try:
         module = importlib.import_module(f"{PACKAGE}._C")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import constant_while_tracing, matmul_precision
+from ..environment.private_torch import constant_while_tracing, matmul_precision
 from .arguments import Call
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,1 @@
+"""A call of a public function: its options and arguments, their axes, dtypes and checks."""
