@@ -70,7 +70,7 @@ def compare(
         forward(function)
     ways = {"forward": forward, "both": lambda function: both(function, *leaves)}
     for kind, way in ways.items():
-        steps = {name: lambda way=way, each=each: way(each) for name, each in functions.items()}  # type: ignore[misc]
+        steps = {name: lambda way=way, function=function: way(function) for name, function in functions.items()}  # type: ignore[misc]
         found[kind] = {name: asdict(timing) for name, timing in interleave(steps, CPU, seconds).items()}
-        print(kind, {name: f"{1e3 * each['median']:.2f} ms" for name, each in found[kind].items()}, flush=True)
+        print(kind, {name: f"{1e3 * value['median']:.2f} ms" for name, value in found[kind].items()}, flush=True)
     return found

@@ -51,7 +51,7 @@ def devices(config: pytest.Config) -> list[str]:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    names = [each + (f" ({torch.cuda.get_device_name()})" if each == "cuda" else "") for each in devices(config)]
+    names = [device + (f" ({torch.cuda.get_device_name()})" if device == "cuda" else "") for device in devices(config)]
     return [f"capsfast: {capsfast.__version__} from {Path(capsfast.__file__).parent}; measured: {', '.join(names)}"]
 
 
@@ -78,10 +78,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for absent, reason in missing(where).items():
                 skip = pytest.mark.skip(reason=f"{absent}: {reason}")
                 params.append(pytest.param((case, where, None), marks=skip, id=f"{group}-{absent}"))
-            for each in contenders():
-                if each.serves(where):
-                    ident = SHORT.get(each.name, each.name.removeprefix(OURS))
-                    params.append(pytest.param((case, where, each), marks=timer, id=f"{group}-{ident}"))
+            for contender in contenders():
+                if contender.serves(where):
+                    ident = SHORT.get(contender.name, contender.name.removeprefix(OURS))
+                    params.append(pytest.param((case, where, contender), marks=timer, id=f"{group}-{ident}"))
     metafunc.parametrize("compare", params, indirect=True)
 
 

@@ -80,9 +80,9 @@ def layer(changes: dict[str, Any], direction: str) -> Case:
 def cases(rehearse: bool) -> list[Case]:
     """All cases, the important ones first; in a rehearsal small ones."""
     small = {"B": 2, "I": 16} if rehearse else {}
-    found = [layer({**each, **small}, direction) for each in SHAPES for direction in DIRECTIONS]
-    found += [layer({**each, **small}, direction) for each in VOTES for direction in DIRECTIONS]
-    found += [layer({**each, "op": "routing", **small}, DIRECTIONS[1]) for each in ROUTINGS]
+    found = [layer({**shape, **small}, direction) for shape in SHAPES for direction in DIRECTIONS]
+    found += [layer({**vote, **small}, direction) for vote in VOTES for direction in DIRECTIONS]
+    found += [layer({**routing, "op": "routing", **small}, DIRECTIONS[1]) for routing in ROUTINGS]
     return list(dict.fromkeys(found))[: 6 if rehearse else None]
 
 
@@ -114,7 +114,9 @@ def variant_tasks(asked: argparse.Namespace) -> list["partial[Timed]"]:
     """What a worker with settings of its own measures: calls that rows serves without them; without early starts also
     the kernels of all calls."""
     backend = OURS + ("cpp" if asked.rehearse else "cuda")
-    ours = [replace(each, name=f"{backend} {asked.share}") for each in contenders() if each.name == backend]
+    ours = [
+        replace(contender, name=f"{backend} {asked.share}") for contender in contenders() if contender.name == backend
+    ]
     chosen = cases(asked.rehearse)
     apart = "CAPSFAST_PDL" in VARIANTS[asked.share]
     kernels = [case for case in chosen if apart and case.backward and not case.routing]
@@ -198,10 +200,10 @@ def kernel_task(contender: Contender, case: Case, device: torch.device) -> Timed
             for _ in range(calls):
                 call()
             torch.cuda.synchronize() if kind == "cuda" else None
-        for each in profile.key_averages():
-            us = each.self_device_time_total if kind == "cuda" else each.self_cpu_time_total
+        for average in profile.key_averages():
+            us = average.self_device_time_total if kind == "cuda" else average.self_cpu_time_total
             if us:
-                row = {"call": case.name, "kernel": kernel_name(each.key), "launches": each.count / calls}
+                row = {"call": case.name, "kernel": kernel_name(average.key), "launches": average.count / calls}
                 publish(section=f"Kernels of {contender.name}", row={**row, "µs of all launches": us / calls})
 
     return timed
@@ -305,7 +307,7 @@ def profiled(asked: argparse.Namespace, device: torch.device) -> None:
     torch.cuda.profiler.stop()
 
 
-STEPS = {each.__name__: each for each in (machine, smoke, times, profiled)} | {"record": record_of}
+STEPS = {function.__name__: function for function in (machine, smoke, times, profiled)} | {"record": record_of}
 
 
 def main() -> None:

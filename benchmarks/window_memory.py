@@ -50,9 +50,9 @@ def called(
 
     def call(image: torch.Tensor) -> int:
         found = layer(image)
-        outputs = [found] if isinstance(found, torch.Tensor) else [each for each in found if each is not None]
-        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-        return 2 * sum(each.nbytes for each in outputs)  # with their gradients
+        outputs = [found] if isinstance(found, torch.Tensor) else [row for row in found if row is not None]
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        return 2 * sum(output.nbytes for output in outputs)  # with their gradients
 
     if name != "SegCaps":
         call(torch.randn(*shape, *(5 for _ in size), requires_grad=True))  # warms up

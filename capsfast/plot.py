@@ -73,8 +73,8 @@ def images(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> None
     """A row of images ``[n, C, H, W]`` in [0, 1] beside each name, a column under each text."""
     H, W = next(iter(rows.values())).shape[2:]
     gap = max(1, W // 10)
-    spaced = [F.pad(_in_colour(each), [gap, 0, gap, 0], value=1.0) for each in rows.values()]
-    lines = [each.permute(2, 0, 3, 1).flatten(1, 2) for each in spaced]  # [H, n W, 3]
+    spaced = [F.pad(_in_colour(row), [gap, 0, gap, 0], value=1.0) for row in rows.values()]
+    lines = [tensor.permute(2, 0, 3, 1).flatten(1, 2) for tensor in spaced]  # [H, n W, 3]
     ax.imshow(_shades(torch.cat(lines)).numpy(), interpolation="nearest")
     ax.xaxis.tick_top()
     ax.set_xticks([gap + W / 2 - 0.5 + n * (W + gap) for n in range(len(columns))], columns, fontsize="small")

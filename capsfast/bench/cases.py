@@ -149,7 +149,7 @@ OTHERS: dict[str, Changes] = {
     "smoke": [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}],
     # About a minute on two cores, most of it for torch.compile: only one batch size has a backward.
     "quick": [{"B": n} for n in (1, 16, 128)],
-    "all": [changes for each in (*AXES.values(), ROOFLINE) for changes in each],
+    "all": [changes for axis in (*AXES.values(), ROOFLINE) for changes in axis],
 }
 SWEEPS = (*AXES, *OTHERS)
 
@@ -168,8 +168,8 @@ def sweep(name: str, op: str = "dynamic_routing") -> list[Case]:
     if name == "quick":
         pairs = [*((changes, "forward") for changes in variations), ({}, "forward+backward")]
     cases = [
-        dataclasses.replace(CANONICAL, direction=direction, **{**changes, **_own(each)})
-        for each in GROUPS.get(op, (op,))
+        dataclasses.replace(CANONICAL, direction=direction, **{**changes, **_own(member)})
+        for member in GROUPS.get(op, (op,))
         for changes, direction in pairs
     ]
     return list(dict.fromkeys(cases))

@@ -120,4 +120,4 @@ def contenders() -> list[Contender]:
 
 def contender(name: str) -> Contender:
     """The contender with this name."""
-    return next(each for each in contenders() if each.name == name)
+    return next(contender for contender in contenders() if contender.name == name)

@@ -71,18 +71,20 @@ class Gate:
         ]
         count = min(case.B, max(1, TRUTH_BYTES // (case.I * case.J * case.D * 8)))
         self.chosen = torch.linspace(0, case.B - 1, count).round().long().to(inputs.dout[0].device)
-        self.dout = [torch.zeros_like(each).index_copy_(0, self.chosen, each[self.chosen]) for each in inputs.dout]
+        self.dout = [
+            torch.zeros_like(gradient).index_copy_(0, self.chosen, gradient[self.chosen]) for gradient in inputs.dout
+        ]
 
         # The weight and a routing's parameters have no axis of samples.
         small = [
             (leaf.detach()[self.chosen] if name in case.batched else leaf.detach())
             for name, leaf in zip(case.shapes, self.leaves, strict=True)
         ]
-        dout = [each[self.chosen] for each in inputs.dout]
+        dout = [gradient[self.chosen] for gradient in inputs.dout]
 
         def reference(dtype: torch.dtype) -> dict[str, Tensor]:
             leaves = [tensor.to(dtype).detach().requires_grad_(case.backward) for tensor in small]
-            return _results(case, einsum(case), leaves, [each.to(dtype) for each in dout])
+            return _results(case, einsum(case), leaves, [gradient.to(dtype) for gradient in dout])
 
         self.truth, plain = reference(torch.float64), reference(case.torch_dtype)
         rounding = torch.finfo(case.torch_dtype).eps

@@ -48,7 +48,7 @@ class Row:
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Row":
         """The row in a record, without fields that only older records have."""
-        known = {each.name for each in dataclasses.fields(Row)}
+        known = {column.name for column in dataclasses.fields(Row)}
         return Row(**{**{key: fields[key] for key in fields.keys() & known}, "case": Case(**fields["case"])})
 
 
@@ -97,12 +97,12 @@ def lost(device: torch.device) -> bool:
     return False
 
 
-def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> tuple[Row, Step | None]:
+def prepared(case: Case, contender: Contender, sets: list[InputSet], gate: Gate) -> tuple[Row, Step | None]:
     """Checks a contender, which compiles it. A contender that is wrong or fails has no step to time."""
     try:
-        forward = each.make(case)
+        forward = contender.make(case)
         verdict = gate.check(forward)
-        row = Row(case, each.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
+        row = Row(case, contender.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
         if verdict.reason:
             return row, None
         once = step(forward, case, sets)
@@ -111,7 +111,7 @@ def prepared(case: Case, each: Contender, sets: list[InputSet], gate: Gate) -> t
     except Exception as error:  # a contender may fail in any way; the others continue
         # The type of a refusal by capsfast.backend.choose is RuntimeError itself.
         refused = "cannot serve this call" in str(error)
-        return Row(case, each.name, "skipped" if refused else "failed", first_line(error)), None
+        return Row(case, contender.name, "skipped" if refused else "failed", first_line(error)), None
 
 
 def beside(step: Step, row: Row, device: torch.device) -> Row:
@@ -133,27 +133,30 @@ def measure(
         RuntimeError: an error ended the use of the GPU, or no contender could run, such as without memory.
     """
     free = free_bytes(device)
-    rows = {each.name: Row(case, each.name, "skipped", each.why_not(case, device, free)) for each in contenders}
-    able = [each for each in contenders if not rows[each.name].reason]
+    rows = {
+        contender.name: Row(case, contender.name, "skipped", contender.why_not(case, device, free))
+        for contender in contenders
+    }
+    able = [contender for contender in contenders if not rows[contender.name].reason]
     steps: dict[str, Step] = {}
     if able:
         sets = input_sets(case, device)
         gate = Gate(case, sets[0])
-    for each in able:
-        rows[each.name], once = prepared(case, each, sets, gate)
+    for contender in able:
+        rows[contender.name], once = prepared(case, contender, sets, gate)
         if once is not None:
-            steps[each.name] = once
+            steps[contender.name] = once
         elif lost(device):
-            raise RuntimeError(f"{each.name}: {rows[each.name].reason}")
+            raise RuntimeError(f"{contender.name}: {rows[contender.name].reason}")
     for name, timing in interleave(steps, device, seconds).items() if steps else ():
         rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
-    for each in able if with_memory else ():
-        if each.name in steps:
-            growth, reason = memory.peak_growth(case, each, device, steps[each.name])
-            rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
+    for contender in able if with_memory else ():
+        if contender.name in steps:
+            growth, reason = memory.peak_growth(case, contender, device, steps[contender.name])
+            rows[contender.name] = dataclasses.replace(rows[contender.name], memory_bytes=growth, reason=reason)
     # Last, because torch may be left in a state of its own by a capture that fails.
     for name in steps if device.type == "cuda" else ():
         rows[name] = beside(steps[name], rows[name], device)
     # So that torch compiles the next shape from scratch, and does not count it as a recompilation.
     torch.compiler.reset()
-    return [rows[each.name] for each in contenders]
+    return [rows[contender.name] for contender in contenders]

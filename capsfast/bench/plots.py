@@ -39,7 +39,7 @@ def _lines(cases: Sequence[Case], size: str, names: Mapping[str, str], value: Va
     """A line for each label: the values of the contender with this name. A logarithmic axis can't show zero."""
     found = {label: [(getattr(case, size), value(case, name)) for case in cases] for label, name in names.items()}
     return {
-        label: [(at, round(max(each * scale, 2**-8), 3)) for at, each in values if each is not None]
+        label: [(at, round(max(number * scale, 2**-8), 3)) for at, number in values if number is not None]
         for label, values in found.items()
     }
 
@@ -108,11 +108,11 @@ def batch_figure(results: Results, op: str) -> Figure | None:
         return _lines(cases, "B", names, lambda case, name: value(case, name or results.ours(case) or ""), scale)
 
     drawn = {"milliseconds": lines(results.seconds, 1e3), "peak memory, MiB": lines(results.memory, 2**-20)}
-    if not all(points for each in drawn.values() for points in each.values()):
+    if not all(points for value in drawn.values() for points in value.values()):
         return None
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     plots = figure.subplots(1, 2)
-    for axes, (quantity, each) in zip(plots, drawn.items(), strict=True):
-        _draw(axes, each, "batch B", quantity)
+    for axes, (quantity, curves) in zip(plots, drawn.items(), strict=True):
+        _draw(axes, curves, "batch B", quantity)
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     return figure

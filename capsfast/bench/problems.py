@@ -30,8 +30,8 @@ class Shape(NamedTuple):
 
 Sizes = Shape | tuple[int, ...]
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (functional.dynamic_routing, functional.route_votes, passes.routing_pass, passes.votes_pass)
+    function.__name__: function
+    for function in (functional.dynamic_routing, functional.route_votes, passes.routing_pass, passes.votes_pass)
 }
 
 
@@ -227,9 +227,7 @@ def make(
     """
     B, I, J, D, K = shape
     S, P, is_pass = case.spatial, case.poses, isinstance(case, PassCase)
-    op = op or next(
-        each.name for each in (*OPS, *PASS_OPS) if each.takes(case) and ("votes" in each.tensors) == bool(S)
-    )
+    op = op or next(op.name for op in (*OPS, *PASS_OPS) if op.takes(case) and ("votes" in op.tensors) == bool(S))
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

@@ -38,14 +38,14 @@ class Routed:
 
     def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str) -> None:
         self.module = make(name, I, J, K, D, r, backend=backend)
-        self.names = [each for each, _ in self.module.named_parameters()]
+        self.names = [name for name, _ in self.module.named_parameters()]
         self.fused = backend != "reference"
 
     def __call__(self, u: Tensor, weight: Tensor, *others: Tensor) -> Capsules:
         votes = (u, weight) if self.fused else stored(u, weight)
         activation = others[0] if self.module.uses_activation else None
         own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
-        own |= {each: value.to(u.device) for each, value in self.module.named_buffers()}
+        own |= {name: value.to(u.device) for name, value in self.module.named_buffers()}
         if not own:
             return self.module(votes, activation)
         return functional_call(self.module, own, (votes, activation))  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list
 
         # do_bench times with events and clears the L2 cache before each call.
         milliseconds = {"warmup": 5, "rep": round(1e3 * TURN_SECONDS)}
-        return lambda: [each / 1e3 for each in do_bench(step, **milliseconds, return_mode="all")]
+        return lambda: [ms / 1e3 for ms in do_bench(step, **milliseconds, return_mode="all")]
 
     def timed() -> object:
         result = step()

@@ -28,7 +28,7 @@ class Commands(TyperGroup):
     """Commands that are imported when they run; until then they are their first line of help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        for module in (each for each, names in MODULES.items() if args[0] in names):
+        for module in (name for name, names in MODULES.items() if args[0] in names):
             command = typer.Typer(add_completion=False)
             command.command()(getattr(importlib.import_module(f".{module}", __package__), args[0]))
             self.commands[args[0]] = typer.main.get_command(command)
@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 for module, names in MODULES.items():
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
-    for function in (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in names):
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names):
         app.command(function.name, help=ast.get_docstring(function))(lambda: None)
 
 

@@ -49,7 +49,7 @@ def check(
         say(describe(surroundings))
         names = [name for kind in kinds for name in families(kind)]
         results = check_families(names, seconds, lambda result: say(line(result)))
-        for reason in (each for result in results for each in result.wrong):
+        for reason in (fault for result in results for fault in result.wrong):
             say(f"wrong: {reason}")
         if json is not None:
             found = [{**dataclasses.asdict(result), "status": result.status} for result in results]

@@ -68,7 +68,7 @@ def options_in(text: str, folder: Path = Path()) -> dict[str, Any]:
         # jsonargparse passes over a group that is a number or a list. A text is the name of a file with the group.
         if name in ("data", "trainer") and isinstance(group, str):
             continue
-        if not (isinstance(group, dict) and all(isinstance(each, str) for each in group)):
+        if not (isinstance(group, dict) and all(isinstance(word, str) for word in group)):
             raise ValueError(f"{name} must hold names and values, got {reprlib.repr(group)}")
     return dict(content)
 
@@ -105,9 +105,9 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
             f"capsfast {command}: --data: {folder} does not exist; name a folder, an .npz or a .csv file"
         )
     found.words = list(words)
-    named = [each.partition("=")[2] for each in found.option if each and each.startswith("routing=")]
+    named = [text.partition("=")[2] for text in found.option if text and text.startswith("routing=")]
     found.routing = found.routing or next(iter(named), None)
-    texts, found.config = [each for each in found.config if each], []
+    texts, found.config = [file for file in found.config if file], []
     for text in reversed(texts):
         path = Path(text).expanduser()
         if ": " in text:  # jsonargparse also takes the options themselves
@@ -120,7 +120,7 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
                 content = path.read_text(encoding="utf-8")
                 told = options_in(content, path.parent)
             if path.is_fifo():  # can be read only once
-                found.words = [each.replace(text, content) for each in found.words]
+                found.words = [word.replace(text, content) for word in found.words]
             else:
                 found.config.append(path)
         model = told.get("model") or {}

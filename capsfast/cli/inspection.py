@@ -108,9 +108,9 @@ def of_a_checkpoint(run: Callable[..., None]) -> Callable[..., None]:
 
     first, *common, _ = inspect.signature(command).parameters.values()
     own = [*inspect.signature(run).parameters.values()][3:]
-    options = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *common)]
+    options = [option.replace(kind=option.KEYWORD_ONLY) for option in (*own, *common)]
     command.__signature__ = inspect.Signature([first, *options])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in (first, *options)}
+    command.__annotations__ = {option.name: option.annotation for option in (first, *options)}
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     return command
 
@@ -177,7 +177,7 @@ def evaluate(
     if plain.confusion is not None:
         title = f"{plain.accuracy:.2%} of {plain.images}"
         _write(plot.confusion_figure(plain.confusion, title), out / "confusion.png")
-    _write_numbers(json, {name: {"images": each.images, "right": each.right} for name, each in found.items()})
+    _write_numbers(json, {name: {"images": value.images, "right": value.right} for name, value in found.items()})
 
 
 @of_a_checkpoint
@@ -202,13 +202,13 @@ def reconstruct(learner: "Learner", sets: "Sets", out: Path) -> None:
     from .. import plot, train
 
     batch = sets.test.batch(train.one_of_each_class(sets.test, sets.num_classes))
-    columns = [", ".join(map(str, each)) for each in batch.labels[:, None].flatten(1).tolist()]
+    columns = [", ".join(map(str, label)) for label in batch.labels[:, None].flatten(1).tolist()]
     if isinstance(learner, train.SegmentationLearner):
         rows = train.segmented(learner, batch)
     else:
         rows = {"input": batch.images, "reconstruction": train.reconstructions(learner, batch).cpu()}
         if batch.parts is not None and learner.has_classes:
-            parts, again = (plot.overlap_colours(each) for each in (batch.parts, rows["reconstruction"]))
+            parts, again = (plot.overlap_colours(image) for image in (batch.parts, rows["reconstruction"]))
             rows = {"input": batch.images, "its parts": parts, "reconstructions": again}
     _write(plot.images_figure(rows, columns), out / "reconstructions.png")
 
@@ -226,12 +226,12 @@ def perturb(
 
     first = train.one_of_each_class(sets.test, sets.num_classes)
     rows = dict(zip(sets.test.labels[first].tolist(), first, strict=True))
-    for each in label:
-        if each not in rows:
-            raise ValueError(f"capsfast perturb: label must be one of {', '.join(map(str, rows))}, got {each}")
-    for each in label or rows:
-        images = train.perturbations(learner, sets.test.batch(rows[each][None]).images[0], each)
-        _write(plot.perturbations_figure(images, str(each), DELTAS), out / f"perturb-{each}.png")
+    for class_label in label:
+        if class_label not in rows:
+            raise ValueError(f"capsfast perturb: label must be one of {', '.join(map(str, rows))}, got {class_label}")
+    for class_label in label or rows:
+        images = train.perturbations(learner, sets.test.batch(rows[class_label][None]).images[0], class_label)
+        _write(plot.perturbations_figure(images, str(class_label), DELTAS), out / f"perturb-{class_label}.png")
 
 
 @of_a_checkpoint
@@ -322,7 +322,7 @@ def predict(
                 with replacing(csv) as draft, draft.open("w", newline="", encoding="utf-8") as table:
                     rows = csv_format.writer(table)
                     rows.writerow(["file", "class", *learner.class_names])
-                    rows.writerows([each["file"], each["class"], *each["lengths"].values()] for each in found)
+                    rows.writerows([row["file"], row["class"], *row["lengths"].values()] for row in found)
                 say(f"wrote {csv}")
             if json is not None and found:
                 _write_numbers(json, found)
@@ -342,10 +342,10 @@ def _files(given: list[Path]) -> list[Path]:
     files: dict[str, Path] = {}
     for path in given:
         path.stat()
-        below = [Path(each) for each in pictures_below(path)] if path.is_dir() else [path]
+        below = [Path(picture) for picture in pictures_below(path)] if path.is_dir() else [path]
         if not below:
             raise ValueError(f"capsfast predict: {path} must hold pictures, got a folder without any")
-        files |= {os.path.realpath(each): each for each in below}
+        files |= {os.path.realpath(picture): picture for picture in below}
     return [*files.values()]
 
 
@@ -373,7 +373,7 @@ def _classified(
     from ..data.vision import torchvision
 
     segments = isinstance(learner, train.SegmentationLearner)
-    root = os.path.commonpath([os.path.abspath(each.parent) for each in files])
+    root = os.path.commonpath([os.path.abspath(file.parent) for file in files])
     found: list[dict[str, Any]] = []
     shown: list[tuple[torch.Tensor, ...]] = []
     for start in range(0, len(files), batch_size):
@@ -397,7 +397,7 @@ def _classified(
     if found:
         names = ("picture", "classes" if segments else "reconstruction")
         rows = dict(zip(names, map(torch.stack, zip(*shown, strict=True)), strict=False))
-        _write(plot.images_figure(rows, [each["class"] or "" for each in found[:DRAWN]]), out / "predictions.png")
+        _write(plot.images_figure(rows, [row["class"] or "" for row in found[:DRAWN]]), out / "predictions.png")
         if segments:
             say(f"wrote the classes of the pixels of {len(found)} pictures into {out / 'classes'}")
     return found
@@ -413,9 +413,9 @@ def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         typer.echo(json_format.dumps(found, indent=1))
         return
     table = Table("model", "parameters", "pretrained", "options", box=box.SIMPLE, show_lines=True)
-    for name, each in found.items():
-        options = ", ".join(f"{option}={value}" for option, value in each["options"].items())
-        parameters = f"{each['parameters']:,}".replace(",", " ")
-        table.add_row(name, parameters, "\n".join(each["pretrained"]), escape(options))
+    for name, evaluation in found.items():
+        options = ", ".join(f"{option}={value}" for option, value in evaluation["options"].items())
+        parameters = f"{evaluation['parameters']:,}".replace(",", " ")
+        table.add_row(name, parameters, "\n".join(evaluation["pretrained"]), escape(options))
     Console().print(table)
     say("parameters for 28 x 28 grey images of ten classes; train --model NAME --option NAME=VALUE, --pretrained NAME")

@@ -66,8 +66,8 @@ def bench(
         seconds = 0.0 if device == "cuda" else 1.0
     surroundings = record.environment(where)
     absent = missing(where)
-    able = [each for each in contenders() if each.serves(where) and (baselines or each.ours)]
-    if not baselines and not any(each.ours for each in able):
+    able = [contender for contender in contenders() if contender.serves(where) and (baselines or contender.ours)]
+    if not baselines and not any(contender.ours for contender in able):
         why_not = "; ".join(absent.values())
         raise stop(f"capsfast bench: --no-baselines needs a fused backend for {device}: {why_not}", 2)
 
@@ -94,7 +94,7 @@ def bench(
             try:
                 fresh = measure(case, able, where, seconds=seconds, with_memory=with_memory)
             except RuntimeError as error:  # too little memory for every contender, or the GPU is lost
-                fresh = [Row(case, each.name, "failed", first_line(error)) for each in able]
+                fresh = [Row(case, contender.name, "failed", first_line(error)) for contender in able]
             if json is not None:
                 record.save(json, surroundings, [*rows, *fresh])
             rows += fresh

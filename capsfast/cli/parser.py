@@ -56,19 +56,25 @@ class Parser(LightningArgumentParser):
                 kinds += filter(inspect.isclass, [routing_class(op, made)])
             kinds.append(layer)
         for kind in kinds:
-            there = {each.dest.rpartition(".")[2] for each in self._actions if each.dest.startswith(f"{OPTIONS}.")}
+            there = {
+                action.dest.rpartition(".")[2] for action in self._actions if action.dest.startswith(f"{OPTIONS}.")
+            }
             # jsonargparse also follows **options into the code, where it finds other routings.
             taken = inspect.signature(kind).parameters.values()
-            own = options_of(kind) or [each.name for each in taken if kind is network or each.kind is each.KEYWORD_ONLY]
+            own = options_of(kind) or [
+                parameter.name for parameter in taken if kind is network or parameter.kind is parameter.KEYWORD_ONLY
+            ]
             found = LightningArgumentParser().add_class_arguments(kind, fail_untyped=False)
-            left_out = LEFT_OUT | there | {each for each in found if each not in own}
+            left_out = LEFT_OUT | there | {name for name in found if name not in own}
             group = self.add_argument_group(f"Options of {kind.__name__}")
             group.add_class_arguments(kind, OPTIONS, as_group=False, skip=left_out, fail_untyped=False)
             if kind is network and choice:
                 # Not jsonargparse's type: it would import the class, and a checkpoint holds names.
                 what = "dynamic, em, ... or the path of your own class"
                 group.add_argument(f"--{OPTIONS}.routing", type=str | None, default=choice.default, help=what)
-        for action in (each for each in self._actions if each.dest.startswith(f"{OPTIONS}.") and not each.required):
+        for action in (
+            action for action in self._actions if action.dest.startswith(f"{OPTIONS}.") and not action.required
+        ):
             # The network gets what is given. Its own defaults depend on other options, or on pretrained weights.
             action.help = f"{action.help or ''} Default: {action.default}.".lstrip()
             action.default = argparse.SUPPRESS
@@ -79,7 +85,7 @@ class Parser(LightningArgumentParser):
 
         Of two options with one short name the first has it; the network's options come last.
         """
-        for action in [each for each in self._actions if hasattr(each, "_typehint")]:
+        for action in [action for action in self._actions if hasattr(action, "_typehint")]:
             if "bool" in str(action._typehint):  # type: ignore[attr-defined]
                 action.nargs, action.const = "?", True  # type: ignore[misc]
             for name in (action.dest.rpartition(".")[2], ALSO.get(action.dest)):

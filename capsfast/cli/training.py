@@ -290,9 +290,9 @@ class Command(LightningCLI):
             error.filename = error.filename or str(self.out)
             raise
         if self.trainer.is_global_zero:
-            for each in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(each, EarlyStopping) and each.stopped_epoch > 0:
-                    say(f"stopped: {each.patience} validations without improvement")
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, EarlyStopping) and callback.stopped_epoch > 0:
+                    say(f"stopped: {callback.patience} validations without improvement")
             seconds = time.perf_counter() - start
             _report(self.trainer, model, datamodule, self.out, seconds, self.goes_on, self.first_step, results)
 
@@ -341,7 +341,7 @@ def _report(
     metrics = plot.read_metrics(logs[0], resumed) if logs else {}
     sets = images.sets
     parts: dict[str, Any] = {
-        part: {"images": len(each)} for part, each in zip(PARTS, sets[:3], strict=True) if each is not None
+        part: {"images": len(images)} for part, images in zip(PARTS, sets[:3], strict=True) if images is not None
     }
     if images.hparams["hold_out"]:
         parts["val"]["held_out"] = images.hparams["hold_out"]
@@ -352,7 +352,7 @@ def _report(
     content = {
         "command": shlex.join(["python", "-m", "capsfast", *sys.argv[1:]]),
         "environment": record.environment(learner.device),
-        "parameters": sum(each.numel() for each in learner.parameters()),
+        "parameters": sum(parameter.numel() for parameter in learner.parameters()),
         "model": dict(learner.hparams),
         "images": {**images.hparams, "data_dir": None},
         "processes": trainer.world_size,

@@ -81,7 +81,7 @@ def find(name: str, folders: list[Path]) -> list[Path]:
     """
     wanted = NAMED.get(name, Named(IDX, "put them there"))
     missing, where = wanted.files, ", ".join(map(str, folders))
-    for folder in (folder / each for folder in folders for each in dict.fromkeys([".", wanted.below])):
+    for folder in (folder / below for folder in folders for below in dict.fromkeys([".", wanted.below])):
         paths = {file: path for file in wanted.files if (path := _path(folder, file))}
         if len(paths) == len(wanted.files):
             return [*paths.values()]
@@ -135,10 +135,10 @@ def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
     try:
         if name == "svhn":
             parts = [datasets.SVHN(folder, part) for part in ("train", "test")]
-            return [(torch.from_numpy(each.data), each.labels) for each in parts]
+            return [(torch.from_numpy(part.data), part.labels) for part in parts]
         here = type("CIFAR10", (datasets.CIFAR10,), {"base_folder": "."})
         parts = [here(folder, train=train) for train in (True, False)]
-        return [(torch.from_numpy(each.data).movedim(3, 1), each.targets) for each in parts]
+        return [(torch.from_numpy(part.data).movedim(3, 1), part.targets) for part in parts]
     except RuntimeError:
         raise ValueError(f"{OP}: {folder} holds a damaged file of {name}: an md5 is wrong; fetch it again") from None
 
@@ -190,14 +190,16 @@ def by_part(data: Any, name: str = "data") -> dict[str, Any]:
     """A data set alone, as train, or the data sets of a tuple (train, test) or (train, val, test), without None."""
     given = data if isinstance(data, tuple) else (data,)
     names = {1: PARTS[:1], 2: ("train", "test"), 3: PARTS}.get(len(given), ())
-    parts = {part: each for part, each in zip(names, given, strict=bool(names)) if each is not None}
+    parts = {part: value for part, value in zip(names, given, strict=bool(names)) if value is not None}
     if "train" not in parts:
         raise ValueError(f"{OP}: {name} must be (train, test) or (train, val, test), got {checks.shown(data)}")
     return parts
 
 
 def _of_objects(data: Any, name: str, image_size: int | None) -> Split:
-    return parted({part: Images(each, name=name, image_size=image_size) for part, each in by_part(data, name).items()})
+    return parted(
+        {part: Images(value, name=name, image_size=image_size) for part, value in by_part(data, name).items()}
+    )
 
 
 def load(
@@ -320,10 +322,10 @@ def open_sets(
     train, val, test = load(name, data_dir, image_size=image_size, download=download)
     others = {"test on": test} if val is None else {"validate on": val, "test on": test}
     channels, size, width = train.shape
-    got = ", ".join(f"{checks.shape_of(each[0])} to {use}" for use, each in {"train on": train, **others}.items())
-    if any(each.shape[0] != channels for each in others.values()):
+    got = ", ".join(f"{checks.shape_of(value[0])} to {use}" for use, value in {"train on": train, **others}.items())
+    if any(tensor.shape[0] != channels for tensor in others.values()):
         raise ValueError(f"{op}: images must all be grey or all in colour, got {got}; convert some of them")
-    if size != width or any(each.shape != train.shape for each in others.values()):
+    if size != width or any(tensor.shape != train.shape for tensor in others.values()):
         raise ValueError(f"{op}: images must be square and of one size, got {got}; give image_size")
     num_classes = int(train.labels.max()) + 1
     if absent := (torch.bincount(train.labels) == 0).nonzero()[:, 0].tolist():
@@ -331,8 +333,8 @@ def open_sets(
         rule = f"must have images to train on of every class from 0 to {num_classes - 1}, its largest label"
         remedy = "numpy.unique(labels, return_inverse=True)[1] numbers the classes from 0 on"
         raise ValueError(f"{op}: {train.name} {rule}, got {got}; {remedy}")
-    for use, each in others.items():
-        if (most := int(each.labels.max())) >= num_classes:
+    for use, other in others.items():
+        if (most := int(other.labels.max())) >= num_classes:
             rule = f"labels must be 0 to {num_classes - 1}, as for the images to train on"
             raise ValueError(f"{op}: {rule}, got {most} to {use}")
     if kind and any(options.values()):

@@ -103,7 +103,7 @@ def _in_folders(folder: Path) -> Pictures:
         ValueError: no sub-folders, a class without pictures, or sub-folders that are no classes.
     """
     kinds = ", ".join(_endings())
-    inner = {each.name: each for each in _visible(folder) if each.is_dir()}
+    inner = {path.name: path for path in _visible(folder) if path.is_dir()}
     if not inner:
         raise ValueError(f"{OP}: {folder} must have a sub-folder of pictures for each class, got none")
     if {"image", "mask"} <= {name.lower().removesuffix("s") for name in inner}:
@@ -156,10 +156,10 @@ def _listed(table: Path) -> dict[str, Pictures]:
         raise ValueError(f"{OP}: {table} must have pictures to train on, and for validation or tests, got {got}")
     # So 10 comes after 9.
     names = {name for _, _, name in parts["train"]}
-    classes = sorted(names, key=int if all(each.isdecimal() for each in names) else str)
+    classes = sorted(names, key=int if all(name.isdecimal() for name in names) else str)
     numbers = {name: label for label, name in enumerate(classes)}
     found: dict[str, list[tuple[str, int, str]]] = {}
-    for part, (line, path, name) in ((part, each) for part, pictures in parts.items() for each in pictures):
+    for part, (line, path, name) in ((part, picture) for part, pictures in parts.items() for picture in pictures):
         if name not in numbers:
             raise refused(line, "a label that pictures to train on have too", name)
         found.setdefault(part, []).append((path, numbers[name], f"{path} (line {line} of {table})"))
@@ -180,7 +180,7 @@ def _endings() -> tuple[str, ...]:
 
 def _visible(folder: Path) -> list[Path]:
     """What a folder holds, sorted, without what systems, editors and archives leave there."""
-    return sorted(each for each in folder.iterdir() if _is_visible(each.name))
+    return sorted(path for path in folder.iterdir() if _is_visible(path.name))
 
 
 def _is_visible(name: str) -> bool:
@@ -217,7 +217,7 @@ def _below(folder: Path, root: Path | None) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(filter(_is_visible, folders))
-        found.append((here, sorted(each for each in files if _is_visible(each) and each.lower().endswith(endings))))
+        found.append((here, sorted(file for file in files if _is_visible(file) and file.lower().endswith(endings))))
     pictures: dict[tuple[int, int], str] = {}
     for path in (os.path.join(here, name) for here, names in sorted(found) for name in names):
         pictures.setdefault(_file(path), path)
@@ -232,9 +232,9 @@ def _check_classes(folder: Path, inner: dict[str, Path]) -> None:
     held: list[set[str]] = []
     for path in inner.values():
         there = _visible(path)
-        if any(each.suffix.lower() in _endings() for each in there):
+        if any(path.suffix.lower() in _endings() for path in there):
             return
-        held.append({each.name for each in there if each.is_dir()})
+        held.append({path.name for path in there if path.is_dir()})
     fewest = min(held, key=len)
     if len(fewest) < 2 or not all(fewest <= names for names in held):
         return
@@ -254,21 +254,21 @@ def _parts(folder: Path) -> dict[str, Path]:
         ValueError: two sub-folders for the same, or another sub-folder that may be a part.
     """
     found: dict[str | None, list[Path]] = {}
-    for each in (each for each in _visible(folder) if each.is_dir()):
-        found.setdefault(_part(each.name), []).append(each)
+    for child in (path for path in _visible(folder) if path.is_dir()):
+        found.setdefault(_part(child.name), []).append(child)
     others = found.pop(None, [])
     if "train" not in found or len(found) < 2:
         return {"train": folder}
     for paths in found.values():
         if len(paths) > 1:
             raise ValueError(
-                f"{OP}: {folder} must have one folder of each part, got {', '.join(each.name for each in paths)}; "
+                f"{OP}: {folder} must have one folder of each part, got {', '.join(path.name for path in paths)}; "
                 "join or rename them"
             )
     parts = {part: found[part][0] for part in PARTS if part in found}
-    classes = {each.name for each in _visible(parts["train"]) if each.is_dir()}
+    classes = {path.name for path in _visible(parts["train"]) if path.is_dir()}
     if unknown := [
-        each.name for each in others if classes & {inner.name for inner in _visible(each) if inner.is_dir()}
+        other.name for other in others if classes & {inner.name for inner in _visible(other) if inner.is_dir()}
     ]:
         raise ValueError(
             f"{OP}: {folder} has {', '.join(unknown)} beside {parts['train'].name}, with folders of the same names; "
@@ -290,11 +290,11 @@ def read_pictures(path: Path, image_size: int | None) -> Split:
     else:
         sets = _listed(table)
     whole = sets["train"]
-    for each in sets.values():
-        if each.classes != whole.classes:
-            names = ", ".join(sorted({*each.classes} ^ {*whole.classes}))
-            raise ValueError(f"{OP}: {whole.root} and {each.root} must have the same classes, got {names} in one only")
-    samples = [sample for each in sets.values() for sample in each.samples]
+    for files in sets.values():
+        if files.classes != whole.classes:
+            names = ", ".join(sorted({*files.classes} ^ {*whole.classes}))
+            raise ValueError(f"{OP}: {whole.root} and {files.root} must have the same classes, got {names} in one only")
+    samples = [sample for files in sets.values() for sample in files.samples]
     there: dict[tuple[int, int], str] = {}
     for file, _, place in samples:
         if (other := there.setdefault(_file(file), place)) is not place:
@@ -305,11 +305,11 @@ def read_pictures(path: Path, image_size: int | None) -> Split:
         modes.add(mode)
         size = size or got
         _check_size(file, got, size if image_size is None else None)
-    for each in sets.values():
-        each.loader = partial(
+    for files in sets.values():
+        files.loader = partial(
             read_picture, channels=1 if modes <= GREY else 3, size=size if image_size is None else None
         )
-    return parted({part: Images(each, name=each.root, image_size=image_size) for part, each in sets.items()})
+    return parted({part: Images(files, name=files.root, image_size=image_size) for part, files in sets.items()})
 
 
 def _check_size(path: object, got: tuple[int, int], wanted: tuple[int, int] | None) -> None:
@@ -329,13 +329,15 @@ def read_npz(path: Path, image_size: int | None) -> Split:
     with reading(OP, path, "an .npz file", "write it again with numpy.savez"), np.load(path) as archive:
         there = {*archive.files}
         known = [{part: tuple(name.format(part) for name in style) for part in PARTS} for style in STYLES]
-        found = [{part: pair for part, pair in each.items() if there & {*pair}} for each in known]
-        parts = next((each for each in found if "train" in each and len(each) > 1), {"train": WHOLE})
+        found = [{part: pair for part, pair in layout.items() if there & {*pair}} for layout in known]
+        parts = next((layout for layout in found if "train" in layout and len(layout) > 1), {"train": WHOLE})
         names = [name for pair in parts.values() for name in pair]
         complete = there >= {*names}
         arrays = [archive[name] for name in names] if complete else []
     if not complete:
-        wanted = ", ".join(f"{' '.join(each['train'] + each['test'])} (and {' '.join(each['val'])})" for each in known)
+        wanted = ", ".join(
+            f"{' '.join(layout['train'] + layout['test'])} (and {' '.join(layout['val'])})" for layout in known
+        )
         got = " ".join(sorted(there)) or "none"
         raise ValueError(f"{op}: it must hold arrays named {wanted}, or {' '.join(WHOLE)}, got {got}")
     tensors = []

@@ -39,7 +39,7 @@ class Images(Dataset[Tensor]):
             raise ValueError(f"{OP}: {name} must have a length and be indexed by number, got {checks.shown(images)}")
         self.images, self.name, self.image_size = images, name, image_size
         names = getattr(images, "classes", None)
-        self.classes: list[str] | None = [str(each) for each in names] if isinstance(names, list | tuple) else None
+        self.classes: list[str] | None = [str(name) for name in names] if isinstance(names, list | tuple) else None
         self.labels = _checked(name, labels_of(images) if labels is None else labels, len(images))
         if self.classes is not None and len(self.classes) != int(self.labels.max()) + 1:
             self.classes = None
@@ -78,7 +78,7 @@ class Images(Dataset[Tensor]):
         if dtype == torch.uint8 and shaped:
             return
         # torch has no minimum of some integers, such as uint16.
-        low, high = (float(each) for each in (pixels if dtype.is_floating_point else pixels.double()).aminmax())
+        low, high = (float(bound) for bound in (pixels if dtype.is_floating_point else pixels.double()).aminmax())
         if dtype.is_floating_point and shaped and 0 <= low <= high <= 1:
             return
         remedy = "the option normalize normalizes"

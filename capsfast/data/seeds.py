@@ -12,8 +12,8 @@ PURPOSES: tuple[Purpose, ...] = ("order", "transform", "attack", "step", "hold_o
 def seed_for(seed: int, purpose: Purpose, *when: int) -> int:
     """A seed made from a run's seed, the purpose of the draw, and its time (epoch, step, rank)."""
     mixed = int(seed)  # a number of NumPy would overflow
-    for each in (PURPOSES.index(purpose), *when):
-        mixed = (mixed * 6364136223846793005 + int(each) + 1442695040888963407) % 2**63
+    for number in (PURPOSES.index(purpose), *when):
+        mixed = (mixed * 6364136223846793005 + int(number) + 1442695040888963407) % 2**63
     return mixed
 
 

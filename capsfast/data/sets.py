@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     parts: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(each if each is None else each.to(device) for each in self))  # type: ignore[arg-type]
+        return Batch(*(tensor if tensor is None else tensor.to(device) for tensor in self))  # type: ignore[arg-type]
 
 
 class DrawnSet(Dataset[Batch], ABC):
@@ -63,7 +63,7 @@ class DrawnSet(Dataset[Batch], ABC):
                 samples.append(self.sample(row))
         finally:
             torch.set_rng_state(state)
-        return Batch(*(torch.stack(each) for each in zip(*samples, strict=True)))
+        return Batch(*(torch.stack(tensor) for tensor in zip(*samples, strict=True)))
 
     @abstractmethod
     def of(self, source: Images) -> "DrawnSet":
@@ -115,7 +115,7 @@ class OverlappingSet(DrawnSet):
 
     def sample(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
         pair = [row, self._partner(row, float(torch.rand((), dtype=torch.float64)))]
-        parts = torch.stack([self._place(self.source[each]) for each in pair])
+        parts = torch.stack([self._place(self.source[index]) for index in pair])
         return parts.sum(0).clamp(max=1), self.labels[pair], parts
 
     def _partner(self, row: int, draw: float) -> int:

@@ -84,7 +84,7 @@ def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
 def _own(given: str | dict[str, Any]) -> Transform:
     path, arguments = (given.get("class_path"), given.get("init_args")) if isinstance(given, dict) else (given, None)
     found = by_path(f"{OP}: transform", str(path))
-    if isinstance(found, type) and any("__call__" in vars(each) for each in found.__mro__):
+    if isinstance(found, type) and any("__call__" in vars(kind) for kind in found.__mro__):
         found = found(**arguments or {})
     elif isinstance(found, type) or arguments:
         # A checkpoint holds this path, so it must not be able to call anything with any arguments.

@@ -93,8 +93,8 @@ def load_fitting(op: str, source: object, network: nn.Module, tensors: Mapping[s
     Raises:
         RuntimeError: no parameter of the network fits.
     """
-    own = {name: each.shape for name, each in network.state_dict().items()}
-    fitting = {name: each for name, each in tensors.items() if getattr(each, "shape", 0) == own.get(name)}
+    own = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    fitting = {name: tensor for name, tensor in tensors.items() if getattr(tensor, "shape", 0) == own.get(name)}
     if not any(name in fitting for name, _ in network.named_parameters()):
         raise RuntimeError(
             f"{op}: no parameter of the network has the name and the shape of one in {source}; use the class and the "
@@ -145,7 +145,7 @@ class Network(Layer):
     def _shipped(cls) -> dict[str, Path]:
         """The folders of the networks that come with the package, by their names."""
         prefix = cls._op.rpartition(".")[2].lower() + "-"
-        return {each.name.removeprefix(prefix): each for each in sorted(PRETRAINED.glob(f"{prefix}*"))}
+        return {path.name.removeprefix(prefix): path for path in sorted(PRETRAINED.glob(f"{prefix}*"))}
 
     @classmethod
     def from_pretrained(
@@ -175,7 +175,7 @@ class Network(Layer):
         folder = cls._shipped().get(text, Path(text).expanduser())
         if not folder.is_dir():
             folder = cls._downloaded(op, text, revision, token)
-        missing = [each for each in (CONFIG, WEIGHTS) if not (folder / each).is_file()]
+        missing = [file for file in (CONFIG, WEIGHTS) if not (folder / file).is_file()]
         if missing:
             raise ValueError(f"{op}: {text} has no {' and no '.join(missing)}; save_pretrained writes both")
         with reading(op, folder / CONFIG, "options of a network", AGAIN):
@@ -186,7 +186,7 @@ class Network(Layer):
             tensors = load_file(folder / WEIGHTS)
             with safe_open(folder / WEIGHTS, "pt") as file:
                 names = json.loads((file.metadata() or {}).get("class_names", "null"))
-            if not (names is None or (isinstance(names, list) and all(isinstance(each, str) for each in names))):
+            if not (names is None or (isinstance(names, list) and all(isinstance(text, str) for text in names))):
                 raise ValueError(f"class_names must be a list of texts, got {checks.shown(names)}")
         with made_from(op, f"{folder / CONFIG}{' and of this call' * bool(options)}"):
             network = cls(**saved | options)
@@ -201,7 +201,7 @@ class Network(Layer):
     @classmethod
     def _downloaded(cls, op: str, name: str, revision: str | None, token: str | None) -> Path:
         if name.count("/") != 1 or name[0] in "/.~":
-            shipped = "".join(f"{each!r}, " for each in cls._shipped())
+            shipped = "".join(f"{name!r}, " for name in cls._shipped())
             raise ValueError(
                 f"{op}: name must be {shipped}a folder, or a repository of the Hugging Face Hub such as 'owner/name', "
                 f"got {checks.shown(name)}"
@@ -253,7 +253,7 @@ class Network(Layer):
         save, options = _library(op, "safetensors.torch").save, self._options(op)
         names = {} if self.class_names is None else {"class_names": json.dumps(self.class_names)}
         with replacing(path / WEIGHTS) as draft:
-            draft.write_bytes(save({name: each.contiguous() for name, each in self.state_dict().items()}, names))
+            draft.write_bytes(save({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, names))
         write_text(path / CONFIG, json.dumps(options, indent=1) + "\n")
 
     def push_to_hub(

@@ -42,11 +42,11 @@ class CapsCell(Layer):
         self._initialise()
 
     def _initialise(self) -> None:
-        convs = [each for each in self.children() if isinstance(each, PrimaryCaps)]
-        for each in convs:
+        convs = [child for child in self.children() if isinstance(child, PrimaryCaps)]
+        for conv in convs:
             # Glorot's bound, but both fans are the root of the number of weights, as in the authors' code.
-            bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
-            nn.init.uniform_(each.conv.weight, -bound, bound)
+            bound = (3 / conv.conv.weight.numel() ** 0.5) ** 0.5
+            nn.init.uniform_(conv.conv.weight, -bound, bound)
 
     def forward(self, maps: Tensor) -> Tensor:
         height, width = maps.shape[2:]
@@ -129,10 +129,10 @@ class DeepCaps(DecodedCapsules):
             skip, window = ConvCaps2d, {"routing": routing, **window, **routing_options}
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)
         self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **made)
-        widths = [conv_channels, *(types * each for each in dims)]
+        widths = [conv_channels, *(types * dim for dim in dims)]
         self.cells = nn.ModuleList(
-            CapsCell(width, types, each, None, squash=squash, eps=eps, **made)
-            for width, each in zip(widths, dims[:-1], strict=False)
+            CapsCell(width, types, dim, None, squash=squash, eps=eps, **made)
+            for width, dim in zip(widths, dims[:-1], strict=False)
         )
         skip = partial(skip, types, types, dim, dim, **window)
         self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **made))

@@ -134,7 +134,7 @@ class MatrixCapsNet(DecodedCapsules):
         before, after = _arguments.pair(op, "conv_types", conv_types)
         if windows is None:
             windows = fitting_windows(*size)
-        if not isinstance(windows, Sequence) or not all(isinstance(each, Sequence) for each in windows):
+        if not isinstance(windows, Sequence) or not all(isinstance(window, Sequence) for window in windows):
             raise TypeError(f"{op}: windows must be three pairs (kernel size, stride), got {checks.shown(windows)}")
         windows = [_arguments.sizes(op, "windows", window) for window in windows]
         if [len(window) for window in windows] != [2, 2, 2]:

@@ -49,10 +49,10 @@ class Sparsity:
     deformation: float = 10.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = checks.plain(getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
-            checks.positive("capsfast.models.Sparsity", each.name, value, zero=True)
+        for field in fields(self):
+            value = checks.plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            checks.positive("capsfast.models.Sparsity", field.name, value, zero=True)
 
 
 class StackedCapsuleAutoencoder(ImageNetwork):
@@ -125,7 +125,7 @@ class StackedCapsuleAutoencoder(ImageNetwork):
 
     def find_objects(self, parts: Parts) -> Objects:
         """Objects of parts, which count as given: no gradient goes back to them."""
-        poses, presences, features = (each.detach() for each in parts)
+        poses, presences, features = (tensor.detach() for tensor in parts)
         sheets = torch.cat([self.templates.templates.flatten(1), self.templates.alpha.flatten(1)], 1).detach().sigmoid()
         members = torch.cat(
             [poses.flatten(2), presences[..., None], features, sheets.expand(poses.shape[0], -1, -1)], 2

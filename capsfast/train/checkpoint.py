@@ -114,9 +114,9 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
 def _holds(value: Any, kind: Any) -> bool:
     """Whether a value has the type, or holds the types by their keys, or is a list of the type."""
     if isinstance(kind, dict):
-        return isinstance(value, dict) and all(_holds(value.get(key), each) for key, each in kind.items())
+        return isinstance(value, dict) and all(_holds(value.get(key), inner) for key, inner in kind.items())
     if isinstance(kind, list):
-        return isinstance(value, list) and all(_holds(each, *kind) for each in value)
+        return isinstance(value, list) and all(_holds(element, *kind) for element in value)
     return isinstance(value, kind)
 
 

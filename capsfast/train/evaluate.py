@@ -93,9 +93,9 @@ def metrics(
     Arguments as for :func:`evaluate`.
     """
     learner.eval()
-    own = [each for each in learner.modules() if isinstance(each, Metric)]
-    for each in own:
-        each.reset()
+    own = [module for module in learner.modules() if isinstance(module, Metric)]
+    for metric in own:
+        metric.reset()
     found: dict[str, Metric] = {}
     for batch in batches(dataset, batch_size, limit):
         batch = batch.to(learner.device)
@@ -104,9 +104,9 @@ def metrics(
                 found[name] = value
             else:
                 found.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
-    results = {name: float(each.compute()) for name, each in found.items()}
-    for each in own:  # training goes on with them
-        each.reset()
+    results = {name: float(value.compute()) for name, value in found.items()}
+    for metric in own:  # training goes on with them
+        metric.reset()
     return results
 
 
@@ -150,7 +150,7 @@ def classified(learner: Learner, images: Tensor) -> tuple[Tensor, Tensor | None]
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
     """The first image of every class that occurs, as rows ``[n]``."""
     labels = dataset.labels
-    return torch.stack([(labels == each).nonzero()[0, 0] for each in range(num_classes) if (labels == each).any()])
+    return torch.stack([(labels == label).nonzero()[0, 0] for label in range(num_classes) if (labels == label).any()])
 
 
 class Predictions(NamedTuple):
@@ -177,10 +177,10 @@ def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool 
         activations = learner.classify(batch.images.to(learner.device)).activations.cpu()
         right = right_predictions(activations, batch.labels)
         rows = ~right if wrong else torch.ones_like(right)
-        kept.append(Predictions(*(each[rows] for each in (batch.images, batch.labels, activations, right))))
-        if sum(len(each.right) for each in kept) >= count:
+        kept.append(Predictions(*(values[rows] for values in (batch.images, batch.labels, activations, right))))
+        if sum(len(batch.right) for batch in kept) >= count:
             break
-    found = Predictions(*(torch.cat(each)[:count] for each in zip(*kept, strict=True)))
+    found = Predictions(*(torch.cat(tensor)[:count] for tensor in zip(*kept, strict=True)))
     if not len(found.right):
         raise ValueError("capsfast.train.predictions: no image is misclassified")
     return found
@@ -207,7 +207,7 @@ def reconstructions(learner: Learner, batch: Batch) -> Tensor:
     if labels.dim() == 1:
         found = learner.model.reconstruct(capsules, labels)
         return found
-    return torch.stack([learner.model.reconstruct(capsules, each) for each in labels.unbind(1)], 1)
+    return torch.stack([learner.model.reconstruct(capsules, label) for label in labels.unbind(1)], 1)
 
 
 @torch.no_grad()

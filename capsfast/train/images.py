@@ -43,7 +43,7 @@ def _is_of(annotation: Any, value: Any) -> bool:
     if kind is Any or isinstance(value, bool) or value is None:
         return kind is Any or kind is (bool if isinstance(value, bool) else NoneType)
     if kind is list:
-        return isinstance(value, list | tuple) and all(_is_of(parts[0], each) for each in value)
+        return isinstance(value, list | tuple) and all(_is_of(parts[0], element) for element in value)
     if kind in (int, float):  # also NumPy's
         return hasattr(type(value), "__index__" if kind is int else "__float__")
     return isinstance(value, os.PathLike if kind is str and not isinstance(value, str) else kind)
@@ -155,7 +155,7 @@ class ImageData(pl.LightningDataModule):
         Raises:
             ValueError: best checkpoints or patience without images for validation.
         """
-        asked = any(str(getattr(each, "monitor", None)).startswith("val_") for each in trainer.callbacks)  # type: ignore[attr-defined]
+        asked = any(str(getattr(callback, "monitor", None)).startswith("val_") for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if self.options["hold_out"] is None:
             self.hold_out(HELD_OUT if asked and self.sets.val is None else 0.0)
         if asked and self.sets.val is None:

@@ -160,7 +160,7 @@ class Learner(_OfItsModel):
         if pretrained is not None:
             held, tensors = read_pretrained(op, model, str(pretrained))
             if normalize is not None:  # the mean and deviation of the images of this training
-                tensors = {name: each for name, each in tensors.items() if not name.startswith("normalize.")}
+                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("normalize.")}
             options, normalize = {**held["options"], **options}, normalize or held.get("normalize")
         # The checkpoint holds the options and weights themselves, and is opened without the pretrained network.
         self.save_hyperparameters(logger=False, ignore="pretrained")
@@ -355,7 +355,7 @@ class Learner(_OfItsModel):
     def _groups(self) -> list[dict[str, Any]]:
         """The parameters by their learning rate."""
         rates = dict.fromkeys(self.parameters(), self.lr)
-        for layer in (each for each in self.model.modules() if isinstance(each, RoutedCaps)):
+        for layer in (module for module in self.model.modules() if isinstance(module, RoutedCaps)):
             W = layer._parameters.get("W")
             if W is not None and isinstance(layer.routing, SummingRouting):
                 inputs = layer.out_caps if layer.routing.softmax == "in" else layer.in_caps

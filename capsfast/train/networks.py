@@ -125,7 +125,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         if options.keys() <= taken.keys():
             raise
         given = (*sizes, "device", "dtype", "options")
-        own = ", ".join(each for each in taken if each not in given)
+        own = ", ".join(parameter for parameter in taken if parameter not in given)
         raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)
 
@@ -161,9 +161,9 @@ def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dic
         raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
     options = network._options(op)
     sizes = {"in_channels": channels, "image_size": height, "num_classes": options.get("num_classes", 10)}
-    options = {each: value for each, value in options.items() if each not in sizes}
+    options = {name: value for name, value in options.items() if name not in sizes}
     held = {"model": model, **sizes, "class_names": network.class_names, "options": options}
-    return held, {f"model.{each}": tensor for each, tensor in network.state_dict().items()}
+    return held, {f"model.{name}": tensor for name, tensor in network.state_dict().items()}
 
 
 def described() -> dict[str, dict[str, Any]]:
@@ -174,11 +174,15 @@ def described() -> dict[str, dict[str, Any]]:
         with torch.device("meta"):
             network = build(name, sizes, {})
         taken = inspect.signature(kind).parameters.values()
-        named = [each for each in taken if each.default is not each.empty and each.name not in (*sizes, *MOVED)]
+        named = [
+            parameter
+            for parameter in taken
+            if parameter.default is not parameter.empty and parameter.name not in (*sizes, *MOVED)
+        ]
         found[name] = {
             "class": f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}",
-            "parameters": sum(each.numel() for each in network.parameters()),
-            "options": {each.name: each.default for each in named},
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "options": {parameter.name: parameter.default for parameter in named},
             "pretrained": [*kind._shipped()],
         }
     return found

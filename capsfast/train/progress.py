@@ -68,7 +68,8 @@ class Guessing(Callback):
         self._look(trainer, pl_module, MANY_STEPS if trainer.state.fn == TrainerFn.FITTING else SOME_STEPS)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        stopped = any(isinstance(each, EarlyStopping) and each.stopped_epoch > 0 for each in trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        stopped = any(isinstance(callback, EarlyStopping) and callback.stopped_epoch > 0 for callback in callbacks)
         self._look(trainer, pl_module, 1 if stopped else SOME_STEPS)
 
     def _look(self, trainer: pl.Trainer, learner: Any, steps: int) -> None:
@@ -99,7 +100,7 @@ class Guessing(Callback):
         if not trainer.is_global_zero or self._images is None or not hasattr(model, "encode"):
             return None
         images = self._images[:DIAGNOSED]
-        modes = [(each, each.training) for each in model.modules()]
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()  # batch statistics and random numbers belong to training
         try:
             # A test runs in inference mode, whose tensors have no gradient.
@@ -111,8 +112,8 @@ class Guessing(Callback):
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return None  # a network of a user's own, which may have other parts under these names
         finally:
-            for each, mode in modes:
-                each.training = mode
+            for module, mode in modes:
+                module.training = mode
         return next(iter(found.findings), None)
 
 
@@ -131,19 +132,21 @@ def started(trainer: pl.Trainer, learner: Any) -> str:
     """What is trained: network, parameters, input capsules of the class routing, device, backend, images."""
     hparams, routing = learner.hparams, getattr(getattr(learner, "model", None), "routing", None)
     given = ", ".join(f"{name}={value}" for name, value in (hparams.get("options") or {}).items())
-    count = f"{sum(each.numel() for each in learner.parameters()):,}".replace(",", " ")
+    count = f"{sum(parameter.numel() for parameter in learner.parameters()):,}".replace(",", " ")
     text = f"{hparams.get('model')}{f' ({given})' if given else ''}: {count} parameters"
     if hasattr(routing, "in_caps"):
         text += f", {routing.in_caps} input capsules"  # type: ignore[union-attr]
     text += f"; device {learner.device}"
     if routing is not None:
         asked = demanded("capsfast.train.fit", getattr(getattr(routing, "routing", routing), "backend", None))
-        names = [name for name, each in backends().items() if each.available and learner.device.type in each.devices]
+        names = [
+            name for name, backend in backends().items() if backend.available and learner.device.type in backend.devices
+        ]
         # On a GPU sizes decide.
         text += f", backend {asked or ' or '.join(names if learner.device.type != 'cpu' else names[:1]) or 'reference'}"
     sets = getattr(trainer.datamodule, "sets", None)  # type: ignore[attr-defined]
     parts = (
-        f"{len(each)} {name}" for name, each in (sets._asdict() if sets else {}).items() if hasattr(each, "source")
+        f"{len(value)} {name}" for name, value in (sets._asdict() if sets else {}).items() if hasattr(value, "source")
     )
     return f"{text}; images: {', '.join(parts)}"
 

@@ -162,7 +162,7 @@ def fit(
         if isinstance(error, SystemExit) and not trainer.interrupted:
             raise
         # A trainer that make_trainer did not make has no Stop.
-        heard = [each.signal for each in trainer.callbacks if isinstance(each, Stop)]  # type: ignore[attr-defined]
+        heard = [callback.signal for callback in trainer.callbacks if isinstance(callback, Stop)]  # type: ignore[attr-defined]
         number = signal.SIGTERM if isinstance(error, SIGTERMException) else next(filter(None, heard), signal.SIGINT)
         newest = getattr(trainer.strategy.checkpoint_io, "newest", None) or resumed
         raise Interrupted(number, trainer.global_step, *(newest or ())) from None
@@ -178,7 +178,7 @@ def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[s
     held = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
     if images.options["hold_out"] is None:
         images.hold_out(held["hold_out"])
-    wanted, got = ((each["hold_out"], each["seed"]) for each in (held, images.options))
+    wanted, got = ((options["hold_out"], options["seed"]) for options in (held, images.options))
     if wanted != got:
         rule = f"hold_out and seed must be those of {resume}, {wanted[0]} and {wanted[1]}"
         raise ValueError(f"capsfast.train.fit: {rule}, got {got[0]} and {got[1]}; give the same")
@@ -187,18 +187,18 @@ def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[s
 
 def _keep_if_best(trainer: pl.Trainer) -> None:
     """Lightning selects ``best.ckpt`` only within fit. After the last validation ``last.ckpt`` may be better."""
-    for each in trainer.checkpoint_callbacks:
-        if not isinstance(each, Best) or (score := trainer.callback_metrics.get(str(each.monitor))) is None:
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, Best) or (score := trainer.callback_metrics.get(str(callback.monitor))) is None:
             continue
         # All processes decide this together; the first process writes.
-        if not each.check_monitor_top_k(trainer, score):
+        if not callback.check_monitor_top_k(trainer, score):
             continue
-        best = each.reached(score)
+        best = callback.reached(score)
         if trainer.is_global_zero and (last := best.with_name("last.ckpt")).exists():
             # This process has just written the file, and a user's callback may keep any object in it.
             content = torch.load(last, map_location="cpu", weights_only=False)
             # last.ckpt also learns the result, for a resumed run.
-            content["callbacks"][each.state_key] = each.state_dict()
+            content["callbacks"][callback.state_key] = callback.state_dict()
             for path in (best, last):
                 trainer.strategy.checkpoint_io.save_checkpoint(content, path)
         trainer.strategy.barrier()
@@ -212,11 +212,11 @@ def _results(trainer: pl.Trainer, learner: Learner, images: ImageData, resumed: 
     if images.watched == "test" or trainer.limit_test_batches == 0:
         return results
     results["last"] |= trainer.test(learner, datamodule=images, verbose=False)[0]
-    for each in trainer.checkpoint_callbacks:
-        if not isinstance(each, Best) or each.best_model_score is None:
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, Best) or callback.best_model_score is None:
             continue
         # A resumed run has already read such a file without running code in it; a new run wrote this file itself.
-        content = torch.load(each.best_model_path, map_location="cpu", weights_only=resumed)
+        content = torch.load(callback.best_model_path, map_location="cpu", weights_only=resumed)
         if content["global_step"] == trainer.global_step:
             results["best"] = results["last"]
             continue
@@ -229,6 +229,6 @@ def _results(trainer: pl.Trainer, learner: Learner, images: ImageData, resumed: 
         finally:
             learner.load_state_dict(weights)
             trainer.loggers = loggers
-        score = {str(each.monitor): float(each.best_model_score)}
+        score = {str(callback.monitor): float(callback.best_model_score)}
         results["best"] = {"step": content["global_step"], **score, **found}
     return results

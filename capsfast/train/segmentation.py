@@ -63,7 +63,7 @@ class SegmentationLearner(Learner, model="segcaps"):
     def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
         classes = pixel_classes(batch, self.sizes["num_classes"])
         output = self.output(batch.images, classes)
-        lengths, targets = (each.movedim(1, -1).flatten(0, -2) for each in (output.lengths, classes))
+        lengths, targets = (tensor.movedim(1, -1).flatten(0, -2) for tensor in (output.lengths, classes))
         margin = self.pixel_loss(lengths, targets)
         if output.reconstruction is None:
             return {"loss": margin, "margin": margin}, output

@@ -58,7 +58,7 @@ def handlers_kept() -> Iterator[None]:
 def _choosing(trainer: pl.Trainer) -> bool:
     """Whether best checkpoints or patience depend on every validation, which a resumed run does not repeat."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(str(getattr(each, "monitor", None)).startswith("val_") for each in callbacks)
+    return any(str(getattr(callback, "monitor", None)).startswith("val_") for callback in callbacks)
 
 
 class Stop(Checkpoint):

@@ -26,7 +26,7 @@ def _call(u: Slot, weight: Slot | None, *rest: Any) -> Call:
     options = RoutingOptions(*given)
     if logits is not None and not options.accumulate:
         raise RuntimeError("capsfast: logits must accumulate")
-    mask, out_mask = (u.plan.compute(as_samples, each, u.shape[4:]) for each in (mask, out_mask))
+    mask, out_mask = (u.plan.compute(as_samples, keep, u.shape[4:]) for keep in (mask, out_mask))
     parameters: Any = PassParameters(logits=logits, mask=mask, out_mask=out_mask)
     return Call(u, weight, parameters, options, tf32, J, bias)
 
@@ -57,7 +57,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     found = []
     for lo in range(0, u.shape[0], step):
         b = slice(lo, lo + step)
-        part = (_part(each, axis, b) for each, axis in zip(tensors, SAMPLES, strict=True))
+        part = (_part(tensor, axis, b) for tensor, axis in zip(tensors, SAMPLES, strict=True))
         found.append(_backward(*part, *rest, dtype=torch.float32, dx=None if dx is None else dx[b]))
     joins = (joined, added, added if logits is not None and logits.dim() == 2 else joined, added)
     columns = [*zip(joins, (u, weight, logits, bias), zip(*found, strict=True), strict=True)][whole:]

@@ -42,7 +42,7 @@ class Routing:
         self.betas, self.temperatures, self.r = betas, temperatures, len(temperatures)
         self.options = EMOptions(floor, momentum, isotropic, cost, cost_scale, nonlinearity, 0.0, True)
         self.leaky = leaky
-        moved = (self.plan.compute(as_samples, each, u.shape[4:]) for each in (activation, mask, out_mask))
+        moved = (self.plan.compute(as_samples, value, u.shape[4:]) for value in (activation, mask, out_mask))
         activation, mask, out_mask = moved
         self.inputs = {"activation": activation, "mask": bytes_of(mask), "out_mask": bytes_of(out_mask)}
         self.J = J
@@ -75,7 +75,7 @@ class Routing:
         """The call of the pass over every stride-th input capsule, with equal coupling."""
         few, weight = slice(None, None, self.stride), self.weight
         activation, mask, out_mask = self.inputs.values()
-        given: Any = (each and each[:, few].contiguous() for each in (activation, mask))
+        given: Any = (value and value[:, few].contiguous() for value in (activation, mask))
         parameters: Any = PassParameters(None, None, None, None, None, next(given), None, next(given), out_mask)
         weight = weight if weight is None or weight.shape[0] == 1 else weight[few]
         return Call(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
@@ -117,7 +117,7 @@ def forward(plan: Plan, u: Slot, *rest: Any) -> tuple[Slot, ...]:
         following = iterations[t + 1] if t + 1 < em.r else None
         results = (following.center, following.precision, following.prior) if following else (poses, None, activations)
         em.update(t, now, results)
-    poses, activations = (plan.compute(as_positions, each, u.shape[0], u.shape[4:]) for each in (poses, activations))
+    poses, activations = (plan.compute(as_positions, value, u.shape[0], u.shape[4:]) for value in (poses, activations))
     return poses, activations, state if return_state else plan.new(0)
 
 
@@ -129,8 +129,8 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     needed = need_u, need_weight, need_activation, *_ = args[-1]
     em = Routing(*args[2:9], *args[10:-1])
     iterations, rows, J = em.iterations(args[9], em.r), em.rows, em.J
-    douts = [plan.compute(as_samples, each, u.shape[4:]) for each in args[:2]]
-    douts = [each and each.contiguous() for each in douts]
+    douts = [plan.compute(as_samples, value, u.shape[4:]) for value in args[:2]]
+    douts = [dout and dout.contiguous() for dout in douts]
     shares = plan.new(2, em.r, rows, J)
     dactivation = plan.new(*activation.shape, dtype=activation.dtype) if need_activation else None
     B = u.shape[0]
@@ -143,8 +143,8 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     for lo in range(0, B, step):
         b = slice(lo, lo + step)
         at = em.rows_of(b)
-        of_part = [Iteration(*(each[at] for each in now)) for now in iterations]
-        given = [each and each[at] for each in douts]
+        of_part = [Iteration(*(state[at] for state in now)) for now in iterations]
+        given = [dout and dout[at] for dout in douts]
         parts.append(_backward(
             em if step == B else em.part(b), of_part, given, shares[:, :, at], needed[:3],
             dx and dx[b], dactivation and dactivation[b], torch.float32 if step < B else None,
@@ -160,7 +160,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
         for share, beta, wanted in zip(shares, betas, needed[3:], strict=True)
     ]
     found = (dx, dweight, dactivation, *dbetas)
-    return tuple(each or plan.new(0, dtype=(like or u).dtype) for each, like in zip(found, args[2:7], strict=True))
+    return tuple(tensor or plan.new(0, dtype=(like or u).dtype) for tensor, like in zip(found, args[2:7], strict=True))
 
 
 def _backward(

@@ -74,7 +74,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     dfirst, dsecond, dcenter, dlast = (plan.new(*first.shape) for _ in range(4))
     gradients = (dmass, dfirst, dsecond, dcenter, dlast, dbeta_a, dbeta_u)
     step(plan, tensors, out_mask, EMOptions(*options), (dposes, dprecision, dscore), gradients=gradients)
-    dbeta_a, dbeta_u = (add_up(plan, each) for each in (dbeta_a, dbeta_u))
+    dbeta_a, dbeta_u = (add_up(plan, gradient) for gradient in (dbeta_a, dbeta_u))
     found = (dmass, dfirst, dsecond, dcenter, dbeta_a, dbeta_u, dlast)
     return tuple(
         gradient if wanted and tensor is not None else plan.new(0)

@@ -130,8 +130,8 @@ class Call:
         logits: Any = None if given_logits is None else given_logits.contiguous()
         if not self.own_parameters:
             query, precision, center, prior = (
-                None if each is None else each.plan.compute(plain, each, out_mask)
-                for each in (query, precision, center, prior)
+                None if value is None else value.plan.compute(plain, value, out_mask)
+                for value in (query, precision, center, prior)
             )
         activation = None if activation is None else activation.plan.compute(plain, activation)
         self.parameters = PassParameters(
@@ -234,7 +234,7 @@ class Call:
             "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
             "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
         }
-        name, most = max(reaches.items(), key=lambda each: each[1])
+        name, most = max(reaches.items(), key=lambda reach: reach[1])
         if most >= 2**31:
             raise RuntimeError(
                 f"capsfast: backend 'triton' serves tensors that reach less than 2**31 numbers in {samples} samples, "
@@ -327,15 +327,15 @@ class Call:
 
         def cut(parts: int) -> tuple[int, int, int]:
             """Turns of a program, input capsules of a chunk, batch tiles of a split."""
-            each = cdiv(batch, parts)
+            size = cdiv(batch, parts)
             # Makes chunks longer rather than the grid a few programs larger than the device.
             chunk = least if parts == 1 else max(least, cdiv(I, max(1, wanted // parts)))
-            return each * chunk, chunk, each
+            return size * chunk, chunk, size
 
         fewest = min(max(1, wanted // chunks), max(batch, 1))
         more = fewest if self.shared else min(fewest + 1, max(batch, 1))
-        _, chunk, each = min(cut(fewest), cut(more), key=operator.itemgetter(0))
-        return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
+        _, chunk, size = min(cut(fewest), cut(more), key=operator.itemgetter(0))
+        return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(size, 1)), size
 
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self.x.plan.new(*size, dtype=dtype)

@@ -251,7 +251,7 @@ def arrange(call: Call, gradients: tuple[Slot | None, ...] | None = None) -> tup
     query, precision, center, *_ = call.parameters
     dfirst, dsecond, s = gradients or (None,) * 3
     vectors = (query, dfirst, precision, center, dsecond, s)
-    ordered: list[Slot | None] = [None if each is None else call.vectors() for each in vectors]
+    ordered: list[Slot | None] = [None if vector is None else call.vectors() for vector in vectors]
     state = None
     if gradients is not None:
         state = call.vectors(1, 2)
@@ -266,7 +266,7 @@ def arrange_iteration(call: Call, t: int, dfirst: Slot, dsecond: Slot, state: Sl
     """As arrange(), for iteration t of several passes. state, vectors: V and ds, and precision, center and dsecond, of
     all of them."""
     _, precision, center, *_ = call.parameters
-    ordered = [each[:, :, t] for each in vectors]
+    ordered = [vector[:, :, t] for vector in vectors]
     call.arranged = None if precision is None else ordered[0], ordered[1]
     given = (None, dfirst, precision, center, dsecond, None)
     of_t = (None, state[:, :, t, 1], *ordered, None)

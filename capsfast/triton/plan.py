@@ -146,7 +146,10 @@ class Launch:
         self.arguments = [place(value) for value in self.arguments]
         self.addresses = [(n, *at[:2]) for n, at in enumerate(self.arguments) if isinstance(at, Place)]
         by_name = [*inspect.signature(self.kernel.fn).parameters.values()][len(self.arguments) :]
-        self.signature = [*self.arguments, *(self.constants.get(each.name, each.default) for each in by_name)]
+        self.signature = [
+            *self.arguments,
+            *(self.constants.get(parameter.name, parameter.default) for parameter in by_name),
+        ]
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
         """stream: the CUDA stream, or None to launch by Triton's ordinary path."""
@@ -301,14 +304,14 @@ class Plan:
 
         If the function returns None or an argument itself, as contiguous() may, no step is appended.
         """
-        result = function(*(each.ghost if isinstance(each, Slot) else each for each in arguments))
-        same = [each for each in arguments if isinstance(each, Slot) and each.ghost is result]
+        result = function(*(argument.ghost if isinstance(argument, Slot) else argument for argument in arguments))
+        same = [argument for argument in arguments if isinstance(argument, Slot) and argument.ghost is result]
         if result is None or same:
             return same[0] if same else None
         self._use(arguments)
-        slots, storage = [each for each in arguments if isinstance(each, Slot)], result.untyped_storage()
+        slots, storage = [argument for argument in arguments if isinstance(argument, Slot)], result.untyped_storage()
         # If the result is a view of memory, that memory must not serve other steps.
-        self._use([each for each in slots if each.ghost.untyped_storage() is storage], alone=True)
+        self._use([slot for slot in slots if slot.ghost.untyped_storage() is storage], alone=True)
         slot = self._slot("result", form_of(result))
         self.steps.append(Compute(function, arguments, slot.memory))
         self._use([slot], alone=True, step=len(self.steps) - 1)
@@ -329,10 +332,10 @@ class Plan:
         """Gives every slot its place."""
         self._use(outputs, alone=True)
         given, new, results = (
-            [each for each in self.memories if each.kind == kind] for kind in ("given", "new", "result")
+            [memory for memory in self.memories if memory.kind == kind] for kind in ("given", "new", "result")
         )
-        alone = [each for each in new if each.alone]
-        workspace = [each for each in new if not each.alone and each.first >= 0]
+        alone = [request for request in new if request.alone]
+        workspace = [request for request in new if not request.alone and request.first >= 0]
         for index, memory in enumerate((*given, *alone, *workspace[:1], *results)):
             memory.index = index
         self.new_forms = [memory.form for memory in alone]
@@ -358,7 +361,7 @@ class Plan:
         for step in self.steps:
             step.finish(place)
         self.given_count, self.results = len(given), len(results)
-        self.done = [[each.index for each in results if each.last == n] for n in range(len(self.steps))]
+        self.done = [[result.index for result in results if result.last == n] for n in range(len(self.steps))]
         self.outputs = [place(slot) for slot in outputs]
         self.memories = []
 
@@ -425,8 +428,8 @@ def hooked() -> bool:
 def arrange(memories: list[Memory]) -> int:
     """Sets the offsets of memories so that no two overlap that are in use at the same step. Returns the total bytes."""
     placed: list[Memory] = []
-    for memory in sorted(memories, key=lambda each: -each.bytes):
-        for other in sorted(placed, key=lambda each: each.offset):
+    for memory in sorted(memories, key=lambda memory: -memory.bytes):
+        for other in sorted(placed, key=lambda memory: memory.offset):
             at_once = other.first <= memory.last and memory.first <= other.last
             if at_once and other.offset < memory.offset + memory.bytes:
                 memory.offset = max(memory.offset, other.offset + other.bytes)
@@ -494,7 +497,9 @@ def planned(planner: Callable[..., Sequence[Slot]]) -> Callable[..., tuple[Tenso
             plan = _plans.get(signature)
             if plan is None:
                 plan = Plan(tensors[0].device)
-                outputs = planner(plan, *(plan.given(each) if isinstance(each, Tensor) else each for each in args))
+                outputs = planner(
+                    plan, *(plan.given(tensor) if isinstance(tensor, Tensor) else tensor for tensor in args)
+                )
                 plan.finish(outputs)
                 with _lock:
                     if len(_plans) >= MOST:

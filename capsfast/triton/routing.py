@@ -78,7 +78,7 @@ def backward(
         sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
         kept = None if pairs is None or t < first else pairs[t - first]
         if sums is not None or kept is not None:
-            of_t = Norms(*(each and each[t] for each in norms))._replace(s=vectors and vectors[:, :, t])
+            of_t = Norms(*(norm and norm[t] for norm in norms))._replace(s=vectors and vectors[:, :, t])
             douts = OutputGradients(dcoupling if t == r - 1 else None)
             passes.accumulate_gradient(call, state[:, :, t], of_t, douts, kept, sums)
         if sums is not None:
