@@ -117,8 +117,8 @@ class EfficientCapsNet(DecodedCapsules):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         channels = (in_channels, conv_channels, 2 * conv_channels, 2 * conv_channels, primary_groups * primary_dim)
         layers: list[nn.Module] = []
-        for (before, after), conv in zip(pairwise(channels), convs, strict=True):
-            conv = nn.Conv2d(before, after, conv.kernel, conv.stride, conv.padding, **made)
+        for (before, after), size in zip(pairwise(channels), convs, strict=True):
+            conv = nn.Conv2d(before, after, size.kernel, size.stride, size.padding, **made)
             layers += [conv, nn.ReLU(), nn.BatchNorm2d(after, EPS, MOMENTUM, **made)]
             if norm == "instance":
                 layers[-2:] = [nn.LeakyReLU(0.3), nn.InstanceNorm2d(after, EPS, affine=True, **made)]
