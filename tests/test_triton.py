@@ -170,7 +170,7 @@ def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
     """The last group has tiles without any output. These tiles read V and the center of other outputs."""
     for kernel in ("accumulate", "accumulate_gradient"):
         cut = config.tiles(kernel, config.Layer(46, 16, 8, 4), config.TABLE[f"{kernel} quadratic"])
-        assert cut.groups * cut.NT * cut.JT > 46 and 46 % cut.JT == 0
+        assert cut.sections * cut.NT * cut.JT > 46 and 46 % cut.JT == 0
     exact(problem((3, 2, 46, 16, 8), PassCase(query=True, center=True, activation=True, normalize=how)))
 
 
@@ -267,13 +267,13 @@ def test_more_outputs_than_a_program_holds(
 
 @pytest.mark.parametrize("case", [EVERYTHING, replace(EVERYTHING, leaky=False, lse=False)], ids=str)
 @pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
-def test_a_softmax_joins_groups_of_outputs(op: str, case: PassCase, change: Callable[..., None]) -> None:
-    """The maxima of groups differ; a group, all groups, or all groups but that of the smallest logits are masked."""
+def test_a_softmax_joins_sections_of_outputs(op: str, case: PassCase, change: Callable[..., None]) -> None:
+    """The maxima of sections differ; a section, all sections, or all sections but that of the smallest logits are masked."""
     for name in config.TABLE:
         change(config.TABLE, name, Choice(16, 1, chunk=1))
     given = make((5, 2, 12, 4, 8), case, op, torch.float32)
     layer = config.Layer(12, 4, 0 if op == "votes_pass" else 8, 4)
-    assert config.tiles("row_norm", layer, config.TABLE["row_norm"]).groups == 3
+    assert config.tiles("row_norm", layer, config.TABLE["row_norm"]).sections == 3
     given.inputs["logits"][:, :, :4] -= 200.0
     given.inputs["logits"][:, :, 4:8] += 20.0
     given.masks["out_mask"][:] = torch.ones(5, 12, dtype=torch.bool)
@@ -283,10 +283,10 @@ def test_a_softmax_joins_groups_of_outputs(op: str, case: PassCase, change: Call
     check(given, TRITON)
 
 
-def test_a_softmax_of_more_groups_than_are_joined_at_once(change: Callable[..., None]) -> None:
+def test_a_softmax_of_more_sections_than_are_joined_at_once(change: Callable[..., None]) -> None:
     for name in config.TABLE:
         change(config.TABLE, name, Choice(16, 1, chunk=1))
-    assert config.tiles("row_norm", config.Layer(140, 4, 4, 4), config.TABLE["row_norm"]).groups > 32
+    assert config.tiles("row_norm", config.Layer(140, 4, 4, 4), config.TABLE["row_norm"]).sections > 32
     check(problem((2, 2, 140, 4, 4), Case(logits="IJ", leaky=True)), TRITON)
 
 
@@ -340,7 +340,7 @@ def test_a_backward_in_parts_of_the_batch(
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("common", [False, True], ids=["u", "votes of all outputs"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common: bool) -> None:
+def test_sums_over_sections_of_outputs_are_rounded_once(dtype: torch.dtype, common: bool) -> None:
     """Half of the outputs add to a gradient what the other half subtracts, so only rounding remains."""
     B, I, J, D = 3, 2, 400, 3
     half = (torch.rand(1, J // 2, D) + 1).expand(B, -1, -1)

@@ -83,8 +83,8 @@ TABLE = {
     # input capsule, 100 KiB for 32 samples. Later tiles add to du of the chunk, later batch tiles add to dW; both
     # should stay in L2 (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
-    # Keeps V and ds of a group, but no sums. With at most 128 registers a multiprocessor holds 16 warps (see
-    # Call.split()); wider groups would take fewer instructions, but up to 182 registers.
+    # Keeps V and ds of a section, but no sums. With at most 128 registers a multiprocessor holds 16 warps (see
+    # Call.split()); wider sections would take fewer instructions, but up to 182 registers.
     "row_norm": Choice(64, 8, down=2),
     # A pass with precision, center or second moments also keeps second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
@@ -104,7 +104,7 @@ TABLE = {
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts samples and outputs; kernels/tiles.py has the symbols. ``groups`` of NT tiles cover all j."""
+    """How a kernel cuts samples and outputs; kernels/tiles.py has the symbols. ``sections`` of NT tiles cover all j."""
 
     BB: int
     JT: int
@@ -112,7 +112,7 @@ class Tiles(NamedTuple):
     LANES: int
     KP: int
     NT: int
-    groups: int
+    sections: int
     warps: int
     stages: int
 
@@ -151,7 +151,7 @@ def fours(D: int) -> int:
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice, shared: int = SHARED) -> Tiles:
     """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the
-    outputs into groups that do not depend on each other. shared: bytes of a multiprocessor."""
+    outputs into sections that do not depend on each other. shared: bytes of a multiprocessor."""
     J, D, K, itemsize, poses = layer
     apart = kernel in ("gradient", "row_norm")  # these kernels need not hold all outputs at once
     rows = max(ROWS, power_of_two(poses))
@@ -177,8 +177,8 @@ def tiles(kernel: str, layer: Layer, choice: Choice, shared: int = SHARED) -> Ti
         fitting = [cut for cut in cuts if not apart and cut.columns <= room]
         fitting += [cut for cut in cuts if cut.width <= room * cut.warps]
     cut = (fitting or cuts[-1:])[0]
-    groups = -(-cut.NT // max(1, held * cut.warps // cut.width))
-    cut = cut._replace(NT=-(-cut.NT // groups), groups=groups)
+    sections = -(-cut.NT // max(1, held * cut.warps // cut.width))
+    cut = cut._replace(NT=-(-cut.NT // sections), sections=sections)
     if K == 0:
         return cut._replace(stages=3 if kernel != "gradient" else 1)
     # Warps one below the other share the weight. The compiler arranges warps so for tiles of up to 32 columns.

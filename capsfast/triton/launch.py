@@ -284,14 +284,14 @@ class Call:
         else:
             x = (0, self.x.stride(2))
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
-        # The last group may have whole tiles without any output.
-        outside = tiles.groups * tiles.NT * tiles.JT - J >= tiles.JT
+        # The last section may have whole tiles without any output.
+        outside = tiles.sections * tiles.NT * tiles.JT - J >= tiles.JT
         _, _, center, *_, mask, out_mask = self.parameters
         masked = outside or any(value is not None for value in (mask, out_mask, center))
         T = Shape(
             J, D, K, self.poses, power_of_two(self.poses), *tiles[:6], self.weight is None,
             dot_precision(self.x.dtype, self.tf32), self.shared_logits, self.options.leaky, self.query, self.quadratic,
-            masked, tiles.groups > 1, *x, *w,
+            masked, tiles.sections > 1, *x, *w,
         )  # fmt: skip
         return {"T": compiled_in(T), "num_warps": tiles.warps, "num_stages": tiles.stages}
 
@@ -305,7 +305,7 @@ class Call:
         device runs at once."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
-        others = self.batch_tiles(tiles) * tiles.groups
+        others = self.batch_tiles(tiles) * tiles.sections
         # row_norm takes half the registers of the other loops, so twice as many of its programs run at once.
         wanted = programs(self.x.device, tiles.warps) * (2 if kernel == "row_norm" else 1)
         # Rounded down: a few more programs would take as long as a whole second round.

@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 def mode(call: Call, kernel: str) -> str:
     """MODE of kernels/softmax.py. A program that does not hold all outputs needs the rows of row_norm."""
     if call.normalize == "out":
-        return "out" if call.tiles(kernel).groups == 1 else "row_norm"
+        return "out" if call.tiles(kernel).sections == 1 else "row_norm"
     return "row_norm" if call.normalize == "lse" else call.normalize
 
 
@@ -78,7 +78,7 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], **co
     """Launches a kernel with as many programs as the device runs at once."""
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
-    grid = (call.batch_tiles(tiles), splits, tiles.groups)
+    grid = (call.batch_tiles(tiles), splits, tiles.sections)
     call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, **call.constants(name), **constants)
 
 
@@ -90,14 +90,14 @@ def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, do
     if kind != "row_norm" or call.normalize == "lse":
         return call.compute(_rows, call.parameters.lse) if kind == "row_norm" else None
     B, I, *_ = call.sizes
-    groups = call.tiles("row_norm").groups
-    parts = call.new(2 + with_ds, groups, B, I)
+    sections = call.tiles("row_norm").sections
+    parts = call.new(2 + with_ds, sections, B, I)
     rows = call.new(B, I, 4)
     arguments = (*call.tensors, *douts, state, parts)
     _launch(call, "row_norm", row_norm_kernel, arguments, WITH_DS=with_ds, R=call.iterations)
-    # A warp joins 32 rows; all loads of 32 groups are in flight at once.
+    # A warp joins 32 rows; all loads of 32 sections are in flight at once.
     call.x.plan.launch(
-        join_row_norms_kernel, (cdiv(B * I, 32),), parts, call.parameters.activation, douts.dlse, rows, B * I, groups,
+        join_row_norms_kernel, (cdiv(B * I, 32),), parts, call.parameters.activation, douts.dlse, rows, B * I, sections,
         LEAKY=call.options.leaky, WITH_DS=with_ds, WIDTH=32, GB=32, num_warps=1,
     )  # fmt: skip
     return rows
@@ -382,8 +382,8 @@ def _gradient(
         # If output capsules share votes, dvotes are a sum over output capsules.
         shape = (B, I, J, D) if call.common else call.x.shape
         dx = dx or call.new(*shape, dtype=torch.float32 if call.common else call.x.dtype)
-        # du is a sum over groups of outputs, in float32 until the last group.
-        if tiles.groups > 1 and call.weight is not None and dx.dtype != torch.float32:
+        # du is a sum over sections of outputs, in float32 until the last section.
+        if tiles.sections > 1 and call.weight is not None and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
     first = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
@@ -403,7 +403,7 @@ def _gradient(
     }  # fmt: skip
     call.x.plan.launch(gradient_kernel, (splits, chunks),
         *call.tensors, dsecond, state, pairs, factor[0], dx, room, dw,
-        *call.walk, chunk, batch_tiles, tiles.groups, factor[1], **constants,
+        *call.walk, chunk, batch_tiles, tiles.sections, factor[1], **constants,
     )  # fmt: skip
     if dx is not None and call.common:
         dx = call.compute(_over_outputs, dx, call.x.dtype)

@@ -126,8 +126,8 @@ def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
     kernels = {*LOOPS, *STEPS, *OF_EM, "inverse_counts_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
-        of_groups = {"row_norm_kernel", "join_row_norms_kernel", "inverse_counts_kernel"}
-        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - of_groups
+        of_sections = {"row_norm_kernel", "join_row_norms_kernel", "inverse_counts_kernel"}
+        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - of_sections
 
 
 def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:

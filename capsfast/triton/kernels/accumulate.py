@@ -1,7 +1,7 @@
 """One pass over the input capsules. The forward makes partial sums of s, or of the moments of a routing pass. The
 backward makes partial sums of G, or the sums from which the gradients of query, precision, center and prior follow.
 
-Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. The program
+Program (batch tile, split, section) has BB samples, a slice of the input capsules and NT tiles of outputs. The program
 keeps its sums in registers and stores them as partial[split]. update.py adds the splits in a fixed order, so no sum
 depends on the order in which programs run.
 """

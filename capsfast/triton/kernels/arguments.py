@@ -14,8 +14,8 @@ class Shape(NamedTuple):
 
     VOTES: votes are given. DOT: how votes are computed, see products.py. LEAKY: of the softmax. QUERY: there is a
     query. QUADRATIC: votes serve more than the score with the query and the first moment. MASKED: kernels have to ask
-    which pairs are valid, see where_valid() in tiles.py. GROUPED: there is more than one group of outputs. x_j, x_d,
-    w_j, w_d, w_k: strides, x_d over components of u or of votes.
+    which pairs are valid, see where_valid() in tiles.py. SECTIONED: there is more than one section of outputs. x_j,
+    x_d, w_j, w_d, w_k: strides, x_d over components of u or of votes.
     """
 
     J: Any
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     QUERY: Any
     QUADRATIC: Any
     MASKED: Any
-    GROUPED: Any
+    SECTIONED: Any
     x_j: Any
     x_d: Any
     w_j: Any

@@ -2,7 +2,7 @@
 
 Iteration t scored the votes with V_t; t counts from 0, so V_0 = 0. accumulate_gradient stored the coefficients c_t and
 db_t. Program (split, chunk) has the input capsules of its chunk and the batch tiles of its split. No other program
-writes the same du, or dW of the same input capsules in partial[split]. Later groups of outputs and later tiles of the
+writes the same du, or dW of the same input capsules in partial[split]. Later sections of outputs and later tiles of the
 batch add to what the program stored before. So there are no atomics, and no sum depends on the order in which programs
 run. passes.py adds up the splits of dW in order. A weight that all input capsules share has a partial dW per program.
 
@@ -149,7 +149,7 @@ def add_products(
     return b_dw
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["p_pairs"])
+@triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "sections"], do_not_specialize_on_alignment=["p_pairs"])
 def gradient_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center,  # R vectors, see strips.py, or None
@@ -159,11 +159,11 @@ def gradient_kernel(
     p_pairs,  # [R - START, B, I, J, 2] float32: c, with the activation, and db of the iterations from START on
     p_factor,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     p_dx,  # out: du [B, I, P K] or dvotes [B, I, J, D], or None
-    p_room,  # float32 memory to sum du over groups of outputs if du is not float32, or None
+    p_room,  # float32 memory to sum du over sections of outputs if du is not float32, or None
     p_dw,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
-    B, I, chunk, tiles, groups, factor,
+    B, I, chunk, tiles, sections, factor,
     T: tl.constexpr, BACK_DOT: tl.constexpr, START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr,
     AGREEMENT: tl.constexpr, SHARED: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr = False,
 ):
@@ -201,9 +201,9 @@ def gradient_kernel(
             b_factor = tl.load(p_factor + rows.start + rows.o_b, mask=rows.m_rows, other=0.0)
         else:
             b_factor = tl.zeros([T.BB], tl.float32) + factor
-        for group in range(groups):
-            n0 = first_tile(group, T)
-            last = group == groups - 1
+        for section in range(sections):
+            n0 = first_tile(section, T)
+            last = section == sections - 1
             m_outputs = ()
             b_dw = ()
             for n in tl.static_range(T.NT):
@@ -279,7 +279,7 @@ def gradient_kernel(
                     if SHARED and p_dw is not None:
                         # The next input capsule adds to this dW, which other threads may have stored.
                         tl.debug_barrier()
-            # The next tile or group adds to what other threads may have stored.
+            # The next tile or section adds to what other threads may have stored.
             tl.debug_barrier()
             if KEEP_DW:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)

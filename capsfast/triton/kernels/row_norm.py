@@ -14,7 +14,7 @@ from .votes import coupling_gradient, input_capsule, routing_logits, votes_about
 
 @triton.jit
 def store_part(p_parts, b_values, rows, capsule, inputs, T: tl.constexpr, N: tl.constexpr):
-    """Stores N numbers per row, [BB] each, in [N, groups, B, I].
+    """Stores N numbers per row, [BB] each, in [N, sections, B, I].
 
     All four lanes of a row have the numbers, and the first N lanes store one each. As in store_pairs(), [M] is in the
     order in which the compiler distributes M, so no number changes lanes.
@@ -42,16 +42,16 @@ def row_norm_kernel(
     p_precision, p_center, p_prior, p_activation,
     p_dcoupling, p_dmass, p_dsecond, p_dlse,
     p_state,  # V or, if WITH_DS, V and ds of this iteration, of a state of R, as precision, center and dsecond are
-    p_parts,  # [2 or 3, groups, B, I] float32, out: maximum, sum of exponentials and, if WITH_DS, of those times dc
+    p_parts,  # [2 or 3, sections, B, I] float32, out: maximum, sum of exponentials and, if WITH_DS, of those times dc
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk,
     T: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """The softmax of every row (b, i) of logits, as far as the outputs of a group go.
+    """The softmax of every row (b, i) of logits, as far as the outputs of a section go.
 
-    Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. It keeps V
-    and ds of these outputs.
+    Program (batch tile, split, section) has BB samples, a slice of the input capsules and NT tiles of outputs. It
+    keeps V and ds of these outputs.
     """
     begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -61,8 +61,8 @@ def row_norm_kernel(
     )
     douts = OutputGradients(p_dcoupling, p_dmass, p_dsecond, p_dlse)
     rows = batch_rows(tl.program_id(0), inputs, T)
-    group = tl.program_id(2)
-    n0 = first_tile(group, T)
+    section = tl.program_id(2)
+    n0 = first_tile(section, T)
     o_vectors = vector_tile(rows, T)
     S: tl.constexpr = R if WITH_DS else 1
     STATES: tl.constexpr = 2 * R if WITH_DS else 1
@@ -75,7 +75,7 @@ def row_norm_kernel(
         if WITH_DS:
             b_ds = b_ds + (load_vectors(p_state + vector_step(T), o_vectors, n0 + n, T, STATES),)
         m_outputs = m_outputs + (valid_outputs(p_out_mask, rows, rows.m_rows, n0 + n, T),)
-    p_part = p_parts + (group * tl.cast(B, tl.int64) + rows.start) * I
+    p_part = p_parts + (section * tl.cast(B, tl.int64) + rows.start) * I
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         capsule = input_capsule(inputs, rows, i32, T, w_i == 0)
@@ -106,29 +106,29 @@ def row_norm_kernel(
         store_part(p_part, numbers, rows, capsule, inputs, T, 2 + WITH_DS)
 
 
-@triton.jit(do_not_specialize=["n", "groups"])
+@triton.jit(do_not_specialize=["n", "sections"])
 def join_row_norms_kernel(
-    p_parts,  # from row_norm, [2 or 3, groups, n] for n = B I rows
+    p_parts,  # from row_norm, [2 or 3, sections, n] for n = B I rows
     p_activation, p_dlse,  # [n] float32, or None
     p_rows,  # [n, 4] float32, out: see arguments.Norms
-    n, groups,
+    n, sections,
     LEAKY: tl.constexpr, WITH_DS: tl.constexpr, WIDTH: tl.constexpr, GB: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Maximum, 1 / sum and, if WITH_DS, sum_j c dc of every row, from its parts. Takes GB groups at once, in order."""
+    """Maximum, 1 / sum and, if WITH_DS, sum_j c dc of every row, from its parts. Takes GB sections at a time."""
     begin(PDL)
     o_row = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    plane = tl.cast(groups, tl.int64) * n
+    plane = tl.cast(sections, tl.int64) * n
     # If LEAKY, the softmax has one more entry, with logit 0.
     b_max = tl.full([WIDTH], 0.0 if LEAKY else float("-inf"), tl.float32)
     b_total = tl.full([WIDTH], 1.0 if LEAKY else 0.0, tl.float32)
     b_inner = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, groups, GB):
-        o_group = start + tl.arange(0, GB)
-        m_parts = (o_group < groups)[:, None] & (o_row < n)[None, :]
-        p_part = p_parts + tl.cast(o_group, tl.int64)[:, None] * n + o_row[None, :]
+    for start in range(0, sections, GB):
+        o_section = start + tl.arange(0, GB)
+        m_parts = (o_section < sections)[:, None] & (o_row < n)[None, :]
+        p_part = p_parts + tl.cast(o_section, tl.int64)[:, None] * n + o_row[None, :]
         b_totals = tl.load(p_part + plane, mask=m_parts, other=0.0)
-        # A group without a finite logit has the sum 0.
+        # A section without a finite logit has the sum 0.
         b_maxima = tl.where(b_totals == 0.0, float("-inf"), tl.load(p_part, mask=m_parts, other=0.0))
         b_new_max = tl.maximum(b_max, tl.max(b_maxima, 0))
         b_shift = finite_or_zero(b_new_max)

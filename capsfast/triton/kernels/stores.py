@@ -1,4 +1,4 @@
-"""What the gradient pass writes. Later groups of outputs and later tiles of the batch add to what is there."""
+"""What the gradient pass writes. Later sections of outputs and later tiles of the batch add to what is there."""
 
 import triton
 import triton.language as tl
@@ -16,8 +16,8 @@ def add_to(p_tile, b_value, m_tile, stored):
 
 @triton.jit
 def add_group(p_out, p_room, o_tile, b_value, m_tile, n0, last):
-    """As add_to(), for a sum over groups of outputs. n0: the first tile of this group. p_room: float32 memory for the
-    sum so far, or None if there is only one group or the gradient is float32. last: whether this is the last group.
+    """As add_to(), for a sum over sections of outputs. n0: the first tile of this section. p_room: float32 memory for
+    the sum so far, or None if there is one section or the gradient is float32. last: whether this section is the last.
     """
     if p_room is None:
         add_to(p_out + o_tile, b_value, m_tile, n0)

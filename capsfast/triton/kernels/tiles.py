@@ -1,7 +1,7 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
 Names follow flash-linear-attention: p_x is a pointer to x, b_x a block of x in registers or a tuple of NT blocks, m_x a
-mask, o_x are offsets along x; upper case is known when a kernel is compiled. n0 is the first tile of a group of
+mask, o_x are offsets along x; upper case is known when a kernel is compiled. n0 is the first tile of a section of
 outputs. Formulas in comments have no prefixes: b_logits holds their b, b_c their c.
 
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. The
@@ -75,9 +75,9 @@ def pose_rows(OFFSET: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def first_tile(group, T: tl.constexpr):
-    """The first tile of a group of outputs. With one group this is a constant, and so are the offsets of its tiles."""
-    return group * T.NT if T.GROUPED else 0
+def first_tile(section, T: tl.constexpr):
+    """The first tile of a section of outputs. With one section, a constant; so are the offsets of its tiles."""
+    return section * T.NT if T.SECTIONED else 0
 
 
 @triton.jit
@@ -124,8 +124,8 @@ def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def existing(n, o_j, T: tl.constexpr):
-    """Which of the outputs j of tile n exist. The last group may have tiles without any output, unless the NT tiles of
-    every group are full."""
+    """Which of the outputs j of tile n exist. The last section may have tiles without any output, unless the NT tiles
+    of every section are full."""
     WHOLE: tl.constexpr = T.J % T.JT == 0 and T.J % (T.JT * T.NT) > 0
     return tl.zeros(o_j.shape, tl.int32) + n * T.JT < T.J if WHOLE else below(o_j, T.J, T.JT * T.NT)
 
@@ -171,7 +171,7 @@ def where_valid(m_pairs, b_value, other: tl.constexpr, SOME: tl.constexpr):
 def pairs(p_pairs, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
     o_j = outputs(n, T)
-    if T.GROUPED and T.NT > 1:
+    if T.SECTIONED and T.NT > 1:
         # Adds 0, but the compiler does not know that. Otherwise it would keep the part of every tile's address that
         # does not depend on i, and too few registers are left for that.
         o_j += (i >> 63).to(tl.int32)
@@ -214,7 +214,7 @@ def store_pairs(p_pairs, b_value, inputs, rows, i, n, T: tl.constexpr):
         row = (index // (32 * ACROSS) % DOWN * 2 + index // (32 * ACROSS * DOWN)) * 8 + index // 4 % 8
         o_j, o_b = lane // T.LANES, row // T.PP
         m_once = (lane % T.LANES == 0) & (row % T.PP == 0)
-        # Adds i last, see input_capsule(), and tiles: if there is one group, they are part of the instruction.
+        # Adds i last, see input_capsule(), and tiles: if there is one section, they are part of the instruction.
         p_tile = p_pairs + rows.start * inputs.I * T.J + (o_b * (inputs.I * T.J) + o_j) + i * T.J + n * T.JT
         tl.store(p_tile, tl.reshape(b_value, [M]), mask=m_once & (o_b < rows.count) & (n * T.JT + o_j < T.J))
 

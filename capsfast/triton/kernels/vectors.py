@@ -79,7 +79,7 @@ def _load(p_vectors, o_tile, n, T: tl.constexpr, S: tl.constexpr):
         p_tile = p_vectors + o_tile.start * STRIP + (o_tile.o_b * STRIP)[:, None] + (o_j * OUTPUT + o_d)[None, :]
         b_tile = tl.load(p_tile, mask=o_tile.m_rows[:, None] & ((o_j < T.J) & (o_d < C))[None, :], other=0.0)
     else:
-        # The last group may have tiles without any output. What they read is not used.
+        # The last section may have tiles without any output. What they read is not used.
         n = tl.minimum(n, (T.J - 1) // T.JT)
         # Adds places and outputs before strips. Then the offsets between registers are part of the instruction.
         p_tile = p_vectors + (o_tile.o_j * OUTPUT + o_tile.o_place) + o_tile.start * STRIP + o_tile.o_strip * STRIP

@@ -23,8 +23,8 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
     """SHARED: all input capsules have the weight of the first."""
     # The compiler does not see that the maximum is i32. So it keeps addresses without i; every turn of the loop adds i
     # times a stride, one instruction. Otherwise it would advance every address, which takes two. Given votes have few
-    # addresses; the tiles of a group have more than fit in registers, see pairs().
-    KEPT: tl.constexpr = not T.VOTES and not (T.GROUPED and T.NT > 1)
+    # addresses; the tiles of a section have more than fit in registers, see pairs().
+    KEPT: tl.constexpr = not T.VOTES and not (T.SECTIONED and T.NT > 1)
     i = tl.cast(tl.maximum(i32, 0) if KEPT else i32, tl.int64)
     m_rows = valid_inputs(inputs, rows, i)
     if T.VOTES:

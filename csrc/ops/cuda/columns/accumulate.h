@@ -73,9 +73,9 @@ CAPSFAST_DEVICE void join_streams(const Cut& cut, const Coord& at, Accumulator (
 
 // The state of a column warp in a pass. b0: the first sample of its strip.
 template <class Tr, bool kBackward, bool kOptions>
-class Unit {
+class Turn {
  public:
-  CAPSFAST_DEVICE Unit(const PassArgs& args, const Coord& where, int first, int exchange_at)
+  CAPSFAST_DEVICE Turn(const PassArgs& args, const Coord& where, int first, int exchange_at)
       : a(args), at(where), b0(first), exchange(args.cut, where, exchange_at) {
     const int J = static_cast<int>(a.in.J);
     unrolled<Tr::slots, 2>([&](int slot, int row) {
@@ -211,7 +211,7 @@ CAPSFAST_KERNEL(32 * Tr::most_warps, 1)
 pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
   if constexpr (!gpu::kTensorCores) return;
   constexpr bool kPlain = kWeights == Weights::none;
-  using Pass = Unit<Tr, kWeights == Weights::gradient, kOptions>;
+  using Pass = Turn<Tr, kWeights == Weights::gradient, kOptions>;
   const Cut& cut = a.cut;
   const int section = static_cast<int>(gpu::block_y());
   const Coord at = Coord::of<Tr>(cut, cut.strips, section);
@@ -224,7 +224,7 @@ pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
   if constexpr (Tr::given) {
     gpu::wait_for_launch_before();
     if (!idle) {
-      Pass unit(a, at, b0, 0);
+      Pass turn(a, at, b0, 0);
 #pragma unroll 1
       for (int i = begin + at.stream; i < end; i += cut.streams) {
         Accumulator votes[Tr::tiles];
@@ -232,14 +232,14 @@ pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
         if constexpr (kPlain) {
           unrolled<Tr::tiles, 4>([&](int tile, int n) { sum[tile][n] += votes[tile][n]; });
         } else {
-          unit.add(i, votes, sum);
+          turn.add(i, votes, sum);
         }
       }
     }
     gpu::barrier();
   } else {
     const Ring<Tr, 16> weights(a.in, cut);
-    Pass unit(a, at, idle ? 0 : b0, weights.bytes());
+    Pass turn(a, at, idle ? 0 : b0, weights.bytes());
     // The poses of the column warp's next input capsule are on their way while it works on one.
     const Poses<Tr> poses(a.in, cut, at, b0);
     // A split of few input capsules may be empty.
@@ -270,7 +270,7 @@ pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
           for (int capsule = at.stream; capsule < count; capsule += cut.streams) {
             Accumulator votes[Tr::tiles];
             votes_of(i, stage, capsule, std::false_type(), votes);
-            unit.add(i + capsule, votes, sum);
+            turn.add(i + capsule, votes, sum);
           }
         });
   }

@@ -6,10 +6,10 @@
 //   tile         8 columns: one product mma.m16n8k8 and four accumulators of a lane
 //   span         16 columns, neighbours in the weight
 //   column warp  10 tiles = 5 output capsules of 16 components, or 8 tiles = 4 of 16, 2 of 32, 1 of 64. 2 column warps
-//   unit         a strip and an input capsule; column warps share it. Each has its votes in registers
+//   turn         a strip and an input capsule; column warps share it. Each has its votes in registers
 //   step         8 components k of a pose: one product. K is padded to 1, 2 or 4 steps
 //   stage        the weights of a few input capsules in shared memory; a ring of two or three stages
-//   stream       column warps that share units. A block of threads has `strips` x `streams` of them, 16 warps in all
+//   stream       column warps that share turns. A block of threads has `strips` x `streams` of them, 16 warps in all
 //   section      the output capsules of a block of threads, if one block has not all of them
 //
 //                     columns n = 0 .. 7 of a tile, two a lane
@@ -53,7 +53,7 @@ struct Columns {
   static constexpr int components = kSteps * kStep;        // of a pose, with padding
   static constexpr int most_warps = kSteps > 2 ? 12 : 16;  // of a block: 168 or 128 registers a thread
   static constexpr int vectors = kTiles * 128;  // numbers of a strip and a column warp in the order of the fragments
-  // Coupling coefficients and their gradients of a unit and a column warp, as stored: {c, c, db, db} of each lane's
+  // Coupling coefficients and their gradients of a turn and a column warp, as stored: {c, c, db, db} of each lane's
   // slot 0 and its two samples, then {c, db} of slot 1 of each sample.
   static constexpr int pairs = 128 + (slots - 1) * 2 * kStrip;
   static_assert(kTiles == 8 || kTiles == 10);

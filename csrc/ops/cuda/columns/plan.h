@@ -137,13 +137,13 @@ class Planner {
     // With a shared weight every stream of every split has an input capsule.
     const int64_t groups = cut->groups,
                   chunks = p.shared_weight ? to->together / cut->streams : divide_up(to->together, cut->chunk);
-    const int64_t units = on.multiprocessors;
+    const int64_t multiprocessors = on.multiprocessors;
     // The fewest rounds of a block; a round is a stage for a group of strips. More parts of dweight must save a
     // sixteenth of the rounds, because parts are written, read and added up. Given votes have no dweight.
-    const int64_t few = chunks < units || p.votes_given ? units : Size::parts;
+    const int64_t few = chunks < multiprocessors || p.votes_given ? multiprocessors : Size::parts;
     int64_t fewest = INT64_MAX;
-    for (int64_t parts = 1; parts <= std::min({groups, few, units}); ++parts) {
-      const int64_t splits = std::min<int64_t>({chunks, std::max<int64_t>(1, units / parts), 65535});
+    for (int64_t parts = 1; parts <= std::min({groups, few, multiprocessors}); ++parts) {
+      const int64_t splits = std::min<int64_t>({chunks, std::max<int64_t>(1, multiprocessors / parts), 65535});
       const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
       if (parts > 1 && 16 * rounds > 15 * fewest) continue;
       fewest = rounds;

@@ -1,4 +1,4 @@
-// The votes of a unit in the registers of its column warps: products of poses and weights, or loads of given votes. And
+// The votes of a turn in the registers of its column warps: products of poses and weights, or loads of given votes. And
 // dot products of votes with vectors such as V, and weighted sums.
 #pragma once
 

@@ -28,7 +28,7 @@ struct Accumulation {
   const int64_t split = gpu::block_z(), i_begin = in.I * split / gpu::blocks_z(),
                 i_end = in.I * (split + 1) / gpu::blocks_z();
 
-  // [sample][thread]: the sum of the weights, at the first strip of an output capsule.
+  // [sample][thread]: the sum of the weights, at the first run of an output capsule.
   Shared<T> mass = Votes::array(Votes::elements, Votes::scores);
   // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, and
   // the factor that rescales the sum in memory. The factor of the last tile is where dc of the first input capsule
@@ -53,7 +53,7 @@ struct Accumulation {
   CAPSFAST_DEVICE void follow_maximum() const {
     gpu::barrier();
     for_columns([&](int column, int sample, int out) {
-      const int begin = sample * Votes::pitch + out * tile.shape.strips, step = tile.shape.columns(),
+      const int begin = sample * Votes::pitch + out * tile.shape.runs, step = tile.shape.columns(),
                 end = begin + tile.inputs * step;
       // The leaky entry, with logit 0, counts in the first split.
       if (first && tiles == 0) max()[column] = in.leaky && split == 0 ? T(0) : Extreme<T>::lowest;
@@ -71,13 +71,13 @@ struct Accumulation {
 
   CAPSFAST_DEVICE void add_votes() {
     const Shared<T> weights = a.scoring.ds ? tile.dc : tile.c;
-    const bool with_mass = tile.strip == 0 && (a.mass || a.to.max);
+    const bool with_mass = tile.d_run == 0 && (a.mass || a.to.max);
     // Numbers of samples and output capsules that do not exist go nowhere.
     unrolled<kSamples>([&](int n) {
       const int row = n * Votes::pitch, own = row + gpu::thread();
       T kept = tiles > 0 ? T(1) : T(0), weight = T(0);
       if (a.to.max) {
-        kept *= tile.dc[row + tile.out * tile.shape.strips];
+        kept *= tile.dc[row + tile.out * tile.shape.runs];
         unrolled<width>([&](int m) { sum[n][m] *= kept; });
       }
       if (tile.active())
@@ -95,7 +95,7 @@ struct Accumulation {
     const Shared<T> sums = Votes::array(0, columns * width);
     static_assert(columns * width <= Votes::scores_from + Votes::scores);
     gpu::barrier();
-    Votes::put_strips(sums, sum);
+    Votes::put_runs(sums, sum);
     Votes::for_votes([&](int n, int m) { sum[n][m] = T(0); });
     gpu::barrier();
     // Adds the parts of all input capsules, which lie `step` apart, to a sum in memory.
@@ -108,15 +108,15 @@ struct Accumulation {
     const int all = tile.shape.columns() * width;
     const int64_t elements = in.D + a.mass;
     for (int n = gpu::thread(); n < all; n += kThreads) {
-      const int out = n / (tile.shape.strips * width);
-      const int64_t d = tile.d0 + n % (tile.shape.strips * width);
+      const int out = n / (tile.shape.runs * width);
+      const int64_t d = tile.d0 + n % (tile.shape.runs * width);
       for (int sample = 0; sample < tile.samples && out < tile.outputs && d < in.D; ++sample)
         add(a.to.sum[row(sample, out) * elements + d], 0.0, sample, out, sums, sample * kThreads * width + n, all);
     }
     if (tile.piece == 0 && (a.mass || a.to.max)) {
       for_columns([&](int column, int sample, int out) {
         const int64_t to = row(sample, out);
-        const int at = sample * Votes::pitch + out * tile.shape.strips, step = tile.shape.columns();
+        const int at = sample * Votes::pitch + out * tile.shape.runs, step = tile.shape.columns();
         if (a.mass) add(a.to.sum[to * elements + in.D], 0.0, sample, out, mass, at, step);
         if (!a.to.max) return;
         add(a.to.total[to], in.leaky && split == 0 ? 1.0 : 0.0, sample, out, mass, at, step);

@@ -17,7 +17,7 @@ namespace capsfast::cuda {
 template <class T, class E, bool kVotes>
 struct Gradient {
   using Votes = Tile<T, E, kVotes>;
-  using Strip = typename Votes::Strip;
+  using Vector = typename Votes::Vector;
   static constexpr int width = Votes::width, most_du = kVotes ? 0 : 512;
   // Shared memory, in elements. dvotes of a tile lie where its scores were.
   static constexpr int dlogits_from = Votes::elements, staged_dvotes = kVotes ? 0 : kSamples * kThreads * width,
@@ -37,7 +37,7 @@ struct Gradient {
                 b_begin = tiles * split / gpu::blocks_y() * kSamples,
                 b_end = tiles * (split + 1) / gpu::blocks_y() * kSamples;
   Shared<T> dlogits = Votes::array(dlogits_from, Votes::scores);                     // as c
-  Shared<T> dvotes_staged = Votes::array(Votes::scores_from, staged_dvotes);         // [samples][threads], strips
+  Shared<T> dvotes_staged = Votes::array(Votes::scores_from, staged_dvotes);         // [samples][threads], runs
   Shared<T> dweight = Votes::array(dweight_from, kVotes ? 0 : Votes::most_weights);  // as tile.weights
   Shared<T> du = Votes::array(du_from, most_du);                                     // [input][sample][columns]
 
@@ -65,7 +65,7 @@ struct Gradient {
     const int64_t vectors = in.B * in.J * in.D;
     if (!tile.active()) return;
     const auto add = [&](const Shared<T>& weights, const Global<const T>& of) {
-      tile.for_vectors(of.from(t * vectors, vectors), [&](int n, const Strip& x) {
+      tile.for_vectors(of.from(t * vectors, vectors), [&](int n, const Vector& x) {
         const T weight = n < tile.samples ? T(weights[n * Votes::pitch + tile.slot()]) : T(0);
         unrolled<width>([&](int m) { dvotes[n][m] += weight * x.value[m]; });
       });
@@ -76,7 +76,7 @@ struct Gradient {
 
   // dlogits [I, J] += sum over the samples of the tile. The first tile of the split overwrites dlogits.
   CAPSFAST_DEVICE void sum_dlogits() const {
-    if (!tile.active() || tile.strip != 0) return;
+    if (!tile.active() || tile.d_run != 0) return;
     T sum = T(0);
     for (int n = 0; n < tile.samples; ++n) sum += dlogits[n * Votes::pitch + tile.slot()];
     double& to = a.dlogits[(split * in.I + tile.i0 + tile.input) * in.J + tile.j0 + tile.out];
@@ -97,14 +97,15 @@ struct Gradient {
   CAPSFAST_DEVICE void add_du(int64_t k, bool first, bool last) const {
     constexpr int kLanes = 8;
     const int lane = gpu::thread() % kLanes, step = tile.shape.columns();
-    for (int n = gpu::thread() / kLanes; n < tile.inputs * Votes::runs * kSamples; n += kThreads / kLanes) {
-      const int sample = n % kSamples, run = n / kSamples % Votes::runs, input = n / kSamples / Votes::runs;
-      Strip sum = {};
-      for (int column = lane; column < tile.outputs * tile.shape.strips; column += kLanes) {
+    for (int n = gpu::thread() / kLanes; n < tile.inputs * Votes::staged_runs * kSamples; n += kThreads / kLanes) {
+      const int sample = n % kSamples, run = n / kSamples % Votes::staged_runs,
+                input = n / kSamples / Votes::staged_runs;
+      Vector sum = {};
+      for (int column = lane; column < tile.outputs * tile.shape.runs; column += kLanes) {
         const int thread = input * step + column;
-        const Strip dvote = dvotes_staged.template vector<Strip>((sample * kThreads + thread) * width);
+        const Vector dvote = dvotes_staged.template vector<Vector>((sample * kThreads + thread) * width);
         unrolled<width>([&](int m) {
-          const Strip w = tile.weights.template vector<Strip>(tile.place(run, m, thread));
+          const Vector w = tile.weights.template vector<Vector>(tile.place(run, m, thread));
           unrolled<width>([&](int n) { sum.value[n] += dvote.value[m] * w.value[n]; });
         });
       }
@@ -127,30 +128,30 @@ struct Gradient {
     const int64_t tile_of_split = (tile.b0 - b_begin) / kSamples;
     const int tiles_in_T = tile.weights_stay ? kTilesInT : 1, n_in_T = static_cast<int>(tile_of_split % tiles_in_T);
     for (int run = 0, end = tile.runs_from(k); run < end; ++run) {
-      Strip sum[width] = {};
+      Vector sum[width] = {};
       unrolled<width>([&](int m) {
-        if (n_in_T > 0) sum[m] = dweight.template vector<Strip>(tile.place(run, m, gpu::thread()));
+        if (n_in_T > 0) sum[m] = dweight.template vector<Vector>(tile.place(run, m, gpu::thread()));
       });
       unrolled<kSamples>([&](int n) {
-        const Strip u = tile.pose(n, run);
+        const Vector u = tile.pose(n, run);
         Votes::for_square([&](int m, int k) { sum[m].value[k] += dvotes[n][m] * u.value[k]; });
       });
       unrolled<width>([&](int m) { dweight.write(tile.place(run, m, gpu::thread()), sum[m]); });
     }
     if (n_in_T + 1 < tiles_in_T && tile.b0 + kSamples < b_end) return;
     gpu::barrier();
-    const int units = a.shared_weight ? 1 : tile.inputs, each = tile.inputs / units,
-              step = tile.shape.columns() * width;
+    // A shared weight has one sum, to which all input capsules of the tile add.
+    const int sums = a.shared_weight ? 1 : tile.inputs, terms = tile.inputs / sums, step = tile.shape.columns() * width;
     const int64_t part = a.shared_weight ? split * gpu::blocks_x() + gpu::block_x() : split * in.I + tile.i0;
     const bool first =
         tile_of_split < tiles_in_T && (!a.shared_weight || tile.i0 == gpu::block_x() * tile.shape.inputs);
-    for (int unit = 0; unit < units; ++unit) {
-      const int64_t from = k + Votes::own_run() * width,
-                    row = (((part + unit) * in.J + tile.j0) * in.D + tile.d0) * in.K + from;
-      tile.for_weights(unit, in.D * in.K, in.K, [&](int at, int64_t offset, bool there) {
+    for (int of = 0; of < sums; ++of) {
+      const int64_t from = k + Votes::k_run() * width,
+                    row = (((part + of) * in.J + tile.j0) * in.D + tile.d0) * in.K + from;
+      tile.for_weights(of, in.D * in.K, in.K, [&](int at, int64_t offset, bool there) {
         for (int m = 0; m < width && there && from + m < k_end; ++m) {
           double sum = 0;
-          for (int n = 0; n < each; ++n) sum += static_cast<double>(dweight[at + n * step + m]);
+          for (int n = 0; n < terms; ++n) sum += static_cast<double>(dweight[at + n * step + m]);
           double& to = a.dweight[row + offset + m];
           to = (first ? 0.0 : to) + sum;
         }
@@ -179,7 +180,7 @@ struct Gradient {
     } else {
       const bool first = tile.j0 == 0 && tile.piece == 0,
                  last = tile.j0 + tile.outputs == in.J && tile.piece + 1 == tile.shape.pieces;
-      Votes::put_strips(dvotes_staged, dvotes);
+      Votes::put_runs(dvotes_staged, dvotes);
       for (int64_t k = k0; k < k_end; k += Votes::staged) {
         if (tile.weights_stay) {
           gpu::barrier();

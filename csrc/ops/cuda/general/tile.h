@@ -18,29 +18,29 @@ constexpr int kTilesInT = 8;    // tiles whose terms are added in T; their sums 
 
 // Components of an output capsule that a thread has. A vector access moves as many numbers.
 template <class T>
-constexpr int kStrip = 16 / static_cast<int>(sizeof(T));
+constexpr int kRun = 16 / static_cast<int>(sizeof(T));
 
 CAPSFAST_HOST_DEVICE inline int clamped(int64_t n, int64_t most) {
   return static_cast<int>(n < 1 ? 1 : n < most ? n : most);
 }
 
-// A thread has one strip of components of one output capsule, for one input capsule and all samples of a tile. A tile
+// A thread has one run of components of one output capsule, for one input capsule and all samples of a tile. A tile
 // has as many output capsules as there are threads for; of few output capsules it has several input capsules.
 template <class T>
 struct TileShape {
-  int strips, outputs, inputs;  // strips of an output capsule, ...
-  int pieces;                   // tiles that share the components of an output capsule, if the threads are too few
+  int runs, outputs, inputs;  // runs of an output capsule, ...
+  int pieces;                 // tiles that share the components of an output capsule, if the threads are too few
 
   static CAPSFAST_HOST_DEVICE TileShape of(int64_t J, int64_t D) {
-    const int64_t strips = clamped((D + kStrip<T> - 1) / kStrip<T>, INT32_MAX);
+    const int64_t runs = clamped((D + kRun<T> - 1) / kRun<T>, INT32_MAX);
     TileShape to;
-    to.strips = clamped(strips, kThreads);
-    to.outputs = clamped(J, kThreads / to.strips);
-    to.inputs = clamped(kThreads / (to.strips * to.outputs), kMostInputs);
-    to.pieces = static_cast<int>((strips + to.strips - 1) / to.strips);
+    to.runs = clamped(runs, kThreads);
+    to.outputs = clamped(J, kThreads / to.runs);
+    to.inputs = clamped(kThreads / (to.runs * to.outputs), kMostInputs);
+    to.pieces = static_cast<int>((runs + to.runs - 1) / to.runs);
     return to;
   }
-  CAPSFAST_HOST_DEVICE int columns() const { return outputs * strips; }  // threads of an input capsule
+  CAPSFAST_HOST_DEVICE int columns() const { return outputs * runs; }  // threads of an input capsule
   CAPSFAST_HOST_DEVICE bool whole(int64_t J) const { return outputs >= J && pieces == 1; }
 };
 
@@ -63,37 +63,37 @@ struct Row {
 // of a piece from d0 on. E is the element type of u, weight and votes. kVotes: the votes are an input.
 template <class T, class E, bool kVotes>
 struct Tile {
-  static constexpr int width = kStrip<T>;
-  using Strip = Run<T, width>;
-  // The poses and weights of so many components k are in shared memory at a time: so many strips.
-  static constexpr int runs = 2, staged = runs * width;
+  static constexpr int width = kRun<T>;
+  using Vector = Run<T, width>;
+  // The poses and weights of so many components k are in shared memory at a time: so many runs.
+  static constexpr int staged_runs = 2, staged = staged_runs * width;
   // Shared memory, in elements. An odd pitch spreads the rows of a matrix over the banks.
-  static constexpr int pitch = kThreads + 1, scores = kSamples * pitch, most_weights = runs * width * pitch * width,
+  static constexpr int pitch = kThreads + 1, scores = kSamples * pitch,
+                       most_weights = staged_runs * width * pitch * width,
                        most_poses = kVotes ? 0 : kMostInputs * kSamples * staged,
                        scores_from = most_weights + most_poses, elements = scores_from + 2 * scores;
 
   const Inputs& in;
   const TileShape<T> shape = TileShape<T>::of(in.J, in.D);
-  // Whether strips can be loaded as vectors.
-  const bool matrix_in_strips = in_strips(in.matrix, 4, kVotes ? in.D : in.K),
-             poses_in_strips = in_strips(in.u, 3, in.K);
+  // Whether runs can be loaded as vectors.
+  const bool matrix_in_runs = in_runs(in.matrix, 4, kVotes ? in.D : in.K), poses_in_runs = in_runs(in.u, 3, in.K);
   // Whether the weights are also without gaps between components and output capsules.
   const bool weights_in_rows =
-      matrix_in_strips && in.matrix.stride[1] == in.D * in.matrix.stride[2] && in.D % width == 0 && shape.pieces == 1;
+      matrix_in_runs && in.matrix.stride[1] == in.D * in.matrix.stride[2] && in.D % width == 0 && shape.pieces == 1;
   bool weights_stay = false, weights_staged = false;  // the next tile has the same weights; they are there
 
   int64_t b0 = 0, i0 = 0, j0 = 0, d0 = 0;
   int piece = 0, samples = 0, inputs = 0, outputs = 0;
   // This thread's part of the votes, and where its output capsule has its scores.
-  const int input = gpu::thread() / shape.columns(), out = gpu::thread() / shape.strips % shape.outputs,
-            strip = gpu::thread() % shape.strips;
+  const int input = gpu::thread() / shape.columns(), out = gpu::thread() / shape.runs % shape.outputs,
+            d_run = gpu::thread() % shape.runs;
   T votes[kSamples][width] = {};
   // So many neighbouring threads have the scores of a sample and an input capsule.
   const int lanes = lanes_for(kThreads / (kSamples * shape.inputs) / 2 + 1);
 
-  Shared<T> weights = array(0, most_weights);         // [run][component of a strip][thread], strips of k
-  Shared<T> poses = array(most_weights, most_poses);  // [input][run][sample], strips of k
-  // [sample][thread]: parts of dots, then, where the first strip of an output capsule is, logits, then c; in the
+  Shared<T> weights = array(0, most_weights);         // [run][component of a run][thread], runs of k
+  Shared<T> poses = array(most_weights, most_poses);  // [input][run][sample], runs of k
+  // [sample][thread]: parts of dots, then, where the first run of an output capsule is, logits, then c; in the
   // backward dc, then db.
   Shared<T> c = array(scores_from, scores), dc = array(scores_from + scores, scores);
 
@@ -102,7 +102,7 @@ struct Tile {
     return gpu::shared<T>(from * static_cast<int>(sizeof(T)), count);
   }
   // Whether runs of `width` elements along the last of the axes, `length` elements long, can be loaded as vectors.
-  static CAPSFAST_DEVICE bool in_strips(const Operand& from, int axes, int64_t length) {
+  static CAPSFAST_DEVICE bool in_runs(const Operand& from, int axes, int64_t length) {
     bool yes = from.data.aligned(width * sizeof(E)) && length % width == 0 && from.stride[axes - 1] == 1;
     for (int axis = 0; axis < axes - 1; ++axis) yes = yes && from.stride[axis] % width == 0;
     return yes;
@@ -114,18 +114,18 @@ struct Tile {
     unrolled<kSamples>([&](int n) { unrolled<width>([&](int m) { f(n, m); }); });
   }
 
-  // The same for pairs of components of two strips.
+  // The same for pairs of components of two runs.
   template <class F>
   static CAPSFAST_DEVICE void for_square(const F& f) {
     unrolled<width>([&](int m) { unrolled<width>([&](int k) { f(m, k); }); });
   }
 
-  // Writes this thread's strips to `to` [sample][thread].
-  static CAPSFAST_DEVICE void put_strips(const Shared<T>& to, const T (&from)[kSamples][width]) {
+  // Writes this thread's runs to `to` [sample][thread].
+  static CAPSFAST_DEVICE void put_runs(const Shared<T>& to, const T (&from)[kSamples][width]) {
     unrolled<kSamples>([&](int n) {
-      Strip strip;
-      unrolled<width>([&](int m) { strip.value[m] = from[n][m]; });
-      to.write((n * kThreads + gpu::thread()) * width, strip);
+      Vector run;
+      unrolled<width>([&](int m) { run.value[m] = from[n][m]; });
+      to.write((n * kThreads + gpu::thread()) * width, run);
     });
   }
 
@@ -138,25 +138,25 @@ struct Tile {
 
   // Whether this thread has votes.
   CAPSFAST_DEVICE bool active() const { return input < inputs && out < outputs; }
-  CAPSFAST_DEVICE int slot() const { return gpu::thread() - strip; }
+  CAPSFAST_DEVICE int slot() const { return gpu::thread() - d_run; }
   // This thread's first component.
-  CAPSFAST_DEVICE int64_t component() const { return d0 + strip * width; }
-  // Where the weights of component m of a thread's strip are staged, for run number `run` of k.
+  CAPSFAST_DEVICE int64_t component() const { return d0 + d_run * width; }
+  // Where the weights of component m of a thread's run are staged, for run number `run` of k.
   static CAPSFAST_DEVICE int place(int run, int m, int thread) { return ((run * width + m) * pitch + thread) * width; }
   static CAPSFAST_DEVICE int pose_place(int input, int run, int sample) {
-    return ((input * runs + run) * kSamples + sample) * width;
+    return ((input * staged_runs + run) * kSamples + sample) * width;
   }
 
   // `width` elements from `at` on, which are neighbours.
-  CAPSFAST_DEVICE Strip load_vector(const Operand& from, int64_t at) const {
+  CAPSFAST_DEVICE Vector load_vector(const Operand& from, int64_t at) const {
     const auto run = from.data.template as<const E>().template vector_once<Run<E, width>>(at);
-    Strip to;
+    Vector to;
     unrolled<width>([&](int m) { to.value[m] = T(run.value[m]); });
     return to;
   }
   // The same, or elements that lie `stride` apart, of which only `left` exist. The others are 0.
-  CAPSFAST_DEVICE Strip load(const Operand& from, bool as_vector, int64_t at, int64_t stride, int left) const {
-    Strip to = {};
+  CAPSFAST_DEVICE Vector load(const Operand& from, bool as_vector, int64_t at, int64_t stride, int left) const {
+    Vector to = {};
     if (as_vector && left > 0) return load_vector(from, at);
     unrolled<width>([&](int m) {
       if (m < left) to.value[m] = T(from.data.template as<const E>()[at + m * stride]);
@@ -164,40 +164,40 @@ struct Tile {
     return to;
   }
 
-  // Calls f(at, offset, there) for every weight of one input capsule of the tile that this thread stages: one strip of
-  // k, always number `own_run`, of every `step`-th component. It is staged `at` and lies `offset` behind that of (j0,
+  // Calls f(at, offset, there) for every weight of one input capsule of the tile that this thread stages: one run of
+  // k, always number `k_run`, of every `step`-th component. It is staged `at` and lies `offset` behind that of (j0,
   // d0).
-  static constexpr int step = kThreads / runs;
-  static CAPSFAST_DEVICE int own_run() { return gpu::thread() % runs; }
+  static constexpr int step = kThreads / staged_runs;
+  static CAPSFAST_DEVICE int k_run() { return gpu::thread() % staged_runs; }
   template <class F>
   CAPSFAST_DEVICE void for_weights(int of, int64_t j_stride, int64_t d_stride, const F& f) const {
-    for (int n = gpu::thread() / runs, end = shape.columns() * width; n < end; n += step) {
-      const int to = n / (shape.strips * width), d = n % (shape.strips * width);
+    for (int n = gpu::thread() / staged_runs, end = shape.columns() * width; n < end; n += step) {
+      const int to = n / (shape.runs * width), d = n % (shape.runs * width);
       f(weight_at(of, n), to * j_stride + d * d_stride, to < outputs && d0 + d < in.D);
     }
   }
   CAPSFAST_DEVICE int weight_at(int of, int n) const {
-    return place(own_run(), n % width, of * shape.columns() + n / width);
+    return place(k_run(), n % width, of * shape.columns() + n / width);
   }
 
   // Stages the poses and weights of components [k0, k0 + staged). Components that do not exist are 0; so are the poses
   // of masked input capsules. Begins and ends with a barrier.
   CAPSFAST_DEVICE void stage(int64_t k0) {
     gpu::barrier();
-    for (int n = gpu::thread(); n < inputs * kSamples * runs; n += kThreads) {
-      const int sample = n / runs % kSamples, of = n / (runs * kSamples), run = n % runs;
+    for (int n = gpu::thread(); n < inputs * kSamples * staged_runs; n += kThreads) {
+      const int sample = n / staged_runs % kSamples, of = n / (staged_runs * kSamples), run = n % staged_runs;
       const int64_t b = b0 + sample, i = i0 + of, k = k0 + run * width;
-      Strip u = {};
+      Vector u = {};
       if (sample < samples && in.mask.at(b, i))
-        u = load(in.u, poses_in_strips, in.u.at(b, i, k), in.u.stride[2], at_most(in.K - k, width));
+        u = load(in.u, poses_in_runs, in.u.at(b, i, k), in.u.stride[2], at_most(in.K - k, width));
       poses.write(pose_place(of, run, sample), u);
     }
-    const int64_t k = k0 + own_run() * width;
+    const int64_t k = k0 + k_run() * width;
     const int left = at_most(in.K - k, width);
     for (int n = 0; n < inputs && left > 0 && !weights_staged; ++n) {
       const int64_t from = in.matrix.at(i0 + n, j0, d0, k), *stride = in.matrix.stride;
       if (weights_in_rows) {
-        const int first = gpu::thread() / runs, at = weight_at(n, first);
+        const int first = gpu::thread() / staged_runs, at = weight_at(n, first);
 #pragma unroll 4
         for (int d = 0, end = outputs * static_cast<int>(in.D) - first; d < end; d += step)
           weights.write(at + d, load_vector(in.matrix, from + (first + d) * stride[2]));
@@ -211,17 +211,17 @@ struct Tile {
     gpu::barrier();
   }
 
-  // How many of the staged strips of k this thread multiplies by.
+  // How many of the staged runs of k this thread multiplies by.
   CAPSFAST_DEVICE int runs_from(int64_t k0) const {
-    return active() ? at_most((in.K - k0 + width - 1) / width, runs) : 0;
+    return active() ? at_most((in.K - k0 + width - 1) / width, staged_runs) : 0;
   }
   // The pose of this thread's input capsule in sample n of the tile.
-  CAPSFAST_DEVICE Strip pose(int n, int run) const { return poses.template vector<Strip>(pose_place(input, run, n)); }
+  CAPSFAST_DEVICE Vector pose(int n, int run) const { return poses.template vector<Vector>(pose_place(input, run, n)); }
 
   // Makes the votes of a piece. Votes of a masked input capsule are 0, even if inputs hold NaN, and so are components
   // from D on. Begins with a barrier.
   CAPSFAST_DEVICE void make_votes(int of_piece) {
-    d0 = static_cast<int64_t>(of_piece) * shape.strips * width;
+    d0 = static_cast<int64_t>(of_piece) * shape.runs * width;
     for_votes([&](int n, int m) { votes[n][m] = T(0); });
     if constexpr (kVotes) {
       gpu::barrier();
@@ -229,7 +229,7 @@ struct Tile {
       const int left = at_most(in.D - component(), width);
       int64_t at = in.matrix.at(b0, i0 + input, j0 + out, component());
       unrolled<kSamples>([&](int n) {
-        const Strip run = load(in.matrix, matrix_in_strips, at, in.matrix.stride[3], left);
+        const Vector run = load(in.matrix, matrix_in_runs, at, in.matrix.stride[3], left);
         unrolled<width>([&](int m) { votes[n][m] = run.value[m]; });
         if (n + 1 < samples) at += in.matrix.stride[0];
       });
@@ -238,10 +238,10 @@ struct Tile {
       for (int64_t k0 = 0; k0 == 0 || k0 < in.K; k0 += staged) {
         stage(k0);
         for (int run = 0, end = runs_from(k0); run < end; ++run) {
-          Strip w[width];
-          unrolled<width>([&](int m) { w[m] = weights.template vector<Strip>(place(run, m, gpu::thread())); });
+          Vector w[width];
+          unrolled<width>([&](int m) { w[m] = weights.template vector<Vector>(place(run, m, gpu::thread())); });
           unrolled<kSamples>([&](int n) {
-            const Strip u = pose(n, run);
+            const Vector u = pose(n, run);
             for_square([&](int m, int k) { votes[n][m] += w[m].value[k] * u.value[k]; });
           });
         }
@@ -273,9 +273,9 @@ struct Tile {
       });
     };
     // Two loops, so that each has its loads first.
-    if (in.D % width == 0 && left > 0) return each([&] { return from.template vector<Strip>(at); });
+    if (in.D % width == 0 && left > 0) return each([&] { return from.template vector<Vector>(at); });
     each([&] {
-      Strip x = {};
+      Vector x = {};
       unrolled<width>([&](int m) {
         if (m < left) x.value[m] = from[at + m];
       });
@@ -285,7 +285,7 @@ struct Tile {
 
   // Adds this thread's part of the dots of votes and `with`, or begins with it.
   CAPSFAST_DEVICE void add_dots(const Global<const T>& with, const Shared<T>& to, bool begins) const {
-    for_vectors(with, [&](int n, const Strip& x) {
+    for_vectors(with, [&](int n, const Vector& x) {
       const int at = n * pitch + gpu::thread();
       T dot = begins ? T(0) : T(to[at]);
       unrolled<width>([&](int m) { dot += votes[n][m] * x.value[m]; });
@@ -316,7 +316,7 @@ struct Tile {
   CAPSFAST_DEVICE void for_scores(const F& f) const {
     const int row = score_sample() * pitch + score_input() * shape.columns();
 #pragma unroll 1
-    for (int to = lane(); to < outputs && has_scores(); to += lanes) f(to, row + to * shape.strips);
+    for (int to = lane(); to < outputs && has_scores(); to += lanes) f(to, row + to * shape.runs);
   }
 
   // Writes votes . V + logits + prior, or -inf for masked entries, to c. If there is ds, also writes votes . ds +
@@ -327,7 +327,7 @@ struct Tile {
     for_scores([&](int to, int at) {
       const int64_t j = j0 + to;
       T by_V = T(0), by_ds = T(0);
-      for (int n = at; n < at + shape.strips; ++n) {
+      for (int n = at; n < at + shape.runs; ++n) {
         if (with.V) by_V += c[n];
         if (with.ds) by_ds += dc[n];
       }
