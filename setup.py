@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -213,7 +214,8 @@ def extension(found: Toolkit | None):
     ]
     # Checks put __FILE__ into their messages; this keeps the builder's folders out of the binary.
     cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
-    cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
+    # The flags of the builder come last, so that CFLAGS="-g -O1" makes an extension for a debugger.
+    cxx += [*(f"-fmacro-prefix-map={folder}" for folder in hidden), *shlex.split(os.environ.get("CFLAGS", ""))]
     # The installed pybind11 goes first, because torch ships an older one.
     more = {"include_dirs": [pybind11.get_include()]}
     nvcc = []

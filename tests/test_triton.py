@@ -268,7 +268,7 @@ def test_more_outputs_than_a_program_holds(
 @pytest.mark.parametrize("case", [EVERYTHING, replace(EVERYTHING, leaky=False, lse=False)], ids=str)
 @pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
 def test_a_softmax_joins_sections_of_outputs(op: str, case: PassCase, change: Callable[..., None]) -> None:
-    """The maxima of sections differ; a section, all sections, or all sections but that of the smallest logits are masked."""
+    """The maxima of sections differ. Masked: a section, all sections, or all but the one with the smallest logits."""
     for name in config.TABLE:
         change(config.TABLE, name, Choice(16, 1, chunk=1))
     given = make((5, 2, 12, 4, 8), case, op, torch.float32)

@@ -34,8 +34,8 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
         cut = config.tiles(name, Layer(J, D, 0 if votes else K, itemsize), given)
         columns = cut.JT * cut.DP
         assert cut.DP >= D
-        assert cut.groups * cut.NT * cut.JT >= J
-        assert (cut.groups - 1) * cut.NT * cut.JT < J
+        assert cut.sections * cut.NT * cut.JT >= J
+        assert (cut.sections - 1) * cut.NT * cut.JT < J
         if votes:
             across = cut.warps
             assert columns >= 16 * across
@@ -120,22 +120,22 @@ def test_a_warp_has_columns_enough_for_a_product_over_them(
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 @pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
-def test_interpreted_shapes_have_every_tile_and_group_of_outputs(op: Op, kernel: str) -> None:
+def test_interpreted_shapes_have_every_tile_and_section_of_outputs(op: Op, kernel: str) -> None:
     def tiles(shape: Shape, itemsize: int = 4) -> Tiles:
         votes = op.name == "route_votes"
         name = f"{kernel} votes" if votes else kernel
         return config.tiles(kernel, Layer(shape.J, shape.D, 0 if votes else shape.K, itemsize), config.TABLE[name])
 
     found = [(shape, tiles(shape)) for shape in map(op.fit, EMULATED)]
-    assert any(cut.NT > 1 and (cut.groups == 1 or kernel == "gradient") for _, cut in found)
-    grouped = [shape for shape, cut in found if cut.groups > 1]
-    assert any(shape.I > 1 for shape in grouped), "sums over input capsules in groups of outputs"
-    assert any(shape.B > cut.BB for shape, cut in found if shape in grouped), "groups and several tiles of the batch"
+    assert any(cut.NT > 1 and (cut.sections == 1 or kernel == "gradient") for _, cut in found)
+    sectioned = [shape for shape, cut in found if cut.sections > 1]
+    assert any(shape.I > 1 for shape in sectioned), "sums over input capsules in sections of outputs"
+    assert any(shape.B > cut.BB for shape, cut in found if shape in sectioned), "sections and several tiles of the batch"
     assert any(cut.DP > shape.D > 16 for shape, cut in found)
-    assert any(cut.JT * cut.NT * cut.groups > shape.J for shape, cut in found)
+    assert any(cut.JT * cut.NT * cut.sections > shape.J for shape, cut in found)
     if op.name == "dynamic_routing":
         assert {(shape.K > cut.KP) - (shape.K < cut.KP) for shape, cut in found} >= {1, -1}, "steps and padding of K"
-        assert tiles(Shape(2, 2, 330, 3, 4), itemsize=2).groups > 1 or kernel == "gradient"
+        assert tiles(Shape(2, 2, 330, 3, 4), itemsize=2).sections > 1 or kernel == "gradient"
 
 
 def test_interpreted_shapes_have_tiles_of_the_batch_and_of_input_capsules_in_one_program() -> None:
