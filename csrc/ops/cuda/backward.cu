@@ -23,7 +23,7 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   BackwardSteps<T> steps{};
   steps.in = call.in;
   steps.squash = call.squash;
-  steps.first = p.gradient_last ? p.iterations - 1 : 0;
+  steps.start = p.gradient_last ? p.iterations - 1 : 0;
   steps.iterations = p.iterations;
   steps.dv = operand(inputs.dv, {p.B, p.J, p.D});
   steps.coupling = operand(inputs.coupling, {p.B, p.I, p.J});
@@ -47,13 +47,13 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   call.run(steps);
   if (out.dbias.data != nullptr) {
     constexpr int kLanes = 8;
-    const int64_t terms = p.iterations - steps.first, size = steps.order.size(p.B);
-    const Global<const T> ds = steps.ds.from(steps.first * size, terms * size);
+    const int64_t terms = p.iterations - steps.start, size = steps.order.size(p.B);
+    const Global<const T> ds = steps.ds.from(steps.start * size, terms * size);
     call.join(JoinArgs<T>{terms * p.B, p.J * p.D, ds, {}, kLanes, p.B, steps.order}, out.dbias);
   }
   if (!wanted) return;
   GradientArgs<T>& args = gradient.args;
-  args.first = steps.first;
+  args.start = steps.start;
   args.scored = 1;
   args.V = steps.V;
   args.ds = steps.ds;
@@ -61,10 +61,10 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
   args.norm = steps.columns;  // absent for the softmax over the output capsules
   if (plan.row_norm_apart) {
     // The accumulating passes have left the normalisers of the later iterations.
-    Scoring<T> with = steps.scoring(steps.first);
+    Scoring<T> with = steps.scoring(steps.start);
     // Without a gradient through the agreement the sum of c dc is not needed.
-    if (!logits && (steps.first == 0 || p.gradient_last)) with.ds = {};
-    call.row_norm(with, steps.first);
+    if (!logits && (steps.start == 0 || p.gradient_last)) with.ds = {};
+    call.row_norm(with, steps.start);
     args.norm = call.row_norms();
   }
   call.run(gradient, out);

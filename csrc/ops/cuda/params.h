@@ -176,13 +176,13 @@ struct Work {
   CAPSFAST_HOST_DEVICE int64_t segment(int64_t unit, int64_t g) const { return unit + g; }
   CAPSFAST_HOST_DEVICE int64_t segments() const { return units > 0 ? units + groups - 1 : 0; }
 
-  // The segments [first, end) of the group of sample b, and the row of output capsule j of that sample in arrays
-  // [segments, group, J].
-  CAPSFAST_HOST_DEVICE int64_t first(int64_t b) const {
+  // The segments [first_segment, end_segment) of the group of sample b, and the row of output capsule j of that sample
+  // in arrays [segments, group, J].
+  CAPSFAST_HOST_DEVICE int64_t first_segment(int64_t b) const {
     const int64_t g = b / group;
     return units > 0 ? segment(unit_of(g * I), g) : 0;
   }
-  CAPSFAST_HOST_DEVICE int64_t end(int64_t b) const {
+  CAPSFAST_HOST_DEVICE int64_t end_segment(int64_t b) const {
     const int64_t g = b / group;
     return units > 0 ? segment(unit_of((g + 1) * I - 1), g) + 1 : 0;
   }
@@ -248,7 +248,7 @@ struct AccumulateArgs {
 template <class T>
 struct GradientArgs {
   Inputs in;
-  int64_t first, iterations;  // iterations [first, iterations) have gradients
+  int64_t start, iterations;  // iterations [start, iterations) have gradients
   bool gradient_last, shared_weight;
   Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
   Normaliser<T> norm;              // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules

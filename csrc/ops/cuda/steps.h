@@ -93,7 +93,7 @@ struct BackwardSteps {
   static constexpr int64_t begin = -1;
   Inputs in;
   BiasedSquashing squash;
-  int64_t first, iterations;    // iterations [first, iterations) have gradients
+  int64_t start, iterations;    // iterations [start, iterations) have gradients
   Operand dv;                   // [B, J, D]
   Operand coupling, dcoupling;  // [B, I, J]
   Global<const T> s;            // [r, B, J, D], without bias
@@ -114,7 +114,7 @@ struct BackwardSteps {
   }
 
   // One pass for each iteration from the last down to the second, or none for gradient="last".
-  CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - first; }
+  CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - start; }
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
   CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t n) const {

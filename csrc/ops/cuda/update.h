@@ -58,9 +58,9 @@ CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {
   at.lanes = wanted < UpdateCoord::kLanes ? wanted : UpdateCoord::kLanes;
   at.lane = lane % at.lanes;
   at.slices = UpdateCoord::kLanes / at.lanes;
-  for (int64_t first = block * warps + thread / 32; first < rows; first += 2 * step) {
-    const bool present = first + half * step < rows;
-    at.row = present ? first + half * step : first;
+  for (int64_t at_row = block * warps + thread / 32; at_row < rows; at_row += 2 * step) {
+    const bool present = at_row + half * step < rows;
+    at.row = present ? at_row + half * step : at_row;
     at.slice = present ? lane % UpdateCoord::kLanes / at.lanes : kNoSlice;
     at.b = at.row / in.J;
     at.j = at.row % in.J;
@@ -75,7 +75,7 @@ struct ColumnNorm {
 
   static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at) {
     const Work& work = parts.work;
-    const int64_t lane = at.number(), first = work.first(at.b), end = work.end(at.b);
+    const int64_t lane = at.number(), first = work.first_segment(at.b), end = work.end_segment(at.b);
     T max = in.leaky ? T(0) : Extreme<T>::lowest;
     for (int64_t n = first + lane; n < end; n += UpdateCoord::kLanes)
       max = larger<T>(max, parts.max[work.row(n, at.b, at.j, in.J)]);
@@ -97,12 +97,12 @@ CAPSFAST_DEVICE void for_sums(const Inputs& in, int64_t elements, const Parts<T>
                               bool follows, T max, const F& f) {
   constexpr int kWidth = UpdateCoord::kWidth;
   const Work& work = parts.work;
-  const int64_t end = work.end(at.b);
+  const int64_t end = work.end_segment(at.b);
   for (int64_t d0 = 0; d0 < elements; d0 += at.lanes * kWidth) {
     const int64_t d = d0 + at.lane * kWidth;
     double sum[kWidth] = {};
 #pragma unroll 4
-    for (int64_t n = work.first(at.b) + at.slice; n < end && d < elements; n += at.slices) {
+    for (int64_t n = work.first_segment(at.b) + at.slice; n < end && d < elements; n += at.slices) {
       const int64_t row = work.row(n, at.b, at.j, in.J), from = row * elements + d;
       const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
       Run<float, kWidth> run = {};

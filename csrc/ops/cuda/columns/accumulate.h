@@ -75,8 +75,8 @@ CAPSFAST_DEVICE void join_streams(const Cut& cut, const Coord& at, Accumulator (
 template <class Tr, bool kBackward, bool kOptions>
 class Turn {
  public:
-  CAPSFAST_DEVICE Turn(const PassArgs& args, const Coord& where, int first, int exchange_at)
-      : a(args), at(where), b0(first), exchange(args.cut, where, exchange_at) {
+  CAPSFAST_DEVICE Turn(const PassArgs& args, const Coord& where, int first_sample, int exchange_at)
+      : a(args), at(where), b0(first_sample), exchange(args.cut, where, exchange_at) {
     const int J = static_cast<int>(a.in.J);
     unrolled<Tr::slots, 2>([&](int slot, int row) {
       const int j = at.output_of(a.cut, slot), b = b0 + at.group + 8 * row;

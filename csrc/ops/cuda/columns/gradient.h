@@ -15,8 +15,8 @@ struct GradientArgs {
   Inputs in;
   Cut cut;            // each warp does the strips of the block in turn; chunk == streams
   int begin, count;   // input capsules [begin, begin + count)
-  int first, paired;  // iterations [first, r) have gradients, and [paired, r) have stored c and db
-  int iterations;     // r. If first < paired, c of iteration 0 is 1 / scale, and V of it 0
+  int start, paired;  // iterations [start, r) have gradients, and [paired, r) have stored c and db
+  int iterations;     // r. If start < paired, c of iteration 0 is 1 / scale, and V of it 0
   bool gradient_last, shared_weight;
   bool adds;                  // to dweight of a shared weight, which holds sums over other input capsules
   Global<const float> V, ds;  // [r][strips][column warps][tiles][32] fours
@@ -63,7 +63,7 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const Coord& at, int str
                 all_pairs = int64_t{a.strips} * a.count * warps * Tr::pairs;
   int64_t from = (int64_t{strip} * warps + at.column_warp) * Tr::vectors;
   int64_t pair = ((int64_t{strip} * a.count + i - a.begin) * warps + at.column_warp) * Tr::pairs;
-  if (a.first < a.paired) {
+  if (a.start < a.paired) {
     const Global<const float> ds = lane_vectors(a.ds, from, Tr::vectors, at).reread();
     unrolled<Tr::tiles>([&](int tile) {
       const Four x = ds.template vector<Four>(tile * 128);
@@ -117,13 +117,13 @@ CAPSFAST_DEVICE void load_poses(const GradientArgs& a, const Coord& at, int b0, 
   with_element<Tr>(a.in.u.storage, [&](auto e) {
     using E = decltype(e);
     const Global<const E> poses = a.in.u.data.template as<const E>();
-    const int64_t first = a.in.u.at(b0 + at.quad, i, k0);
+    const int64_t at_pose = a.in.u.at(b0 + at.quad, i, k0);
     const bool whole = b0 + kStrip <= B && K == Tr::components && !a.in.mask.data;
     unrolled<2, 2>([&](int product, int n) {
       const int row = 4 * product + 8 * n;
       if (whole) {
         unrolled<Tr::steps>([&](int step) {
-          u[product][n][step] = float(poses[first + row * a.in.u.stride[0] + step * a.in.u.stride[2]]);
+          u[product][n][step] = float(poses[at_pose + row * a.in.u.stride[0] + step * a.in.u.stride[2]]);
         });
         return;
       }
@@ -175,7 +175,7 @@ CAPSFAST_DEVICE void add_dweight(const GradientMemory<Tr>& memory, const Coord& 
 
 // Writes dweight of an input capsule, or adds it to what is there: [J, D, K] from `to` on.
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Coord& at, const Global<float>& to, bool first,
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Coord& at, const Global<float>& to, bool overwrites,
                                    const Accumulator (&dweight)[Tr::tiles / 2][Tr::steps]) {
   constexpr int kCount = 2 * Tr::steps;
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
@@ -197,17 +197,17 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Coord& at, const
       unrolled<kCount / kAtOnce>([&](int part) {
         if (k + part * kAtOnce >= K) return;
         Run<float, kAtOnce> run;
-        if (!first) run = to.template vector_once<Run<float, kAtOnce>>(place + part * kAtOnce);
+        if (!overwrites) run = to.template vector_once<Run<float, kAtOnce>>(place + part * kAtOnce);
         unrolled<kAtOnce>([&](int n) {
           const float added = x.value[part * kAtOnce + n];
-          run.value[n] = first ? added : run.value[n] + added;
+          run.value[n] = overwrites ? added : run.value[n] + added;
         });
         to.template as<Run<float, kAtOnce>>()[place / kAtOnce + part] = run;
       });
       return;
     }
     unrolled<kCount>([&](int n) {
-      if (k + n < K) to[place + n] = first ? x.value[n] : to[place + n] + x.value[n];
+      if (k + n < K) to[place + n] = overwrites ? x.value[n] : to[place + n] + x.value[n];
     });
   });
 }
@@ -342,7 +342,7 @@ CAPSFAST_DEVICE void take_dlogits(const GradientArgs& a, const Coord& at, int b0
 // output capsules.
 template <class Tr, class Weight>
 CAPSFAST_DEVICE void add_capsule(const GradientArgs& a, const GradientMemory<Tr>& memory, const Coord& at, int part,
-                                 int strip, int count, int i, int section, bool first, const Weight& weight) {
+                                 int strip, int count, int i, int section, bool overwrites, const Weight& weight) {
   const int number = at.stream * a.cut.warps + at.warp;
   const bool with_dlogits = a.dlogits || a.dlogits_sample.data;
   Accumulator dweight[Tr::tiles / 2][Tr::given ? 1 : Tr::steps] = {};
@@ -369,7 +369,7 @@ CAPSFAST_DEVICE void add_capsule(const GradientArgs& a, const GradientMemory<Tr>
       const int splits = static_cast<int>(gpu::blocks_y()), split = static_cast<int>(gpu::block_y());
       const int64_t row =
           a.shared_weight ? (int64_t{part} * splits + split) * a.cut.streams + at.stream : int64_t{part} * I + i;
-      write_dweight<Tr>(a, at, a.dweight.from(row * size, size), first, dweight);
+      write_dweight<Tr>(a, at, a.dweight.from(row * size, size), overwrites, dweight);
     }
     if (a.du.data && section + 1 == a.cut.sections) {
       if (a.cut.warps > 1) gpu::named_barrier(at.stream + 1, 32 * a.cut.warps);
@@ -414,11 +414,12 @@ gradient_kernel(CAPSFAST_IN_PLACE GradientArgs a) {
           [&](int i, int present, int section, int stage) {
             if (at.stream >= present) return;
             at.template go_to<Tr>(cut, section);
-            const bool first = first_strips && (!a.shared_weight || (i == begin && !a.adds));
-            add_capsule<Tr>(a, memory, at, part, strip, count, i + at.stream, section, first, [&](const auto& use) {
-              with_element<Tr>(a.in.matrix.storage,
-                               [&](auto e) { use(weights.template at<decltype(e)>(stage, at.stream, at.warp)); });
-            });
+            const bool overwrites = first_strips && (!a.shared_weight || (i == begin && !a.adds));
+            add_capsule<Tr>(
+                a, memory, at, part, strip, count, i + at.stream, section, overwrites, [&](const auto& use) {
+                  with_element<Tr>(a.in.matrix.storage,
+                                   [&](auto e) { use(weights.template at<decltype(e)>(stage, at.stream, at.warp)); });
+                });
           });
     }
   }

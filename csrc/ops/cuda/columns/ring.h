@@ -108,9 +108,9 @@ class Ring {
   // Starts copying the weights of `count` input capsules from i on, for a section of the output capsules, to `stage`.
   CAPSFAST_DEVICE void start(int i, int count, int section, int stage) const {
     const int D = static_cast<int>(in.D), K = static_cast<int>(in.K), size = element_bytes(in.matrix.storage);
-    const int outputs = cut.warps * cut.outputs(Tr::tiles), first = section * outputs;
-    const int rest = static_cast<int>(in.J) - first, J = rest < outputs ? rest : outputs;
-    const int64_t from = i * in.matrix.stride[0] + int64_t{first} * D * K;
+    const int outputs = cut.warps * cut.outputs(Tr::tiles), first_output = section * outputs;
+    const int rest = static_cast<int>(in.J) - first_output, J = rest < outputs ? rest : outputs;
+    const int64_t from = i * in.matrix.stride[0] + int64_t{first_output} * D * K;
     if (!in_bulk()) {
       for (int capsule = 0; capsule < count; ++capsule)
         start_capsule(from + capsule * in.matrix.stride[0], J * D, place(stage, capsule, 0));

@@ -97,7 +97,7 @@ class Routing : Scratch {
       run(bias_kernel, {kernels.tiles, cut.column_warps(), 1}, 32 * kBiasWarps,
           kBiasWarps * 8 * static_cast<int>(sizeof(double)),
           BiasArgs{planner_.strips(), cut.column_warps(), kernels.tiles, cut.lanes, static_cast<int>(p.J),
-                   static_cast<int>(p.D), first(), iterations(), ds_, operand(out.dbias, {p.J * p.D})});
+                   static_cast<int>(p.D), start(), iterations(), ds_, operand(out.dbias, {p.J * p.D})});
     }
     if (!wanted) return;
     gradient.V = V_;
@@ -127,8 +127,8 @@ class Routing : Scratch {
   int iterations() const { return static_cast<int>(p.iterations); }
   // The first iteration with a gradient; and the first whose c and db the gradient pass reads. In iteration 0 every c
   // is the same without logits and a mask of output capsules.
-  int first() const { return p.gradient_last ? iterations() - 1 : 0; }
-  int paired() const { return uniform_ && first() == 0 ? 1 : first(); }
+  int start() const { return p.gradient_last ? iterations() - 1 : 0; }
+  int paired() const { return uniform_ && start() == 0 ? 1 : start(); }
 
   // Numbers of an array in the order of the fragments, and of the stored pairs of `count` input capsules in an
   // iteration.
@@ -181,7 +181,7 @@ class Routing : Scratch {
     GradientArgs args{};
     args.in = in;
     args.cut = plan_.gradient;
-    args.first = first();
+    args.start = start();
     args.paired = paired();
     args.iterations = iterations();
     args.gradient_last = p.gradient_last;
@@ -193,7 +193,7 @@ class Routing : Scratch {
     }
     if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
     args.strips = planner_.strips();
-    args.scale = first() < paired() ? static_cast<float>(p.J + p.leaky) : 1.0f;
+    args.scale = start() < paired() ? static_cast<float>(p.J + p.leaky) : 1.0f;
     args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
     return args;
   }

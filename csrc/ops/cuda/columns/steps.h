@@ -12,13 +12,13 @@ namespace capsfast::cuda::columns {
 // Loads of a thread that are on their way at once.
 constexpr int kTogether = 8;
 
-// The sum of fours from[first + n plane], 0 <= n < count, to all threads of slice 0: `slices` threads share it, each
+// The sum of fours from[begin + n plane], 0 <= n < count, to all threads of slice 0: `slices` threads share it, each
 // with some n, and have numbers below `width` in the block of threads. Shared memory from byte `memory` on has a four
 // for each thread. All threads of the block must call it.
-CAPSFAST_DEVICE Four sum_slices(const Global<const Four>& from, int64_t first, int64_t plane, int count, int slice,
+CAPSFAST_DEVICE Four sum_slices(const Global<const Four>& from, int64_t begin, int64_t plane, int count, int slice,
                                 int slices, int number, int width, int memory) {
   const int64_t step = slices * plane;
-  int64_t at = first + slice * plane;
+  int64_t at = begin + slice * plane;
   Four sum = {};
 #pragma unroll 1
   for (int n = slice; n < count && slice < slices; n += kTogether * slices) {
@@ -82,7 +82,7 @@ class StepThread {
     const int column = column_of(tile, 2 * quad), padded = kSpan * a.lanes;
     j = warp * (a.step.tiles * 8 / padded) + column / padded;
     d = column % padded;
-    first = (int64_t{b} * a.J + j) * a.D + d;
+    first_element = (int64_t{b} * a.J + j) * a.D + d;
     unrolled<4>([&](int n) { exists[n] = b + n / 2 * 8 < a.B && j < a.J && d + n % 2 < a.D; });
   }
 
@@ -94,7 +94,7 @@ class StepThread {
     });
   }
   // The element of tensors [B, J, D].
-  CAPSFAST_DEVICE int64_t element(int n) const { return first + n / 2 * 8 * a.J * a.D + n % 2; }
+  CAPSFAST_DEVICE int64_t element(int n) const { return first_element + n / 2 * 8 * a.J * a.D + n % 2; }
   CAPSFAST_DEVICE bool valid(int row) const { return b + row * 8 < a.B && j < a.J && a.out_mask.at(b + row * 8, j); }
 
   // The sum over the splits. Only threads of slice 0 get it.
@@ -113,8 +113,8 @@ class StepThread {
     Four sum = {};
     if (slice > 0) return sum;
     const int width = 4 * kStepGroups, lane = number % width;
-    const int lanes = tile < kWholeTiles ? a.lanes : 4, first = lane & -lanes;
-    for (int n = first; n < first + lanes; ++n) {
+    const int lanes = tile < kWholeTiles ? a.lanes : 4, begin = lane & -lanes;
+    for (int n = begin; n < begin + lanes; ++n) {
       if (tile < kWholeTiles) {
         unrolled<kWholeTiles>([&](int t) { add(sum.value, all[t * width + n]); });
       } else {
@@ -125,8 +125,8 @@ class StepThread {
   }
 
   const StepArgs& a;
-  int64_t at;     // the four, in arrays in the order of the fragments
-  int64_t first;  // its first element, in tensors [B, J, D]
+  int64_t at;             // the four, in arrays in the order of the fragments
+  int64_t first_element;  // of the lane, in tensors [B, J, D]
   bool exists[4];
   int slice, number, tile, b, j, d;
 };
@@ -267,7 +267,7 @@ join_parts_kernel(PartsArgs a) {
 // dbias [J, D] = the sum of ds over samples and iterations.
 struct BiasArgs {
   int strips, column_warps, tiles, lanes, J, D;
-  int first, iterations;   // iterations [first, iterations)
+  int start, iterations;   // iterations [start, iterations)
   Global<const float> ds;  // [r][strips][column warps][tiles][32] fours
   Operand dbias;
 };
@@ -283,7 +283,7 @@ bias_kernel(BiasArgs a) {
   const int64_t end = int64_t{a.iterations} * a.strips;
   double sum[2] = {};
 #pragma unroll 4
-  for (int64_t n = int64_t{a.first} * a.strips + warp; n < end; n += kBiasWarps) {
+  for (int64_t n = int64_t{a.start} * a.strips + warp; n < end; n += kBiasWarps) {
     const Four x = a.ds.as<const Four>()[((n * a.column_warps + column_warp) * a.tiles + tile) * 32 + lane];
     unrolled<2>([&](int e) { sum[e] += double{x.value[e]} + double{x.value[2 + e]}; });
   }

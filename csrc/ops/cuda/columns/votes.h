@@ -81,18 +81,18 @@ CAPSFAST_DEVICE void multiply_narrow(bool from_zero, Accumulator& c, const uint3
   }
 }
 
-// Votes of kTogether tiles from tile `first` on, in steps [s, s + kSteps) of the product: products of tiles take turns,
-// because each waits for the last.
+// Votes of kTogether tiles from `first_tile` on, in steps [s, s + kSteps) of the product. Products of the tiles take
+// turns, because a product of a tile waits for the product before.
 template <class Tr, class E, int kTogether, int kSteps, bool kAdd, class Rows>
-CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::Raw& poses, const Coord& at, int first,
-                                    int s, Accumulator (&votes)[Tr::tiles]) {
+CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::Raw& poses, const Coord& at,
+                                    int first_tile, int s, Accumulator (&votes)[Tr::tiles]) {
   const int k = Poses<Tr>::count * at.quad + 2 * s;  // components of the lane
   if constexpr (kNarrow<E>) {
     Run<uint32_t, kSteps> w[kTogether];
-    unrolled<kTogether>([&](int n) { w[n] = rows.template read<Run<uint32_t, kSteps>>(first + n, k); });
+    unrolled<kTogether>([&](int n) { w[n] = rows.template read<Run<uint32_t, kSteps>>(first_tile + n, k); });
     unrolled<kSteps, kTogether>([&](int step, int n) {
       const uint32_t a[2] = {poses.row[0].value[s + step], poses.row[1].value[s + step]};
-      multiply_narrow<E>(!kAdd && s + step == 0, votes[first + n], a, w[n].value[step]);
+      multiply_narrow<E>(!kAdd && s + step == 0, votes[first_tile + n], a, w[n].value[step]);
     });
   } else {
     constexpr int kProducts = Tr::exact ? 3 : 1;
@@ -101,7 +101,7 @@ CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::
       two_parts<Tr>(float_of_bits(poses.row[n % 2].value[2 * (s + step) + n / 2]), u_high[step][n], u_low[step][n]);
     });
     unrolled<kTogether>([&](int n) {
-      const auto w = rows.template read<Run<float, 2 * kSteps>>(first + n, k);
+      const auto w = rows.template read<Run<float, 2 * kSteps>>(first_tile + n, k);
       unrolled<kSteps, 2>([&](int step, int m) {
         two_parts<Tr>(w.value[2 * step + m], high[n][step][m], low[n][step][m]);
       });
@@ -110,7 +110,7 @@ CAPSFAST_DEVICE void multiply_tiles(const Rows& rows, const typename Poses<Tr>::
       const int step = turn / kProducts, product = turn % kProducts + 3 - kProducts;  // the largest product last
       const float (&a)[4] = product == 0 ? u_low[step] : u_high[step];
       const float (&b)[2] = product == 1 ? low[n][step] : high[n][step];
-      Accumulator& sum = votes[first + n];
+      Accumulator& sum = votes[first_tile + n];
       !kAdd&& s == 0 && turn == 0 ? gpu::mma_tf32_from_zero(sum, a, b) : gpu::mma_tf32(sum, a, b);
     });
   }

@@ -22,8 +22,8 @@ struct Accumulation {
   const Inputs& in = a.in;
   Votes tile{in};
   T sum[kSamples][width] = {};
-  int tiles = 0;      // in `sum`
-  bool first = true;  // `sum` is the first part of the sum in memory
+  int tiles = 0;           // in `sum`
+  bool overwrites = true;  // nothing is in memory yet that `sum` would add to
   // The input capsules [i_begin, i_end) of the block's split.
   const int64_t split = gpu::block_z(), i_begin = in.I * split / gpu::blocks_z(),
                 i_end = in.I * (split + 1) / gpu::blocks_z();
@@ -56,7 +56,7 @@ struct Accumulation {
       const int begin = sample * Votes::pitch + out * tile.shape.runs, step = tile.shape.columns(),
                 end = begin + tile.inputs * step;
       // The leaky entry, with logit 0, counts in the first split.
-      if (first && tiles == 0) max()[column] = in.leaky && split == 0 ? T(0) : Extreme<T>::lowest;
+      if (overwrites && tiles == 0) max()[column] = in.leaky && split == 0 ? T(0) : Extreme<T>::lowest;
       const T before = max()[column];
       T m = before;
       for (int n = begin; n < end; n += step) m = larger<T>(m, tile.c[n]);
@@ -101,7 +101,7 @@ struct Accumulation {
     // Adds the parts of all input capsules, which lie `step` apart, to a sum in memory.
     const auto add = [&](double& to, double begin, int sample, int out, const Shared<T>& parts, int at, int step) {
       const double factor = a.to.max ? static_cast<double>(kept()[sample * tile.shape.outputs + out]) : 1.0;
-      double part = (first ? begin : to) * factor;
+      double part = (overwrites ? begin : to) * factor;
       for (int n = 0; n < tile.shape.inputs; ++n) part += static_cast<double>(parts[at + n * step]);
       to = part;
     };
@@ -124,7 +124,7 @@ struct Accumulation {
       });
     }
     tiles = 0;
-    first = false;
+    overwrites = false;
   }
 
   // Adds the input capsules from tile.i0 on.
@@ -155,7 +155,7 @@ accumulate_kernel(AccumulateArgs<T> a) {
   tile.piece = static_cast<int>(gpu::block_x() % tile.shape.pieces);
   tile.j0 = gpu::block_x() / tile.shape.pieces * tile.shape.outputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
-    block.first = true;
+    block.overwrites = true;
     for (tile.i0 = block.i_begin; tile.i0 < block.i_end; tile.i0 += tile.shape.inputs) block.add_tile();
   }
 }

@@ -49,12 +49,12 @@ struct Gradient {
     if (with_dc && t + 1 == a.iterations) with = {{}, {}, a.dcoupling, a.dmass, a.dlse};
     if (t >= a.scored) with.V = a.V.from(t * vectors, vectors);
     if (with_dc) with.ds = a.ds.from(t * vectors, vectors);
-    tile.make_dots(with, t > a.first);
+    tile.make_dots(with, t > a.start);
     tile.score(with);
     tile.normalise(with, norm, [&](int out, int n) {
       if (!with_dlogits) return;
       T sum = tile.dc[n];
-      if (t > a.first) sum += dlogits[n];
+      if (t > a.start) sum += dlogits[n];
       dlogits[n] = sum;
       if (t + 1 == a.iterations) a.dlogits_sample.put(sum, tile.b(), tile.i(), tile.j0 + out);
     });
@@ -93,8 +93,9 @@ struct Gradient {
     });
   }
 
-  // du += dvotes W for the staged components, from k on. first, last: of the tiles that add to a du.
-  CAPSFAST_DEVICE void add_du(int64_t k, bool first, bool last) const {
+  // du += dvotes W for the staged components, from k on. begins, ends: this tile is the first, the last that adds to
+  // its du.
+  CAPSFAST_DEVICE void add_du(int64_t k, bool begins, bool ends) const {
     constexpr int kLanes = 8;
     const int lane = gpu::thread() % kLanes, step = tile.shape.columns();
     for (int n = gpu::thread() / kLanes; n < tile.inputs * Votes::staged_runs * kSamples; n += kThreads / kLanes) {
@@ -115,9 +116,9 @@ struct Gradient {
       const int at = (input * kSamples + sample) * static_cast<int>(columns) + static_cast<int>(from - k0);
       unrolled<width>([&](int m) {
         if (from + m >= k_end) return;
-        if (!first) sum.value[m] += du[at + m];
-        if (!last) du[at + m] = sum.value[m];
-        if (last) a.du.put(in.mask.at(b, i) ? sum.value[m] : T(0), b, i, from + m);
+        if (!begins) sum.value[m] += du[at + m];
+        if (!ends) du[at + m] = sum.value[m];
+        if (ends) a.du.put(in.mask.at(b, i) ? sum.value[m] : T(0), b, i, from + m);
       });
     }
   }
@@ -143,7 +144,7 @@ struct Gradient {
     // A shared weight has one sum, to which all input capsules of the tile add.
     const int sums = a.shared_weight ? 1 : tile.inputs, terms = tile.inputs / sums, step = tile.shape.columns() * width;
     const int64_t part = a.shared_weight ? split * gpu::blocks_x() + gpu::block_x() : split * in.I + tile.i0;
-    const bool first =
+    const bool overwrites =
         tile_of_split < tiles_in_T && (!a.shared_weight || tile.i0 == gpu::block_x() * tile.shape.inputs);
     for (int of = 0; of < sums; ++of) {
       const int64_t from = k + Votes::k_run() * width,
@@ -153,7 +154,7 @@ struct Gradient {
           double sum = 0;
           for (int n = 0; n < terms; ++n) sum += static_cast<double>(dweight[at + n * step + m]);
           double& to = a.dweight[row + offset + m];
-          to = (first ? 0.0 : to) + sum;
+          to = (overwrites ? 0.0 : to) + sum;
         }
       });
     }
@@ -164,7 +165,7 @@ struct Gradient {
     tile.fit(in.I);
     Votes::for_votes([&](int n, int m) { dvotes[n][m] = T(0); });
     const bool with_dlogits = (a.dlogits || a.dlogits_sample.data) && tile.piece == 0 && k0 == 0;
-    for (int64_t t = a.first; t < a.iterations; ++t) {
+    for (int64_t t = a.start; t < a.iterations; ++t) {
       const bool with_db = !a.gradient_last && t >= a.scored;
       couple(t, with_db || with_dlogits, with_dlogits);
       add_dvotes(t, with_db);
@@ -178,8 +179,8 @@ struct Gradient {
     if constexpr (kVotes) {
       if (a.dvotes.data) put_dvotes();
     } else {
-      const bool first = tile.j0 == 0 && tile.piece == 0,
-                 last = tile.j0 + tile.outputs == in.J && tile.piece + 1 == tile.shape.pieces;
+      const bool begins = tile.j0 == 0 && tile.piece == 0,
+                 ends = tile.j0 + tile.outputs == in.J && tile.piece + 1 == tile.shape.pieces;
       Votes::put_runs(dvotes_staged, dvotes);
       for (int64_t k = k0; k < k_end; k += Votes::staged) {
         if (tile.weights_stay) {
@@ -187,7 +188,7 @@ struct Gradient {
         } else {
           tile.stage(k);
         }
-        if (a.du.data) add_du(k, first, last);
+        if (a.du.data) add_du(k, begins, ends);
         if (a.dweight) add_dweight(k);
       }
     }

@@ -197,10 +197,10 @@ struct Tile {
     for (int n = 0; n < inputs && left > 0 && !weights_staged; ++n) {
       const int64_t from = in.matrix.at(i0 + n, j0, d0, k), *stride = in.matrix.stride;
       if (weights_in_rows) {
-        const int first = gpu::thread() / staged_runs, at = weight_at(n, first);
+        const int row = gpu::thread() / staged_runs, at = weight_at(n, row);
 #pragma unroll 4
-        for (int d = 0, end = outputs * static_cast<int>(in.D) - first; d < end; d += step)
-          weights.write(at + d, load_vector(in.matrix, from + (first + d) * stride[2]));
+        for (int d = 0, end = outputs * static_cast<int>(in.D) - row; d < end; d += step)
+          weights.write(at + d, load_vector(in.matrix, from + (row + d) * stride[2]));
       } else {
         for_weights(n, stride[1], stride[2], [&](int at, int64_t offset, bool there) {
           weights.write(at, load(in.matrix, false, from + offset, stride[3], there ? left : 0));

@@ -53,7 +53,7 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, i
   constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const int64_t mine = vectors_at + at.lane * 4;
   const int iterations = static_cast<int>(a.iterations);
-  int t = static_cast<int>(a.first);
+  int t = static_cast<int>(a.start);
   // In iteration 0 every coefficient is 1 / J. Without iteration 0, the sum begins with V[0], which is 0.
   const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
   unrolled<Tr::tiles>([&](int tile) {
