@@ -52,9 +52,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def reach(tensor: Slot, first: int, last: int) -> int:
-    """The largest distance between two numbers along the axes from first to last, in numbers."""
-    return sum((n - 1) * step for n, step in zip(tensor.shape[first:last], tensor.stride()[first:last], strict=True))
+def reach(tensor: Slot, begin: int, end: int) -> int:
+    """Span of axes [begin, end), in elements."""
+    return sum((n - 1) * step for n, step in zip(tensor.shape[begin:end], tensor.stride()[begin:end], strict=True))
 
 
 def programs(device: torch.device, warps: int) -> int:

@@ -106,7 +106,7 @@ def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, do
 def weighted_sums(
     call: Call,
     V: Slot | None,
-    first: bool,
+    first_iteration: bool,
     coupling: Slot | None = None,
     with_lse: bool = False,
     norm: Slot | None = None,
@@ -114,14 +114,13 @@ def weighted_sums(
 ) -> tuple[Sums, Slot | None]:
     """One pass of a forward: its sums, and the log-sum-exp of the logits if with_lse, [B, I] or for "in" [B, J].
 
-    V: the query, or None for zero. first: whether this is the first iteration of a routing, or a pass. Fills what is
-    not None: coupling [B, I, J] and, for normalize="in", norm [2, B, J]. step: what the step after the pass fills, see
-    update().
+    V: the query, or None for zero. first_iteration: of a routing; a pass is one. Fills what is not None: coupling
+    [B, I, J] and, for normalize="in", norm [2, B, J]. step: what the step after the pass fills, see update().
     """
     B, I, J, *_ = call.sizes
     inward = call.normalize == "in"
     # For "in" the coupling is known only after all splits are added up, so it takes a pass of its own.
-    uniform = first and call.uniform_start and not with_lse and (coupling is None or inward)
+    uniform = first_iteration and call.uniform_start and not with_lse and (coupling is None or inward)
     kind = "uniform" if uniform else mode(call, "accumulate")
     rows = rows_of(call, kind, V)
     lse = call.new(B, I) if with_lse and kind == "out" else None
@@ -385,9 +384,9 @@ def _gradient(
         # du is a sum over sections of outputs, in float32 until the last section.
         if tiles.sections > 1 and call.weight is not None and dx.dtype != torch.float32:
             room = call.new(*call.x.shape)
-    first = call.iterations - (0 if pairs is None else pairs.shape[0])
+    start = call.iterations - (0 if pairs is None else pairs.shape[0])
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    vectors = 2 * (call.iterations - first) + uniform
+    vectors = 2 * (call.iterations - start) + uniform
     held = vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
     # Loads of vectors for every input capsule would be pipelined too.
     ahead = held and not call.quadratic
@@ -397,7 +396,7 @@ def _gradient(
         # One part per split of the batch; for a shared weight one part per program.
         dw = call.new(chunks * splits if call.shared else splits, *call.weight.shape)
     constants = call.constants("gradient") | {
-        "BACK_DOT": call.back_dot, "START": first, "R": call.iterations, "UNIFORM": uniform,
+        "BACK_DOT": call.back_dot, "START": start, "R": call.iterations, "UNIFORM": uniform,
         "AGREEMENT": call.agreement, "SHARED": call.shared, "HELD": held,
         "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip

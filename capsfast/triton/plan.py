@@ -58,14 +58,15 @@ def form_of(tensor: Tensor) -> Form:
 class Memory:
     """The memory of slots. kind: "given" with the call, "new", or the "result" of a function of torch.
 
-    alone: whether the memory is a tensor of its own; other new memory lies in the workspace. first, last: the first and
-    the last step that use the memory. index: the position among the tensors of a run. offset: bytes in the workspace.
+    alone: whether the memory is a tensor of its own; other new memory lies in the workspace. first_step, last_step:
+    the steps that begin and end its use. index: the position among the tensors of a run. offset: bytes in the
+    workspace.
     """
 
     def __init__(self, kind: str, form: Form, alignment: int = 0) -> None:
         self.kind, self.form, self.alignment = kind, form, alignment
         self.alone = kind != "new"
-        self.first, self.last, self.index, self.offset = -1, -1, -1, 0
+        self.first_step, self.last_step, self.index, self.offset = -1, -1, -1, 0
 
     @property
     def bytes(self) -> int:
@@ -325,8 +326,8 @@ class Plan:
         step = len(self.steps) if step is None else step
         for memory in (value.memory for value in values if isinstance(value, Slot)):
             memory.alone |= alone
-            memory.first = step if memory.first < 0 else memory.first
-            memory.last = step
+            memory.first_step = step if memory.first_step < 0 else memory.first_step
+            memory.last_step = step
 
     def finish(self, outputs: Sequence[Slot]) -> None:
         """Gives every slot its place."""
@@ -335,7 +336,7 @@ class Plan:
             [memory for memory in self.memories if memory.kind == kind] for kind in ("given", "new", "result")
         )
         alone = [request for request in new if request.alone]
-        workspace = [request for request in new if not request.alone and request.first >= 0]
+        workspace = [request for request in new if not request.alone and request.first_step >= 0]
         for index, memory in enumerate((*given, *alone, *workspace[:1], *results)):
             memory.index = index
         self.new_forms = [memory.form for memory in alone]
@@ -361,7 +362,7 @@ class Plan:
         for step in self.steps:
             step.finish(place)
         self.given_count, self.results = len(given), len(results)
-        self.done = [[result.index for result in results if result.last == n] for n in range(len(self.steps))]
+        self.done = [[result.index for result in results if result.last_step == n] for n in range(len(self.steps))]
         self.outputs = [place(slot) for slot in outputs]
         self.memories = []
 
@@ -430,7 +431,7 @@ def arrange(memories: list[Memory]) -> int:
     placed: list[Memory] = []
     for memory in sorted(memories, key=lambda memory: -memory.bytes):
         for other in sorted(placed, key=lambda memory: memory.offset):
-            at_once = other.first <= memory.last and memory.first <= other.last
+            at_once = other.first_step <= memory.last_step and memory.first_step <= other.last_step
             if at_once and other.offset < memory.offset + memory.bytes:
                 memory.offset = max(memory.offset, other.offset + other.bytes)
         placed.append(memory)

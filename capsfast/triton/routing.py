@@ -38,7 +38,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
 
 
 def first_iterations(options: RoutingOptions, logits: object) -> tuple[int, int]:
-    """The first iteration that has a gradient, and from there on the first whose couplings differ."""
+    """The first iteration with a gradient, and the first of these whose coupling coefficients differ."""
     start = 0 if options.gradient == "full" else options.num_iterations - 1
     return start, start + (start == 0 and logits is None)
 
@@ -71,12 +71,12 @@ def backward(
         norms = Norms(None, norm[0], norm[1], delta)
 
     assert isinstance(call.options, RoutingOptions)
-    start, first = first_iterations(call.options, call.parameters.logits)
-    pairs = passes.new_coefficients(call, r - first) if r > first and any(needed[:3]) else None
+    start, paired = first_iterations(call.options, call.parameters.logits)
+    pairs = passes.new_coefficients(call, r - paired) if r > paired and any(needed[:3]) else None
     G: Slot | None = None
     for t in range(r - 1, -1, -1):
         sums = passes.partial_sums(call, "accumulate_gradient") if start == 0 and t > 0 else None
-        kept = None if pairs is None or t < first else pairs[t - first]
+        kept = None if pairs is None or t < paired else pairs[t - paired]
         if sums is not None or kept is not None:
             of_t = Norms(*(norm and norm[t] for norm in norms))._replace(s=vectors and vectors[:, :, t])
             douts = OutputGradients(dcoupling if t == r - 1 else None)
@@ -88,7 +88,7 @@ def backward(
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
-    found = passes.gradients(call, state, pairs, first > start, needed[:3], dtype, dx)
+    found = passes.gradients(call, state, pairs, paired > start, needed[:3], dtype, dx)
     dbias = None
     if needed[3]:
         assert call.bias is not None

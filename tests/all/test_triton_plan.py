@@ -187,13 +187,13 @@ def test_nothing_in_use_at_once_overlaps() -> None:
         memories = []
         for size, first, length in torch.randint(1, 9, (12, 3), generator=draw).tolist():
             memory = Memory("new", (torch.float32, (200 * size,), (1,)))
-            memory.first, memory.last = first, first + length
+            memory.first_step, memory.last_step = first, first + length
             memories.append(memory)
         total = arrange(memories)
         for n, one in enumerate(memories):
             assert one.offset % 512 == 0 and one.offset + one.bytes <= total
             for two in memories[:n]:
-                at_once = one.first <= two.last and two.first <= one.last
+                at_once = one.first_step <= two.last_step and two.first_step <= one.last_step
                 apart = one.offset + one.bytes <= two.offset or two.offset + two.bytes <= one.offset
                 assert apart or not at_once
 

@@ -130,7 +130,9 @@ def test_interpreted_shapes_have_every_tile_and_section_of_outputs(op: Op, kerne
     assert any(cut.NT > 1 and (cut.sections == 1 or kernel == "gradient") for _, cut in found)
     sectioned = [shape for shape, cut in found if cut.sections > 1]
     assert any(shape.I > 1 for shape in sectioned), "sums over input capsules in sections of outputs"
-    assert any(shape.B > cut.BB for shape, cut in found if shape in sectioned), "sections and several tiles of the batch"
+    assert any(shape.B > cut.BB for shape, cut in found if shape in sectioned), (
+        "sections and several tiles of the batch"
+    )
     assert any(cut.DP > shape.D > 16 for shape, cut in found)
     assert any(cut.JT * cut.NT * cut.sections > shape.J for shape, cut in found)
     if op.name == "dynamic_routing":
