@@ -379,7 +379,7 @@ def test_under_ddp_the_first_rank_decides(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_votes_in_memory_are_mentioned() -> None:
     report = accelerate(layers.DynamicRouting(3), (VOTES, 3))
-    assert report.fused == ("",) and "one capsfast.DynamicRouting in the place of both" in str(report)
+    assert report.fused == ("",) and "one capsfast.DynamicRouting instead of both" in str(report)
 
 
 def test_bad_arguments() -> None:

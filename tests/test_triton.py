@@ -169,7 +169,7 @@ def test_rows_of_no_sample_do_not_overflow() -> None:
 def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
     """The last group has tiles without any output. These tiles read V and the center of other outputs."""
     for kernel in ("accumulate", "accumulate_gradient"):
-        cut = config.tiles(kernel, config.Layer(46, 16, 8, 4), config.TABLE[f"{kernel} quadratic"])
+        cut = config.tiles(kernel, config.LayerSizes(46, 16, 8, 4), config.TABLE[f"{kernel} quadratic"])
         assert cut.sections * cut.NT * cut.JT > 46 and 46 % cut.JT == 0
     exact(problem((3, 2, 46, 16, 8), PassCase(query=True, center=True, activation=True, normalize=how)))
 
@@ -272,7 +272,7 @@ def test_a_softmax_joins_sections_of_outputs(op: str, case: PassCase, change: Ca
     for name in config.TABLE:
         change(config.TABLE, name, Choice(16, 1, chunk=1))
     given = make((5, 2, 12, 4, 8), case, op, torch.float32)
-    layer = config.Layer(12, 4, 0 if op == "votes_pass" else 8, 4)
+    layer = config.LayerSizes(12, 4, 0 if op == "votes_pass" else 8, 4)
     assert config.tiles("row_norm", layer, config.TABLE["row_norm"]).sections == 3
     given.inputs["logits"][:, :, :4] -= 200.0
     given.inputs["logits"][:, :, 4:8] += 20.0
@@ -286,7 +286,7 @@ def test_a_softmax_joins_sections_of_outputs(op: str, case: PassCase, change: Ca
 def test_a_softmax_of_more_sections_than_are_joined_at_once(change: Callable[..., None]) -> None:
     for name in config.TABLE:
         change(config.TABLE, name, Choice(16, 1, chunk=1))
-    assert config.tiles("row_norm", config.Layer(140, 4, 4, 4), config.TABLE["row_norm"]).sections > 32
+    assert config.tiles("row_norm", config.LayerSizes(140, 4, 4, 4), config.TABLE["row_norm"]).sections > 32
     check(problem((2, 2, 140, 4, 4), Case(logits="IJ", leaky=True)), TRITON)
 
 

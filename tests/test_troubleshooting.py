@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 def texts(*files: Path) -> set[str]:
-    """All strings of Python files, with … in the place of values."""
+    """All strings of Python files, with … instead of values."""
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -12,14 +12,14 @@ from .state import LeftAloneError, kept, same
 
 
 class Like(NamedTuple):
-    """In the place of a tensor with the batch in front: its shape without the batch, and its dtype."""
+    """Stands for a tensor argument whose first axis is the batch: its shape without the batch, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Size:
-    """In the place of an int: the number of samples."""
+    """Stands for an int argument: the number of samples."""
 
 
 @dataclass(frozen=True)

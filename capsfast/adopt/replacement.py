@@ -35,7 +35,7 @@ NAMELESS = (
     "it once, and keep it as an attribute or in a torch.nn.ModuleList"
 )
 VOTES_IN_MEMORY = (
-    "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting in the place of both "
+    "its votes are in memory; if a product with a weight makes them, one capsfast.DynamicRouting instead of both "
     "never forms them"
 )
 

@@ -35,7 +35,7 @@ def kept(value: Any, reason: str) -> Any:
     """A copy that equals the value until the value changes, even in place.
 
     Raises:
-        LeftAloneError: the reason, with the kind of value in the place of ``{}``: a copy does not equal the value, or
+        LeftAloneError: the reason, with the kind of value instead of ``{}``: a copy does not equal the value, or
             the value holds tensors or modules.
     """
     memo: dict[int, Any] = {}

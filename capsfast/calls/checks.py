@@ -153,7 +153,7 @@ def parameter_dtype(op: str, name: str, value: Tensor, anchor: str, anchor_value
 
 
 def plain(value: Any) -> Any:
-    """The value with Python's numbers in the place of NumPy's, also within tuples, lists and dicts.
+    """The value with Python's numbers instead of NumPy's, also within tuples, lists and dicts.
 
     Sizes are often ``np.prod(shape)``. A layer holds, shows and saves Python's numbers. Tensors stay: an option is a
     constant of a traced program, and a tensor need not be.

@@ -57,7 +57,7 @@ class Options(NamedTuple):
     squash_last: bool = True
 
     def checked(self, op: str) -> RoutingOptions:
-        """The options of the op, with Python's numbers in the place of NumPy's.
+        """The options of the op, with Python's numbers instead of NumPy's.
 
         Raises:
             TypeError, ValueError: an option that is not admissible.

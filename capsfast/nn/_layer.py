@@ -47,7 +47,7 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """With the keywords of ``**options: Unpack[Keywords]`` in the place of ``options``."""
+    """With the keywords of ``**options: Unpack[Keywords]`` instead of ``options``."""
     signature, found = inspect.signature(function), []
     for each in signature.parameters.values():
         keywords = getattr(each.annotation, "__args__", ()) if each.kind is each.VAR_KEYWORD else ()

@@ -43,7 +43,7 @@ class MatrixRouting(Layer):
 
     Parameters, with the names and shapes of the author's ``GenerativeMatrixRouting`` and of his ``Routing`` with given
     ``n_out``, whose state dicts load here: ``W [I, J, Q, R]``, ``B [I, J, P, R]`` (b), ``beta_use`` and ``beta_ign
-    [I, J]``. For any number of inputs, size 1 stands in the place of I. The buffer ``CONST_one`` is 1.
+    [I, J]``. For any number of inputs, I is replaced by 1. The buffer ``CONST_one`` is 1.
 
     Source: "An Algorithm for Routing Capsules in All Domains", arXiv:1911.00792.
 
@@ -53,7 +53,7 @@ class MatrixRouting(Layer):
         in_dim, out_dim: ``K = P Q`` and ``D = P R``. An input capsule is a matrix ``[P, Q]`` row by row.
         pose_rows: P.
         num_iterations: at least 1.
-        model: ``"gaussian"``, or ``"k-means"`` with ``-|V_ij - m_j|^2`` in the place of the log density.
+        model: ``"gaussian"``, or ``"k-means"`` with ``-|V_ij - m_j|^2`` instead of the log density.
         single_beta: ``beta_ign`` and ``beta_use`` are one parameter.
         eps: above 0.
         backend: see :func:`capsfast.dynamic_routing`.

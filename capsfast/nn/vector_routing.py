@@ -31,7 +31,7 @@ class VectorRouting(Layer):
     Parameters, with the names and shapes of the author's ``EfficientVectorRouting``, whose state dict loads here: ``W_A
     [I, K]`` and ``B_A [I]`` (A, a); ``W_F1 [J, K]``, ``W_F2 [K, D]`` and ``B_F2 [J, D]`` (F1, F2, b); ``W_G1 [D, K]``,
     ``W_G2 [J, K]`` and ``B_G2 [J, K]`` (G1, G2, g); ``W_S`` and ``B_S [I, J]`` (S, t); ``beta_use`` and ``beta_ign
-    [I, J]``. For any number of inputs, size 1 stands in the place of I, and the last two are the results of
+    [I, J]``. For any number of inputs, I is replaced by 1, and the last two are the results of
     ``compute_beta_use`` and ``compute_beta_ign``, two ``nn.Linear(K, J)``. The buffer
     ``CONST_ones_over_n_out [J]`` is 1 / J.
 

@@ -84,7 +84,7 @@ TABLE = {
     # should stay in L2 (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
     # Keeps V and ds of a section, but no sums. With at most 128 registers a multiprocessor holds 16 warps (see
-    # Call.split()); wider sections would take fewer instructions, but up to 182 registers.
+    # KernelCall.split()); wider sections would take fewer instructions, but up to 182 registers.
     "row_norm": Choice(64, 8, down=2),
     # A pass with precision, center or second moments also keeps second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
@@ -126,7 +126,7 @@ class Tiles(NamedTuple):
         return self.NT * self.width * self.BB // (ROWS * self.warps)
 
 
-class Layer(NamedTuple):
+class LayerSizes(NamedTuple):
     """The layer for which tiles are chosen. K is 0 if votes are given.
 
     poses: P, the rows of a pose matrix. D is the length of one such row.
@@ -149,7 +149,7 @@ def fours(D: int) -> int:
 
 
 @functools.cache
-def tiles(kernel: str, layer: Layer, choice: Choice, shared: int = SHARED) -> Tiles:
+def tiles(kernel: str, layer: LayerSizes, choice: Choice, shared: int = SHARED) -> Tiles:
     """Chooses the fewest warps whose registers hold all outputs. If even choice.warps cannot hold them, cuts the
     outputs into sections that do not depend on each other. shared: bytes of a multiprocessor."""
     J, D, K, itemsize, poses = layer

@@ -10,7 +10,7 @@ from ..calls.arguments import PassParameters
 from ..calls.options import RoutingOptions
 from ..calls.positions import as_positions, as_samples, to_samples
 from . import routing
-from .launch import Call, cdiv
+from .launch import KernelCall, cdiv
 from .plan import Plan, Slot, planned
 
 # Bytes that the coefficients c and db of all pairs and iterations may always take in a backward, however few the votes.
@@ -21,14 +21,14 @@ FULL = 32
 SAMPLES = (0, 0, 0, None, 0, None, 0, 0, 0, 1, 2)
 
 
-def _call(u: Slot, weight: Slot | None, *rest: Any) -> Call:
+def _call(u: Slot, weight: Slot | None, *rest: Any) -> KernelCall:
     logits, bias, mask, out_mask, J, *given, tf32 = rest
     options = RoutingOptions(*given)
     if logits is not None and not options.accumulate:
         raise RuntimeError("capsfast: logits must accumulate")
     mask, out_mask = (u.plan.compute(as_samples, keep, u.shape[4:]) for keep in (mask, out_mask))
     parameters: Any = PassParameters(logits=logits, mask=mask, out_mask=out_mask)
-    return Call(u, weight, parameters, options, tf32, J, bias)
+    return KernelCall(u, weight, parameters, options, tf32, J, bias)
 
 
 @planned

@@ -17,7 +17,7 @@ from . import em_update, passes
 from .dynamic_routing import added, joined, samples_at_once
 from .kernels.arguments import Norms, OutputGradients
 from .kernels.update import add_terms_kernel
-from .launch import Call, bytes_of, cdiv
+from .launch import KernelCall, bytes_of, cdiv
 from .plan import Plan, Slot, planned
 
 
@@ -32,7 +32,7 @@ class Iteration(NamedTuple):
     precision: Slot
 
 
-class Routing:
+class EMCall:
     """A call of the op. inputs: activation and masks, with a row for every position."""
 
     def __init__(self, u: Slot, *rest: Any) -> None:
@@ -48,7 +48,7 @@ class Routing:
         self.J = J
         self.rows, _, self.J, self.D, _ = self.call().sizes
 
-    def part(self, b: slice) -> "Routing":
+    def part(self, b: slice) -> "EMCall":
         """The call for samples b."""
         found, rows = copy.copy(self), self.rows_of(b)
         found.u, found.rows = self.u[b], rows.stop - rows.start
@@ -59,7 +59,7 @@ class Routing:
         positions = self.rows // max(self.u.shape[0], 1)
         return slice(b.start * positions, min(b.stop, self.u.shape[0]) * positions)
 
-    def call(self, now: Iteration | None = None, t: int = 0, iterations: int = 1) -> Call:
+    def call(self, now: Iteration | None = None, t: int = 0, iterations: int = 1) -> KernelCall:
         """The call of the pass of iteration t, one of so many with vectors side by side."""
         given: dict[str, Any] = dict(self.inputs)
         if now is not None:
@@ -67,18 +67,18 @@ class Routing:
         if now is not None and t:
             given |= {"precision": now.precision, "prior": now.prior}
         parameters, options = PassParameters(**given), PassOptions("out", self.leaky, True)
-        call = Call(self.u, self.weight, parameters, options, self.tf32, self.J, own_parameters=True)
+        call = KernelCall(self.u, self.weight, parameters, options, self.tf32, self.J, own_parameters=True)
         call.iterations = iterations
         return call
 
-    def of_origin(self) -> Call:
+    def of_origin(self) -> KernelCall:
         """The call of the pass over every stride-th input capsule, with equal coupling."""
         few, weight = slice(None, None, self.stride), self.weight
         activation, mask, out_mask = self.inputs.values()
         given: Any = (value and value[:, few].contiguous() for value in (activation, mask))
         parameters: Any = PassParameters(None, None, None, None, None, next(given), None, next(given), out_mask)
         weight = weight if weight is None or weight.shape[0] == 1 else weight[few]
-        return Call(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
+        return KernelCall(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
 
     def iterations(self, state: Slot, kept: int) -> list[Iteration]:
         """Views of a state that holds ``kept`` iterations; iteration t is in place t % kept."""
@@ -100,7 +100,7 @@ class Routing:
 
 @planned
 def forward(plan: Plan, u: Slot, *rest: Any) -> tuple[Slot, ...]:
-    em = Routing(u, *rest)
+    em = EMCall(u, *rest)
     rows, J, D, return_state = em.rows, em.J, em.D, rest[-1]
     kept = em.r if return_state else min(em.r, 2)
     poses, activations, state = plan.new(rows, J, D), plan.new(rows, J), plan.new(kept * rows * J * (4 * D + 2))
@@ -127,7 +127,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # args: two gradients of outputs, the seven tensors, the state, J, the options, and the gradients needed.
     u, weight, activation, *betas = args[2:7]
     needed = need_u, need_weight, need_activation, *_ = args[-1]
-    em = Routing(*args[2:9], *args[10:-1])
+    em = EMCall(*args[2:9], *args[10:-1])
     iterations, rows, J = em.iterations(args[9], em.r), em.rows, em.J
     douts = [plan.compute(as_samples, value, u.shape[4:]) for value in args[:2]]
     douts = [dout and dout.contiguous() for dout in douts]
@@ -164,7 +164,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
 
 
 def _backward(
-    em: Routing,
+    em: EMCall,
     iterations: list[Iteration],
     douts: list[Slot | None],
     shares: Slot,

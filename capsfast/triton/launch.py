@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calls.arguments import PassParameters
 from ..calls.options import SOFTMAX, PassOptions, RoutingOptions
 from . import config
-from .config import Choice, Layer, Tiles, power_of_two
+from .config import Choice, LayerSizes, Tiles, power_of_two
 from .kernels.arguments import Shape
 from .plan import Slot
 
@@ -89,7 +89,7 @@ def plain(value: Tensor | None, out_mask: Tensor | None = None) -> Tensor | None
 
 
 @dataclass
-class Call:
+class KernelCall:
     """A call. x: u [B, I, P K] if there is a weight [I or 1, J, D / P, K], otherwise votes [B, I, J or 1, D]. Tensors
     may have any strides; all but x and the weight are copied if they are not contiguous. tf32: whether TF32 is allowed.
 
@@ -207,7 +207,7 @@ class Call:
         jump = self.x.stride(0) - self.positions * self.sample_stride
         return (self.sample_stride, 0, w_i, self.positions, *self.x.stride()[1:4], jump, *self.sizes[:2])
 
-    def merged(self) -> "Call":
+    def merged(self) -> "KernelCall":
         """The call for a uniform pass, which adds up votes: several input capsules of few components make one product.
 
         Masks tell input capsules apart, and u has to have all components of these input capsules side by side.
@@ -255,10 +255,10 @@ class Call:
         return "tf32x2" if precision == "half" else precision
 
     @functools.cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerSizes:
         B, I, J, D, K = self.sizes
         K = 0 if self.weight is None else max(K, 1)
-        return Layer(J, D // self.poses, K, self.x.element_size(), self.poses)
+        return LayerSizes(J, D // self.poses, K, self.x.element_size(), self.poses)
 
     def choice(self, kernel: str) -> Choice:
         """The row of config.TABLE for this call. kernel: the first word of the row's name."""

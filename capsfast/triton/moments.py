@@ -15,12 +15,12 @@ from torch import Tensor
 
 from . import passes
 from .kernels.arguments import Norms, OutputGradients
-from .launch import Call, plain
+from .launch import KernelCall, plain
 from .plan import Slot
 from .routing import coupled, total
 
 
-def forward(call: Call, return_weights: bool, return_lse: bool) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
+def forward(call: KernelCall, return_weights: bool, return_lse: bool) -> tuple[Slot, Slot, Slot, Slot, Slot, Slot]:
     """Returns ``(mass, first, second, weights, lse, norm)``."""
     B, I, J, D, _ = call.sizes
     inward = call.normalize == "in"
@@ -46,7 +46,7 @@ def forward(call: Call, return_weights: bool, return_lse: bool) -> tuple[Slot, S
 
 
 def backward(
-    call: Call, parameters: Any, given: tuple[Slot | None, ...], saved: tuple[Slot, ...], needed: tuple[bool, ...]
+    call: KernelCall, parameters: Any, given: tuple[Slot | None, ...], saved: tuple[Slot, ...], needed: tuple[bool, ...]
 ) -> tuple[Slot, ...]:
     """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; a gradient that is
     not needed is empty. dx: du, or dvotes.
@@ -88,7 +88,7 @@ def backward(
 
 
 def _delta(
-    call: Call, moments: passes.Sums, dfirst: Slot | None, douts: OutputGradients, weights: Slot, s: Slot | None
+    call: KernelCall, moments: passes.Sums, dfirst: Slot | None, douts: OutputGradients, weights: Slot, s: Slot | None
 ) -> Slot:
     """The sum of c dc over the input capsules for softmax "in", which the moments already have. s: what dc is taken
     about, see coupling_gradient(), or None."""
@@ -104,7 +104,13 @@ def _delta(
 
 
 def _accumulate(
-    call: Call, state: Slot, norms: Norms, douts: OutputGradients, pairs: Any, terms: Any, needed: tuple[bool, ...]
+    call: KernelCall,
+    state: Slot,
+    norms: Norms,
+    douts: OutputGradients,
+    pairs: Any,
+    terms: Any,
+    needed: tuple[bool, ...],
 ) -> tuple[Slot | None, Slot | None, Slot | None]:
     """Fills pairs and terms; returns the sums of db x, db and db x^2 over the input capsules, for the gradients of
     query, prior, center and precision, None where no gradient needs them."""
@@ -118,7 +124,9 @@ def _accumulate(
     return (None,) * 3 if partial is None else passes.update(call, partial)
 
 
-def _dcenter(call: Call, moments: passes.Sums, dfirst: Any, dsecond: Any, dscores: tuple[Slot | None, ...]) -> Any:
+def _dcenter(
+    call: KernelCall, moments: passes.Sums, dfirst: Any, dsecond: Any, dscores: tuple[Slot | None, ...]
+) -> Any:
     """Minus the sum of dx over the input capsules, because x = votes - center."""
     of_moments = (-1.0, moments.mass, dfirst, -2.0, moments.first, dsecond)
     of_scores = (-1.0, dscores[1], call.parameters.query, 1.0, dscores[0], call.parameters.precision)

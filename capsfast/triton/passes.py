@@ -22,7 +22,7 @@ from .kernels.update import (
     update_gradient_kernel,
     update_kernel,
 )
-from .launch import Call, cdiv, compiled_in
+from .launch import KernelCall, cdiv, compiled_in
 from .plan import Slot
 
 NOTHING = OutputGradients()
@@ -39,14 +39,14 @@ class Sums(NamedTuple):
     second: Slot | None = None  # [B, J, D]
 
 
-def mode(call: Call, kernel: str) -> str:
+def mode(call: KernelCall, kernel: str) -> str:
     """MODE of kernels/softmax.py. A program that does not hold all outputs needs the rows of row_norm."""
     if call.normalize == "out":
         return "out" if call.tiles(kernel).sections == 1 else "row_norm"
     return "row_norm" if call.normalize == "lse" else call.normalize
 
 
-def uniform_factor(call: Call) -> tuple[Slot | None, float]:
+def uniform_factor(call: KernelCall) -> tuple[Slot | None, float]:
     """The coupling of a first pass without logits: a tensor [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
     given = call.parameters
@@ -74,7 +74,7 @@ def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
 
 
-def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], **constants: Any) -> None:
+def _launch(call: KernelCall, name: str, kernel: Any, arguments: tuple[Any, ...], **constants: Any) -> None:
     """Launches a kernel with as many programs as the device runs at once."""
     tiles = call.tiles(name)
     splits, chunk = call.split(name)
@@ -82,7 +82,9 @@ def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], **co
     call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, **call.constants(name), **constants)
 
 
-def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, douts: OutputGradients = NOTHING) -> Any:
+def rows_of(
+    call: KernelCall, kind: str, state: Slot | None, with_ds: bool = False, douts: OutputGradients = NOTHING
+) -> Any:
     """Norms.rows [B, I, 4] for the kernels of a mode; None if the mode is not "row_norm".
 
     state: V or, if with_ds, V and ds of one iteration of a state.
@@ -104,7 +106,7 @@ def rows_of(call: Call, kind: str, state: Slot | None, with_ds: bool = False, do
 
 
 def weighted_sums(
-    call: Call,
+    call: KernelCall,
     V: Slot | None,
     first_iteration: bool,
     coupling: Slot | None = None,
@@ -140,7 +142,7 @@ def weighted_sums(
 
 
 def _accumulate(
-    call: Call,
+    call: KernelCall,
     kind: str,
     V: Slot | None,
     norms: Norms,
@@ -157,7 +159,7 @@ def _accumulate(
     _launch(call, "accumulate", accumulate_kernel, arguments, **constants)
 
 
-def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = False) -> Sums:
+def partial_sums(call: KernelCall, kernel: str, mass: bool = False, second: bool = False) -> Sums:
     """Memory for the partial sums of a kernel."""
     B, _, J, D, _ = call.sizes
     splits, _ = call.split(kernel)
@@ -169,7 +171,7 @@ def partial_sums(call: Call, kernel: str, mass: bool = False, second: bool = Fal
 
 
 def accumulate_gradient(
-    call: Call,
+    call: KernelCall,
     state: Slot,
     norms: Norms,
     douts: OutputGradients,
@@ -188,7 +190,7 @@ def accumulate_gradient(
     _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
 
 
-def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
+def _step(call: KernelCall, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
     """Launches a step between passes. A step takes one trip to L2 after the other, so a program has few numbers, 16 or
     an output, and reads up to 32 splits at once, four loads of 16 bytes a lane; up to 128 if the batch is small."""
     B, _, J, D, _ = call.sizes
@@ -202,7 +204,7 @@ def _step(call: Call, kernel: Any, *arguments: Any, summing: bool = True, **cons
 
 
 def update(
-    call: Call,
+    call: KernelCall,
     partial: Sums,
     online: Slot | None = None,
     factor: tuple[Slot | None, float] = (None, 1.0),
@@ -231,7 +233,7 @@ def update(
     return sums
 
 
-def restore(call: Call, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
+def restore(call: KernelCall, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
     """A state, which is V and ds of R iterations in the order of kernels/strips.py, from s [R, B, J, D]: V of every
     iteration, ds of the last, room for the other ds. For softmax "in" also s in this order."""
     R, B = s.shape[:2]
@@ -243,7 +245,7 @@ def restore(call: Call, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
     return state, ordered
 
 
-def arrange(call: Call, gradients: tuple[Slot | None, ...] | None = None) -> tuple[Slot | None, ...]:
+def arrange(call: KernelCall, gradients: tuple[Slot | None, ...] | None = None) -> tuple[Slot | None, ...]:
     """Puts the vectors of a pass in the order of kernels/strips.py: the precision and the center of the call, and what
     this returns. In the forward that is the query; in the backward a state of one iteration, and dsecond and s if there
     are any. gradients: dfirst, dsecond and s, in the backward."""
@@ -261,7 +263,9 @@ def arrange(call: Call, gradients: tuple[Slot | None, ...] | None = None) -> tup
     return (state or ordered[0], *ordered[4:])
 
 
-def arrange_iteration(call: Call, t: int, dfirst: Slot, dsecond: Slot, state: Slot, vectors: tuple[Slot, ...]) -> None:
+def arrange_iteration(
+    call: KernelCall, t: int, dfirst: Slot, dsecond: Slot, state: Slot, vectors: tuple[Slot, ...]
+) -> None:
     """As arrange(), for iteration t of several passes. state, vectors: V and ds, and precision, center and dsecond, of
     all of them."""
     _, precision, center, *_ = call.parameters
@@ -272,19 +276,19 @@ def arrange_iteration(call: Call, t: int, dfirst: Slot, dsecond: Slot, state: Sl
     _step(call, arrange_kernel, *given, *of_t, call.sizes[0], summing=False, R=call.iterations)
 
 
-def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:
+def update_gradient(call: KernelCall, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:
     arguments = (partial, G, call.bias, call.parameters.out_mask, s, ds, call.sizes[0], partial.shape[0])
     _step(call, update_gradient_kernel, *arguments, R=call.iterations)
 
 
-def new_coefficients(call: Call, iterations: int) -> Slot:
+def new_coefficients(call: KernelCall, iterations: int) -> Slot:
     """Memory for c and db of T iterations, [T, B, I, J, 2], or with positions [T, B, I, J, S, 2]."""
     positions = () if call.positions is None else (call.positions,)
     return call.new(iterations, *call.x.shape[:2], call.sizes[2], *positions, 2)
 
 
 def gradients(
-    call: Call,
+    call: KernelCall,
     state: Slot,
     pairs: Slot | None,
     uniform: bool,
@@ -312,7 +316,7 @@ def gradients(
     return dx, None if parts is None else _add_up(call, parts, dtype), dlogits
 
 
-def _sum_of_db(call: Call, pairs: Slot, dtype: torch.dtype) -> Slot:
+def _sum_of_db(call: KernelCall, pairs: Slot, dtype: torch.dtype) -> Slot:
     """dlogits: sums db over iterations and, if samples share logits [I, J], over samples."""
     logits = call.parameters.logits
     if call.shared_logits and call.positions is not None:
@@ -332,7 +336,7 @@ def _sum_over_positions(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     return pairs[..., 1].sum((0, 1, 4)).to(dtype)
 
 
-def bias_gradient(call: Call, ds: Slot, dtype: torch.dtype) -> Slot:
+def bias_gradient(call: KernelCall, ds: Slot, dtype: torch.dtype) -> Slot:
     """dbias: the sum over samples and iterations of ds, which is a part of a state, [strips, J, T, fours, 16, 4]."""
     B, _, J, D, _ = call.sizes
     DP = max(4, power_of_two(D))
@@ -350,7 +354,7 @@ def bias_gradient(call: Call, ds: Slot, dtype: torch.dtype) -> Slot:
     return total
 
 
-def _add_up(call: Call, parts: Slot, dtype: torch.dtype | None) -> Slot:
+def _add_up(call: KernelCall, parts: Slot, dtype: torch.dtype | None) -> Slot:
     """dweight: the sum of its parts [n, ...], in ``dtype`` or the dtype of the weight."""
     assert call.weight is not None
     dtype = dtype or call.weight.dtype
@@ -365,7 +369,7 @@ def _add_up(call: Call, parts: Slot, dtype: torch.dtype | None) -> Slot:
 
 
 def _gradient(
-    call: Call,
+    call: KernelCall,
     state: Slot,
     pairs: Slot | None,
     uniform: bool,
@@ -414,7 +418,7 @@ def _over_outputs(dvotes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def returned(
-    call: Call,
+    call: KernelCall,
     tensors: tuple[Slot | None, ...],
     needed: tuple[bool, ...],
     gradients: tuple[Slot | None, ...],

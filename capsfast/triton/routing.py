@@ -10,11 +10,11 @@ from ..calls.options import RoutingOptions
 from ..calls.positions import to_samples
 from . import passes
 from .kernels.arguments import Norms, OutputGradients
-from .launch import Call
+from .launch import KernelCall
 from .plan import Slot
 
 
-def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
+def forward(call: KernelCall, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
@@ -44,7 +44,7 @@ def first_iterations(options: RoutingOptions, logits: object) -> tuple[int, int]
 
 
 def backward(
-    call: Call,
+    call: KernelCall,
     dv: Slot,
     dcoupling: Slot | None,
     coupling: Slot,

@@ -8,7 +8,7 @@ from ..calls.arguments import PassParameters
 from ..calls.options import PassOptions
 from ..calls.positions import as_positions, as_samples
 from . import moments
-from .launch import Call
+from .launch import KernelCall
 from .plan import Plan, Slot, planned
 
 # Kernels read and write these as they are, with positions as the last axis where there are positions.
@@ -35,7 +35,7 @@ def _positions(names: Sequence[str], values: Sequence[Slot], u: Slot) -> tuple[S
 def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot, ...]:
     J, *options, tf32, return_weights, return_lse = rest[9:]
     parameters: Any = PassParameters(*_samples(PassParameters._fields, rest[:9], u))
-    call = Call(u, weight, parameters, PassOptions(*options), tf32, J)
+    call = KernelCall(u, weight, parameters, PassOptions(*options), tf32, J)
     return _positions(OUTPUTS, moments.forward(call, return_weights, return_lse), u)
 
 
@@ -46,5 +46,5 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     given = _samples(OUTPUTS[:5], args[:5], u)
     parameters: Any = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
     saved: Any = _samples(OUTPUTS, args[16:22], u)
-    call = Call(u, weight, parameters, PassOptions(*options), tf32, J)
+    call = KernelCall(u, weight, parameters, PassOptions(*options), tf32, J)
     return _positions(GRADIENTS, moments.backward(call, parameters, given, saved, needed), u)

@@ -168,7 +168,7 @@ struct VoteGradients {
   Tensor u, weight;
 };
 
-// a: a struct with u and weight. If u holds votes, the kernels write dvotes in the place of dW.
+// a: a struct with u and weight. If u holds votes, the kernels write dvotes instead of dW.
 template <class A>
 VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>& needed, BackwardOutputs& out) {
   out.weight_rows = a.weight.has_value() ? a.weight->size(0) : 0;

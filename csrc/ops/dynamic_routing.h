@@ -90,7 +90,7 @@ class DynamicRouting : Arguments<Engine> {
   }
 
  private:
-  // The last axis of s: a factored routing keeps sums of poses in the place of sums of votes.
+  // The last axis of s: a factored routing keeps sums of poses instead of sums of votes.
   static int64_t kept_size(const Problem& p) { return Engine::kFactored ? p.K : p.D; }
   static bool keeps_norm(const Problem& p) { return p.softmax_in() && p.positions < 0 && !Engine::kFactored; }
 

@@ -28,7 +28,7 @@ void* stream_of(int32_t device);
 
 // Whether there is a driver and, for a GPU, torch tells its stream.
 bool has_driver(bool on_gpu);
-// path: of a library in the place of the driver, for tests.
+// path: of a library instead of the driver, for tests.
 void use_driver(const std::string& path);
 
 }  // namespace capsfast::plans

@@ -412,7 +412,7 @@ void define(py::module_& m) {
   m.def(
       "ask_before_launches", [](py::object function) { hooked() = std::move(function); },
       "A function that says whether launches must take Triton's way, for hooks of profilers.");
-  m.def("use_driver", &use_driver, "Launches by this library in the place of the CUDA driver, for tests.");
+  m.def("use_driver", &use_driver, "Launches by this library instead of the CUDA driver, for tests.");
 }
 
 }  // namespace capsfast::plans

@@ -249,7 +249,7 @@ def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path, mon
     assert result.exit_code == 0, result.output
     one, two = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    # A group of options may be in a file of its own, and options may stand in the place of a file.
+    # A group of options may be in a file of its own, and options may replace a file.
     (tmp_path / "model.yaml").write_text("{lr: 0.5, options: {conv_channels: 4}}")
     (tmp_path / "whole.yaml").write_text("model: model.yaml")
     monkeypatch.setenv("HOME", str(tmp_path))

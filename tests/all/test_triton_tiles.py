@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 if not toolchain.why_no_triton():
     from capsfast.triton import config, launch
-    from capsfast.triton.config import Layer, Tiles
-    from capsfast.triton.launch import Call
+    from capsfast.triton.config import LayerSizes, Tiles
+    from capsfast.triton.launch import KernelCall
 
 
 LAYERS = [(10, 16, 8), (10, 17, 3), (1, 1, 1), (1000, 16, 8), (5, 8, 4), (4, 300, 64), (3, 512, 8), (257, 1, 33)]
@@ -31,7 +31,7 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
     for kernel, given in config.TABLE.items():
         votes = "votes" in kernel
         name = kernel.removesuffix(" quadratic").removesuffix(" votes")
-        cut = config.tiles(name, Layer(J, D, 0 if votes else K, itemsize), given)
+        cut = config.tiles(name, LayerSizes(J, D, 0 if votes else K, itemsize), given)
         columns = cut.JT * cut.DP
         assert cut.DP >= D
         assert cut.sections * cut.NT * cut.JT >= J
@@ -51,10 +51,10 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             assert given.columns * across >= cut.NT * columns
 
 
-def call_of(B: int, I: int, J: int = 10, D: int = 16, K: int = 8, rows: int = 1) -> "Call":
+def call_of(B: int, I: int, J: int = 10, D: int = 16, K: int = 8, rows: int = 1) -> "KernelCall":
     """A call whose tensors take no memory."""
     u, weight = torch.empty(1, 1, K).expand(B, I, K), torch.empty(1, J, D, K).expand(rows, -1, -1, -1)
-    return Call(u, weight, PassParameters(), PLAIN.options)  # type: ignore[arg-type]
+    return KernelCall(u, weight, PassParameters(), PLAIN.options)  # type: ignore[arg-type]
 
 
 def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_warp_has_columns_enough_for_a_product_over_them(
     try:
         for J, D, itemsize in itertools.product((1, 2, 3, 10, 40), (1, 2, 4, 8, 16, 64), (2, 4)):
             config.tiles.cache_clear()
-            cut = config.tiles(kernel, Layer(J, D, 8, itemsize), config.TABLE[kernel])
+            cut = config.tiles(kernel, LayerSizes(J, D, 8, itemsize), config.TABLE[kernel])
             assert least <= 4 * cut.DP // cut.LANES, (J, D, cut)
     finally:
         config.tiles.cache_clear()
@@ -124,7 +124,7 @@ def test_interpreted_shapes_have_every_tile_and_section_of_outputs(op: Op, kerne
     def tiles(shape: Shape, itemsize: int = 4) -> Tiles:
         votes = op.name == "route_votes"
         name = f"{kernel} votes" if votes else kernel
-        return config.tiles(kernel, Layer(shape.J, shape.D, 0 if votes else shape.K, itemsize), config.TABLE[name])
+        return config.tiles(kernel, LayerSizes(shape.J, shape.D, 0 if votes else shape.K, itemsize), config.TABLE[name])
 
     found = [(shape, tiles(shape)) for shape in map(op.fit, EMULATED)]
     assert any(cut.NT > 1 and (cut.sections == 1 or kernel == "gradient") for _, cut in found)
@@ -144,7 +144,7 @@ def test_interpreted_shapes_have_tiles_of_the_batch_and_of_input_capsules_in_one
     cuts = []
     for shape in EMULATED:
         u, weight = make(shape).inputs.values()
-        call = Call(u.float(), weight.float(), PassParameters(), PLAIN.options)
+        call = KernelCall(u.float(), weight.float(), PassParameters(), PLAIN.options)
         cuts.append(call.split_gradient("gradient"))
     assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
     assert any(splits > 1 for _, _, splits, _ in cuts)

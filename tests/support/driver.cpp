@@ -1,4 +1,4 @@
-// A library in the place of the CUDA driver: it records launches and runs nothing.
+// A library instead of the CUDA driver: it records launches and runs nothing.
 //
 // A function is the address of numbers: how many parameters the kernel has, and the bytes of each.
 #include <cstddef>

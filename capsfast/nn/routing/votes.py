@@ -288,7 +288,7 @@ class PassVotes(Votes):
         # With a mask equal coupling is another share in every sample. torch.jit.trace has tensors for sizes.
         if self.out_mask is not None or isinstance(self.J, Tensor):
             return super()._attended(scale)
-        # Equal coupling forms the mean over the output capsules in the place of the sum.
+        # Equal coupling forms the mean over the output capsules instead of the sum.
         return self.agree(  # type: ignore[no-any-return]
             2, squash="identity", sharpness=scale * self.J, accumulate=False, wide=True
         )

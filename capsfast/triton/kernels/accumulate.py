@@ -9,7 +9,7 @@ depends on the order in which programs run.
 import triton
 import triton.language as tl
 
-from .arguments import Inputs, Norms, OutputGradients
+from .arguments import KernelInputs, Norms, OutputGradients
 from .begin import begin
 from .softmax import agreement_gradient, couple, exponential, finite_or_zero, log_sum_exp, scaled
 from .tiles import batch_rows, first_tile, per_input, store_coefficients, store_pairs, valid_outputs, where_valid, zeros
@@ -76,13 +76,13 @@ def accumulate_kernel(
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
     KEPT: V is read once, otherwise again for every input capsule. TOGETHER: how many input capsules are taken as one,
-    see Call.merged(). The activation multiplies c.
+    see KernelCall.merged(). The activation multiplies c.
     """
     begin(PDL)
     SUMS: tl.constexpr = p_partial is not None
     ONLINE: tl.constexpr = MODE == "in" and SUMS
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
-    inputs = Inputs(
+    inputs = KernelInputs(
         p_x, p_w, p_logits, p_mask, p_out_mask, p_precision, p_center, p_prior, p_activation,
         xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump, TOGETHER
     )
@@ -202,7 +202,7 @@ def accumulate_gradient_kernel(
     begin(PDL)
     SUMS: tl.constexpr = p_partial is not None
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
-    inputs = Inputs(
+    inputs = KernelInputs(
         p_x, p_w, p_logits, p_mask, p_out_mask, p_precision, p_center, p_prior, p_activation,
         xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )

@@ -3,7 +3,7 @@
 Triton's cache of compiled kernels looks at T and at the text of kernels and their functions, not at these classes.
 Whoever adds or moves a field has to change the calls, which are positional; so the text changes too.
 
-Every kernel makes Inputs itself, in the same lines: in Triton 3.6 a function cannot return a tuple with None.
+Every kernel makes KernelInputs itself, in the same lines: in Triton 3.6 a function cannot return a tuple with None.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ class Vectors(NamedTuple):
     ROWS: Any
 
 
-class Inputs(NamedTuple):
+class KernelInputs(NamedTuple):
     """Pointers that every kernel has, strides, and sizes that are not compiled in.
 
     xs: strides of u (b, i, -, k) or of votes (b, i, j, d); with positions the first stride is over positions. ws:

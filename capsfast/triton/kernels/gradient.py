@@ -18,7 +18,7 @@ loads V and ds for every input capsule.
 import triton
 import triton.language as tl
 
-from .arguments import Inputs
+from .arguments import KernelInputs
 from .begin import begin
 from .products import together, votes_to_inputs, votes_to_weights
 from .stores import add_input_gradient, add_weight_gradient, store_votes_gradient
@@ -173,7 +173,7 @@ def gradient_kernel(
     """
     begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
-    inputs = Inputs(
+    inputs = KernelInputs(
         p_x, p_w, p_logits, p_mask, p_out_mask, p_precision, p_center, p_prior, p_activation,
         xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )

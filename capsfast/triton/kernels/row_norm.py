@@ -4,7 +4,7 @@ parts."""
 import triton
 import triton.language as tl
 
-from .arguments import Inputs, OutputGradients
+from .arguments import KernelInputs, OutputGradients
 from .begin import begin
 from .softmax import exponential, finite_or_zero, inverse, over_tiles, row_maximum
 from .tiles import batch_rows, first_tile, valid_outputs, where_valid
@@ -55,7 +55,7 @@ def row_norm_kernel(
     """
     begin(PDL)
     xs = (x_b, x_i, T.x_j, T.x_d) if positions is None else (x_b, s_i, s_j, s_d)
-    inputs = Inputs(
+    inputs = KernelInputs(
         p_x, p_w, p_logits, p_mask, p_out_mask, p_precision, p_center, p_prior, p_activation,
         xs, (w_i, T.w_j, T.w_d, T.w_k), B, I, positions, x_jump
     )

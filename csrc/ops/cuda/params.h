@@ -1,5 +1,5 @@
 // The arguments of kernels: tensors with strides, sizes, options; the order of vectors that kernels write for each
-// other, and how the work of a pass is dealt out.
+// other, and how blocks share the work of a pass.
 #pragma once
 
 #include <cstdint>

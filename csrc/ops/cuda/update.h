@@ -45,7 +45,7 @@ struct UpdateCoord {
 // The slice of a lane without an output capsule, beyond all segments and input capsules.
 constexpr int kNoSlice = 1 << 26;
 
-// Calls f(at) for every output capsule of a sample, dealt out to the warps of the grid: for two at a time, one for each
+// Calls f(at) for every output capsule of a sample. The warps of the grid share them: for two at a time, one for each
 // half of a warp. A half without a row goes along with the last row, as a slice that neither reads nor writes.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {

@@ -116,7 +116,7 @@ class Ring {
         start_capsule(from + capsule * in.matrix.stride[0], J * D, place(stage, capsule, 0));
       return;
     }
-    // A copy for each span, dealt out to the lanes of a warp.
+    // The lanes of a warp take turns: a copy for each span.
     const int thread = gpu::thread(), spans = J * cut.lanes, copied = kSpan * Tr::components;
     if (thread >= 32) return;
     if (thread == 0) arrival(stage).expect(count * spans * copied * size);

@@ -115,7 +115,7 @@ class Launcher {
         shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
         const int needed = bytes(shape);
         if (needed > shared_bytes_) continue;
-        // A third stage where it is for nothing, because the join of the sums takes its memory anyway.
+        // Use a third stage if it costs nothing: the join of the sums takes its memory anyway.
         Shape deeper = shape;
         deeper.stages = 3;
         return deep && bytes(deeper) <= needed ? deeper : shape;

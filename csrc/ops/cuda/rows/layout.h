@@ -7,7 +7,7 @@
 //    ...        quad = 0 |   1   |   2   |   3         x0 x1 of sample `group`, x2 x3 of sample `group` + 8
 //    sample 8     x2  x3 |       |       |
 //
-// Columns are dealt out so that a lane has every component of its output capsules; component_of() in params.h says how.
+// A lane has every component of its output capsules; component_of() in params.h says how.
 // Four output capsules take a group of eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of
 // capsule j = 4 G + quad. A rest of two output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad
 // / 2, d = 4 t + 2 (quad % 2) + e. So dot products over d need no exchange (or one shuffle between two lanes), the
