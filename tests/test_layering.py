@@ -59,6 +59,24 @@ def test_imports_follow_the_order_of_the_page() -> None:
     assert wrong == []
 
 
+def picture() -> str:
+    """The parts of the package in rows. A part stands one row above the highest part that it imports."""
+    below = {node: lower for node, lower in graph(part).items() if not node.startswith("__")}
+
+    @cache
+    def height(node: str) -> int:
+        return 1 + max(map(height, below[node]), default=0)
+
+    rows: dict[int, list[str]] = {}
+    for node in sorted(below):
+        rows.setdefault(height(node), []).append(node)
+    return "\n".join(f"{row:2}  {'  '.join(rows[row])}" for row in sorted(rows, reverse=True))
+
+
+def test_the_page_shows_the_imports() -> None:
+    assert f"```text\n{picture()}\n```" in PAGE.read_text(encoding="utf-8")
+
+
 def test_paths_of_the_page_exist() -> None:
     text = PAGE.read_text(encoding="utf-8")
     paths = set(re.findall(r"`((?:capsfast|csrc|tests|benchmarks|docs|examples)/[\w/.*]*)`", text))
