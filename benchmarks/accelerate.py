@@ -78,31 +78,31 @@ def of_network(softmax: str, dtype: torch.dtype | None, seconds: float) -> dict[
 
     def step(model: nn.Module) -> None:
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-            lengths, made = model(images)
+            lengths, reconstructed = model(images)
         margin = present * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - present) * F.relu(lengths - 0.1) ** 2
-        loss = margin.sum(1).mean() + 0.0005 * (made.float() - images.flatten(1)).square().sum(1).mean()
+        loss = margin.sum(1).mean() + 0.0005 * (reconstructed.float() - images.flatten(1)).square().sum(1).mean()
         torch.autograd.grad(loss, list(model.parameters()))
 
     timings = interleave({"own": lambda: step(own), "fused": lambda: step(fast)}, CPU, seconds)
-    found = {f"{name}_seconds": timing.median for name, timing in timings.items()}
-    found["ratio"] = found["own_seconds"] / found["fused_seconds"]
+    row = {f"{name}_seconds": timing.median for name, timing in timings.items()}
+    row["ratio"] = row["own_seconds"] / row["fused_seconds"]
     calls = report.calls()["digit_capsules"]
     assert calls.fused and not calls.own, calls
     kind = "float32" if dtype is None else f"autocast {dtype}".replace("torch.", "")
-    return {"softmax": softmax, "batch": BATCH, "dtype": kind, **found}
+    return {"softmax": softmax, "batch": BATCH, "dtype": kind, **row}
 
 
 def main() -> None:
-    given = options("accelerate", __doc__, 2.0)
-    found: dict[str, list[dict[str, Any]]] = {"layers": [], "networks": []}
+    arguments = options("accelerate", __doc__, 2.0)
+    record: dict[str, list[dict[str, Any]]] = {"layers": [], "networks": []}
     for row in PUBLISHED:
-        found["layers"].append(of_layer(row, given.seconds))
-        print(found["layers"][-1], flush=True)
+        record["layers"].append(of_layer(row, arguments.seconds))
+        print(record["layers"][-1], flush=True)
     for softmax in ("in", "out"):
         for dtype in (None, torch.bfloat16):
-            found["networks"].append(of_network(softmax, dtype, given.seconds))
-            print(found["networks"][-1], flush=True)
-    keep(given, "accelerate", **found)
+            record["networks"].append(of_network(softmax, dtype, arguments.seconds))
+            print(record["networks"][-1], flush=True)
+    keep(arguments, "accelerate", **record)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for the record; its rows are always printed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=seconds, help="for each measurement")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    return given
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments
 
 
 def keep(given: argparse.Namespace, name: str, **found: Any) -> None:
@@ -61,16 +61,16 @@ def compare(
         return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
     right = both(plain, *(leaf.detach().double().requires_grad_() for leaf in leaves))
-    found: dict[str, Any] = {"errors": {}}
+    row: dict[str, Any] = {"errors": {}}
     for name, function in functions.items():
         pairs = zip(both(function, *leaves), right, strict=True)
-        found["errors"][name] = max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
-        if not found["errors"][name] <= BOUND:
-            raise SystemExit(f"{name} is wrong by {found['errors'][name]:.1e}")
+        row["errors"][name] = max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
+        if not row["errors"][name] <= BOUND:
+            raise SystemExit(f"{name} is wrong by {row['errors'][name]:.1e}")
         forward(function)
     ways = {"forward": forward, "both": lambda function: both(function, *leaves)}
     for kind, way in ways.items():
         steps = {name: lambda way=way, function=function: way(function) for name, function in functions.items()}  # type: ignore[misc]
-        found[kind] = {name: asdict(timing) for name, timing in interleave(steps, CPU, seconds).items()}
-        print(kind, {name: f"{1e3 * value['median']:.2f} ms" for name, value in found[kind].items()}, flush=True)
-    return found
+        row[kind] = {name: asdict(timing) for name, timing in interleave(steps, CPU, seconds).items()}
+        print(kind, {name: f"{1e3 * value['median']:.2f} ms" for name, value in row[kind].items()}, flush=True)
+    return row

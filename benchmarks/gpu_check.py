@@ -252,8 +252,8 @@ class Steps:
         """The path of a program of the CUDA toolkit, and why the program can't watch here."""
         patterns = [f"{os.environ.get('CUDA_HOME')}/bin", "/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*"]
         folders = [folder for pattern in patterns for folder in sorted(glob.glob(pattern), reverse=True)]
-        found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)) or ""
-        return found, "a rehearsal has no GPU" if self.rehearse else "" if found else f"{name} is not installed"
+        program = shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)) or ""
+        return program, "a rehearsal has no GPU" if self.rehearse else "" if program else f"{name} is not installed"
 
     def sanitizers(self) -> list[Step]:
         """compute-sanitizer on the first two calls of some families."""

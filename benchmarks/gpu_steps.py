@@ -43,8 +43,8 @@ def publish(**fact: Any) -> None:
 def machine(asked: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"torch {torch.__version__}, CUDA {torch.version.cuda}, finds no CUDA device")
-    found = record.environment(device)
-    publish(machine=describe(found), environment=found, built=device.type == "cuda" and built_for(device))
+    facts = record.environment(device)
+    publish(machine=describe(facts), environment=facts, built=device.type == "cuda" and built_for(device))
     with contextlib.suppress(OSError):
         subprocess.run(["nvidia-smi"], check=False)
 
@@ -66,10 +66,10 @@ def smoke(asked: argparse.Namespace, device: torch.device) -> None:
         publish(section="Smoke", row={**row, "largest errors": errors or result.absent, "s": round(result.seconds)})
 
     names = [name for name in check.FAMILIES if name.startswith(asked.families)]
-    found = check.check_families(names, float(os.environ["STEP_SECONDS"]) - 10, told)
-    if all(result.absent for result in found):
-        publish(left_out=found[0].absent)
-    if wrong := [result.family for result in found if result.status == check.WRONG]:
+    results = check.check_families(names, float(os.environ["STEP_SECONDS"]) - 10, told)
+    if all(result.absent for result in results):
+        publish(left_out=results[0].absent)
+    if wrong := [result.family for result in results if result.status == check.WRONG]:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
@@ -80,10 +80,10 @@ def layer(changes: dict[str, Any], direction: str) -> Case:
 def cases(rehearse: bool) -> list[Case]:
     """All cases, the important ones first; in a rehearsal small ones."""
     small = {"B": 2, "I": 16} if rehearse else {}
-    found = [layer({**shape, **small}, direction) for shape in SHAPES for direction in DIRECTIONS]
-    found += [layer({**vote, **small}, direction) for vote in VOTES for direction in DIRECTIONS]
-    found += [layer({**routing, "op": "routing", **small}, DIRECTIONS[1]) for routing in ROUTINGS]
-    return list(dict.fromkeys(found))[: 6 if rehearse else None]
+    cases_of_layers = [layer({**shape, **small}, direction) for shape in SHAPES for direction in DIRECTIONS]
+    cases_of_layers += [layer({**vote, **small}, direction) for vote in VOTES for direction in DIRECTIONS]
+    cases_of_layers += [layer({**routing, "op": "routing", **small}, DIRECTIONS[1]) for routing in ROUTINGS]
+    return list(dict.fromkeys(cases_of_layers))[: 6 if rehearse else None]
 
 
 Timed = Callable[[], None]
@@ -105,7 +105,7 @@ def tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
     chosen = cases(rehearse)
     rows = {contender.name: [partial(contender_task, contender, case) for case in chosen] for contender in everyone}
     compiled, rows[EAGER] = rows.pop(COMPILED), rows[EAGER][:1]
-    others = [*nets, *(task for found in rows.values() for task in found)]
+    others = [*nets, *(task for of_shape in rows.values() for task in of_shape)]
     hosts = [partial(host_task, contender, layer({}, direction)) for direction in DIRECTIONS for contender in ours]
     return others if rehearse else [*whole, *compiled, *others, *hosts]
 
@@ -135,10 +135,10 @@ def contender_task(contender: Contender, case: Case, device: torch.device) -> Ti
         return lambda: None
 
     def timed() -> None:
-        found = replace(row, seconds=asdict(interleave({"": call}, device, 0.0, 2)[""]))
+        measured = replace(row, seconds=asdict(interleave({"": call}, device, 0.0, 2)[""]))
         if device.type == "cuda":
-            found = beside(call, replace(found, memory_bytes=cuda_growth(call, case, device)), device)
-        publish(measured=asdict(found))
+            measured = beside(call, replace(measured, memory_bytes=cuda_growth(call, case, device)), device)
+        publish(measured=asdict(measured))
 
     return timed
 
@@ -181,11 +181,11 @@ def host_task(contender: Contender, case: Case, device: torch.device) -> Timed:
     call()
 
     def timed() -> None:
-        found = {}
+        microseconds = {}
         for title, threads in (("µs", True), ("µs, autograd on the calling thread", False)):
             with torch.autograd.set_multithreading_enabled(threads):
-                found[title] = f"{1e6 * host_seconds(call, device):.0f}"
-        publish(section="Host", row={"backend": contender.name, "call": case.name, **found})
+                microseconds[title] = f"{1e6 * host_seconds(call, device):.0f}"
+        publish(section="Host", row={"backend": contender.name, "call": case.name, **microseconds})
 
     return timed
 
@@ -224,13 +224,13 @@ def rates(device: torch.device) -> dict[str, float]:
     size = 8192
     source = torch.empty(2**29, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-    found = {"copy_bytes_per_second": 2 * source.nbytes / seconds(lambda: target.copy_(source))}
+    reached = {"copy_bytes_per_second": 2 * source.nbytes / seconds(lambda: target.copy_(source))}
     for name, dtype in (("matmul", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        found[f"{name}_flops_per_second"] = 2 * size**3 / seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+        reached[f"{name}_flops_per_second"] = 2 * size**3 / seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
     torch.backends.cuda.matmul.allow_tf32 = False
-    return found
+    return reached
 
 
 def times(asked: argparse.Namespace, device: torch.device) -> None:

@@ -103,15 +103,15 @@ def interest(B: int, I: int, J: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options("shared_weights", __doc__, 10.0)
-    found: dict[str, list[dict[str, Any]]] = {"rows": [], "measured": []}
+    arguments = options("shared_weights", __doc__, 10.0)
+    record: dict[str, list[dict[str, Any]]] = {"rows": [], "measured": []}
     for sizes in ROWS:
         print(*sizes)
-        found["rows"].append(row(*sizes, given.seconds))
+        record["rows"].append(row(*sizes, arguments.seconds))
     for shape in INTERESTS:
         print("InterestCapsules", *shape)
-        found["measured"].append(interest(*shape, given.seconds))
-    keep(given, "shared_weights", **found)
+        record["measured"].append(interest(*shape, arguments.seconds))
+    keep(arguments, "shared_weights", **record)
 
 
 if __name__ == "__main__":

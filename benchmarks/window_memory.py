@@ -66,7 +66,7 @@ def called(
 
 
 def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     # In the process that measures growth, freed memory goes back to the system at once.
     for name, threshold in (("growth_mib", "262144"), ("resident_growth_mib", None)):
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold else {}
@@ -77,18 +77,18 @@ def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
             return {"failed": f"{type(error).__name__}: {error}"}
         finally:
             os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
-        found |= {"poses_mib": round(image / MIB, 1), name: round(grown / MIB), "seconds": round(seconds, 3)}
-    return found
+        numbers |= {"poses_mib": round(image / MIB, 1), name: round(grown / MIB), "seconds": round(seconds, 3)}
+    return numbers
 
 
 def main() -> None:
-    given = options("window_memory", __doc__, 0.0)
+    arguments = options("window_memory", __doc__, 0.0)
     rows = []
     for row in ROWS:
-        found = dict(zip(("layer", "routing", "B", "size"), row, strict=True))
-        rows.append(found | {"blocks": measured(row, False), "unfolded": measured(row, True)})
+        line = dict(zip(("layer", "routing", "B", "size"), row, strict=True))
+        rows.append(line | {"blocks": measured(row, False), "unfolded": measured(row, True)})
         print(rows[-1], flush=True)
-    keep(given, "window_memory", rows=rows)
+    keep(arguments, "window_memory", rows=rows)
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ def images_figure(rows: Mapping[str, Tensor], columns: Sequence[str], title: str
     return figure
 
 
-def perturbations_figure(found: Tensor, label: str, deltas: Sequence[float]) -> Figure:
+def perturbations_figure(images: Tensor, label: str, deltas: Sequence[float]) -> Figure:
     """``found [D, n, C, H, W]``: a row for each dimension of a capsule, a column for each value added."""
-    rows = {f"dimension {d + 1}": row for d, row in enumerate(found)}
+    rows = {f"dimension {d + 1}": row for d, row in enumerate(images)}
     return images_figure(rows, [f"{delta:+.2f}" for delta in deltas], f"capsule of {label}, one dimension varied")
 
 
@@ -119,13 +119,13 @@ def classes(ax: Axes, activations: Tensor, true: Sequence[int]) -> list[int]:
         The classes found, as many as are there.
     """
     J, values = len(activations), activations.detach().cpu()
-    found: list[int] = values.topk(len(true)).indices.tolist()
-    colours = [RIGHT if j in true else WRONG if j in found else OTHER for j in range(J)]
+    guesses: list[int] = values.topk(len(true)).indices.tolist()
+    colours = [RIGHT if j in true else WRONG if j in guesses else OTHER for j in range(J)]
     ax.barh(range(J), values.tolist(), color=colours)
     ax.set(xlim=(0, max(1.0, float(values.max()))), yticks=range(J) if J <= 20 else [])
     ax.invert_yaxis()
     ax.tick_params(labelsize=5, length=1)
-    return found
+    return guesses
 
 
 def predictions_figure(pictures: Tensor, labels: Tensor, activations: Tensor, columns: int = 4) -> Figure:
@@ -146,10 +146,12 @@ def predictions_figure(pictures: Tensor, labels: Tensor, activations: Tensor, co
         places[2 * k].imshow(picture, interpolation="nearest")
         places[2 * k].set_axis_off()
         true = label.view(-1).tolist()
-        found = classes(places[2 * k + 1], values, true)
-        same = sorted(found) == sorted(true)
+        guesses = classes(places[2 * k + 1], values, true)
+        same = sorted(guesses) == sorted(true)
         right += same
-        places[2 * k + 1].set_title(", ".join(map(str, found)), fontsize="small", color=RIGHT if same else WRONG, pad=2)
+        places[2 * k + 1].set_title(
+            ", ".join(map(str, guesses)), fontsize="small", color=RIGHT if same else WRONG, pad=2
+        )
     figure.suptitle(f"{right} of {n} right; above each, what was found", fontsize="medium")
     return figure
 
@@ -217,20 +219,20 @@ def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[i
     the next log begins.
     """
     points: dict[str, list[tuple[int, float]]] = {}
-    number, first = int(version.name.removeprefix("version_")), sys.maxsize
+    number, first_step = int(version.name.removeprefix("version_")), sys.maxsize
     for n in range(number, number - 1 if not resumed else -1, -1):
         path = version.with_name(f"version_{n}") / "metrics.csv"
         if not path.is_file():
             continue
         # A killed run may have left half a line.
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        rows = [row for row in csv.DictReader(whole) if int(row["step"]) < first]
+        rows = [row for row in csv.DictReader(whole) if int(row["step"]) < first_step]
         for row in rows:
             for name, value in row.items():
                 if value and name not in ("step", "epoch"):
                     points.setdefault(name, []).append((int(row["step"]), float(value)))
-        first = min([first, *(int(row["step"]) for row in rows)])
-        if first < LOG_EVERY:
+        first_step = min([first_step, *(int(row["step"]) for row in rows)])
+        if first_step < LOG_EVERY:
             break
     return {name: sorted(values) for name, values in points.items()}
 

@@ -46,8 +46,8 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def backward(self) -> bool:
@@ -70,8 +70,8 @@ class Case:
         if not self.routing:
             return products
         activation = {"activation": (self.B, self.I)} if self.made.uses_activation else {}
-        own = {f"routing.{name}": tuple(value.shape) for name, value in self.made.named_parameters()}
-        return {**products, **activation, **own}
+        of_module = {f"routing.{name}": tuple(value.shape) for name, value in self.made.named_parameters()}
+        return {**products, **activation, **of_module}
 
     @property
     def batched(self) -> tuple[str, ...]:

@@ -212,14 +212,14 @@ def _compare_em(call: FamilyCall, device: torch.device) -> dict[str, Any]:
     sizes = dict(zip("BIJDK", call.shape, strict=True))
     case = dataclasses.replace(CANONICAL, **sizes, direction=DIRECTIONS[1], op="routing", routing=EM)  # type: ignore[arg-type]
     forward, inputs = contender(OURS + call.family.backend).make(case), input_set(case, device)
-    found, once = Gate(case, inputs).check(forward), step(forward, case, [inputs])
+    verdict, once = Gate(case, inputs).check(forward), step(forward, case, [inputs])
 
     def gradients() -> dict[str, Tensor]:
         return {f"d{name}": value for name, value in zip(case.shapes, once(), strict=True)}  # type: ignore[call-overload]
 
-    wrong = [found.reason] if found.reason else []
+    wrong = [verdict.reason] if verdict.reason else []
     wrong += other_bits(_again(gradients, device)(), gradients())
-    return {"errors": _largest(call, found.errors.values()), "wrong": wrong}
+    return {"errors": _largest(call, verdict.errors.values()), "wrong": wrong}
 
 
 def _again(function: Callable[[], dict[str, Tensor]], device: torch.device) -> Callable[[], dict[str, Tensor]]:
@@ -251,11 +251,11 @@ def work(name: str, skip: int, count: int | None) -> bool:
     for number, call in [*enumerate(calls(name))][skip:][:count]:
         _say(call=number, name=str(call))
         try:
-            found = compare(call, device)
+            compared = compare(call, device)
         except Exception as error:  # refused, or an error of the GPU
-            found = {"wrong": [first_line(error)]}
-        _say(done=number, **found)
-        right &= not found["wrong"]
+            compared = {"wrong": [first_line(error)]}
+        _say(done=number, **compared)
+        right &= not compared["wrong"]
         if device.type == "cuda":
             # After an error of the GPU every later call of this process fails too: this ends the process.
             torch.cuda.synchronize()

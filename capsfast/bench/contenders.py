@@ -107,7 +107,7 @@ def missing(device: torch.device) -> dict[str, str]:
 
 def contenders() -> list[Contender]:
     """All contenders that can run here: the available backends, then the einsum reference."""
-    found = [
+    fused = [
         Contender(OURS + name, partial(_forward, name), _backend_growth, status.devices)
         for name, status in backends().items()
         # "reference" is the eager einsum below.
@@ -115,7 +115,7 @@ def contenders() -> list[Contender]:
     ]
     compiled = Contender(COMPILED, _compiled, partial(_votes_growth, copies=2))
     # Eager einsum also copies the votes into the order that the batched product needs.
-    return [*found, compiled, Contender(EAGER, einsum, partial(_votes_growth, copies=3))]
+    return [*fused, compiled, Contender(EAGER, einsum, partial(_votes_growth, copies=3))]
 
 
 def contender(name: str) -> Contender:

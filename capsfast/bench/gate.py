@@ -98,14 +98,14 @@ class Gate:
         errors: dict[str, float] = {}
         reasons = []
         of_samples = [f"d{name}" for name in self.case.batched]
-        for name, found in _results(self.case, forward, self.leaves, self.dout).items():
-            if not bool(found.isfinite().all()):
+        for name, result in _results(self.case, forward, self.leaves, self.dout).items():
+            if not bool(result.isfinite().all()):
                 reasons.append(f"{name} is not finite")
-            if name in of_samples and bool(found.index_fill(0, self.chosen, 0).any()):
+            if name in of_samples and bool(result.index_fill(0, self.chosen, 0).any()):
                 reasons.append(f"{name} is not zero where the gradient of {' or '.join(self.case.outputs)} is")
             if name in of_samples or name in self.case.outputs:
-                found = found[self.chosen]
-            error = relative_error(found, self.truth[name])
+                result = result[self.chosen]
+            error = relative_error(result, self.truth[name])
             # "not <=" so that NaN fails.
             if not error <= self.bounds[name]:
                 reasons.append(f"{name} has relative error {error:.1e}, bound {self.bounds[name]:.1e}")

@@ -42,20 +42,20 @@ def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name in own:
-            return own[name].to(device, case.torch_dtype)
+        if name in of_module:
+            return of_module[name].to(device, case.torch_dtype)
         # In place, so that the largest inputs are in memory once.
         empty = torch.empty(shape, device=device, dtype=case.torch_dtype)
         if name == "activation":
             return empty.uniform_(generator=generator)
         return empty.normal_(0.0, weight_std(case) if name in ("weight", "votes") else 1.0, generator=generator)
 
-    own: dict[str, Tensor] = {}
+    of_module: dict[str, Tensor] = {}
     if case.routing:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             routing = routings.make(case.routing, case.I, case.J, case.K, case.D, case.r)
-        own = {f"routing.{name}": value.detach() for name, value in routing.named_parameters()}
+        of_module = {f"routing.{name}": value.detach() for name, value in routing.named_parameters()}
     tensors = tuple(drawn(name, shape).requires_grad_(case.backward) for name, shape in case.shapes.items())
     return InputSet(tensors, tuple(drawn("gradient", shape) for shape in case.outputs.values()))
 

@@ -37,10 +37,10 @@ def _draw(axes: Any, lines: Lines, label: str, quantity: str) -> None:
 
 def _lines(cases: Sequence[Case], size: str, names: Mapping[str, str], value: Value, scale: float = 1.0) -> Lines:
     """A line for each label: the values of the contender with this name. A logarithmic axis can't show zero."""
-    found = {label: [(getattr(case, size), value(case, name)) for case in cases] for label, name in names.items()}
+    points = {label: [(getattr(case, size), value(case, name)) for case in cases] for label, name in names.items()}
     return {
         label: [(at, round(max(number * scale, 2**-8), 3)) for at, number in values if number is not None]
-        for label, values in found.items()
+        for label, values in points.items()
     }
 
 

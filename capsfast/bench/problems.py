@@ -40,8 +40,8 @@ class Shown:
 
     def __str__(self) -> str:
         known = [(item.name, getattr(self, item.name), item.default) for item in fields(self)]  # type: ignore[arg-type]
-        given = [(name, value) for name, value, default in known if value != default]
-        return ",".join(name if value is True else f"{name}={value}" for name, value in given) or "plain"
+        changed = [(name, value) for name, value, default in known if value != default]
+        return ",".join(name if value is True else f"{name}={value}" for name, value in changed) or "plain"
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class RoutingCase(Shown):
     def arguments(self) -> dict[str, Any]:
         """The arguments of a call besides tensors: of the public function, or of :func:`capsfast.functional.agree`."""
         public = {name: getattr(self, name) for name in Options._fields}
-        own = self.options != Options(**public).checked("capsfast")
-        return {**({"options": self.options} if own else public), "return_coupling": self.coupling}
+        differs = self.options != Options(**public).checked("capsfast")
+        return {**({"options": self.options} if differs else public), "return_coupling": self.coupling}
 
     @property
     def requests(self) -> tuple[bool, ...]:
@@ -343,8 +343,8 @@ def run(
     """
     need = tuple(problem.inputs) if need is None else need
     inputs = {name: value.detach().requires_grad_(name in need) for name, value in problem.inputs.items()}
-    found = problem.case.outputs(function(problem, inputs, backend))
-    pairs = [(out, problem.gradients[name]) for name, out in found.items() if out.requires_grad]
+    outputs = problem.case.outputs(function(problem, inputs, backend))
+    pairs = [(out, problem.gradients[name]) for name, out in outputs.items() if out.requires_grad]
     leaves = [inputs[name] for name in need]
     if leaves:
         gradients = torch.autograd.grad(
@@ -354,5 +354,5 @@ def run(
             allow_unused=True,
             materialize_grads=True,
         )
-        found |= {f"d{name}": grad for name, grad in zip(need, gradients, strict=True)}
-    return {name: value.detach() for name, value in found.items()}
+        outputs |= {f"d{name}": grad for name, grad in zip(need, gradients, strict=True)}
+    return {name: value.detach() for name, value in outputs.items()}

@@ -23,8 +23,8 @@ Hashes = dict[str, str]
 
 def kernel_files(backend: str) -> Hashes:
     """Git's hash of each source file of a backend's kernels, by path; nothing for ``cuda`` outside a checkout."""
-    found = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / FOLDERS[backend]).rglob("*") if path.is_file()}
-    kept = {name: found[name].read_bytes() for name in sorted(found) if _is_kernel(name)}
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / FOLDERS[backend]).rglob("*") if path.is_file()}
+    kept = {name: files[name].read_bytes() for name in sorted(files) if _is_kernel(name)}
     return {name: hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() for name, content in kept.items()}
 
 

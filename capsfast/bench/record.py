@@ -22,10 +22,10 @@ FORMAT = 1
 
 def _read(path: str, pattern: str) -> str:
     try:
-        found = re.search(pattern, Path(path).read_text())
+        match = re.search(pattern, Path(path).read_text())
     except OSError:
         return ""
-    return found[1].strip() if found else ""
+    return match[1].strip() if match else ""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     # The model name on a virtual machine often hides the generation ("AMD EPYC"); these numbers tell it.
     numbers = [_read("/proc/cpuinfo", rf"(?m)^{key}\s*:\s*(\d+)") for key in ("cpu family", "model", "stepping")]
     kib = _read("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
         "family_model_stepping": "-".join(numbers) if all(numbers) else None,
         # macOS and Windows can't say which cores the process may use.
@@ -45,15 +45,15 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = properties.name
-        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-        found["compute_capability"] = f"{properties.major}.{properties.minor}"
-    return found
+        facts["gpu"] = properties.name
+        facts["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+    return facts
 
 
-def machine_name(found: dict[str, Any]) -> str:
+def machine_name(facts: dict[str, Any]) -> str:
     """The file stem for a kind of machine, such as ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", (found.get("gpu") or found["cpu"]).lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", (facts.get("gpu") or facts["cpu"]).lower()).strip("-")
 
 
 def _triton() -> str | None:
@@ -98,8 +98,8 @@ def commit() -> dict[str, Any] | None:
 def build_info() -> dict[str, Any] | None:
     """The build information of the extension, None without extension."""
     ask = getattr(native.extension, "build_info", None)
-    found = ask() if callable(ask) else ask
-    return json.loads(without_paths(json.dumps(found, default=str))) if isinstance(found, dict) else None
+    built = ask() if callable(ask) else ask
+    return json.loads(without_paths(json.dumps(built, default=str))) if isinstance(built, dict) else None
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -93,14 +93,14 @@ def _section(path: Path, images: Path | None) -> str:
     on_gpu = surroundings["machine"]["device"] == "cuda"
     parts = [f"## {path.stem}", describe(surroundings)]
     for op in dict.fromkeys(case.op for case in results.cases):
-        own = [case for case in results.cases if case.op == op]
-        if images is not None and not any(case.routing for case in own):
+        of_op = [case for case in results.cases if case.op == op]
+        if images is not None and not any(case.routing for case in of_op):
             from . import plots  # needs matplotlib
 
             drawn = plots.sweep_plots(results, op, images, path.stem, on_gpu)
             parts += [f"![{what} of {op}]({image.parent.name}/{image.name})" for image, what in drawn]
         for direction in DIRECTIONS:
-            cases = [case for case in own if case.direction == direction]
+            cases = [case for case in of_op if case.direction == direction]
             if cases:
                 parts += [f"### {TITLES.get(op, op)}, {direction}", *_tables(results, cases, limits, on_gpu)]
     missing: dict[tuple[str, str], list[Row]] = {}

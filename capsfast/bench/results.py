@@ -83,8 +83,8 @@ class Results:
         """Time of ``against`` over the time of the fastest fused backend."""
         ours = self.ours(case, how)
         theirs = self.seconds(case, against, how)
-        mine = self.seconds(case, ours, how) if ours is not None else None
-        return theirs / mine if theirs is not None and mine is not None else None
+        our_seconds = self.seconds(case, ours, how) if ours is not None else None
+        return theirs / our_seconds if theirs is not None and our_seconds is not None else None
 
     def share(self, case: Case, limits: dict[str, float]) -> float | None:
         """The FLOPs of the case in the time of the backend cpp, over the rate of multiply-adds on registers.
@@ -101,5 +101,5 @@ class Results:
         canonical = dataclasses.replace(
             CANONICAL, op=op, direction=direction, K=0 if op == "route_votes" else CANONICAL.K
         )
-        found = [case for case in self.cases if case == dataclasses.replace(canonical, **{size: getattr(case, size)})]
-        return sorted(found, key=lambda case: getattr(case, size))
+        along = [case for case in self.cases if case == dataclasses.replace(canonical, **{size: getattr(case, size)})]
+        return sorted(along, key=lambda case: getattr(case, size))

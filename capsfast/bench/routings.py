@@ -44,8 +44,8 @@ class Routed:
     def __call__(self, u: Tensor, weight: Tensor, *others: Tensor) -> Capsules:
         votes = (u, weight) if self.fused else stored(u, weight)
         activation = others[0] if self.module.uses_activation else None
-        own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
-        own |= {name: value.to(u.device) for name, value in self.module.named_buffers()}
-        if not own:
+        parameters = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
+        parameters |= {name: value.to(u.device) for name, value in self.module.named_buffers()}
+        if not parameters:
             return self.module(votes, activation)
-        return functional_call(self.module, own, (votes, activation))  # type: ignore[no-any-return]
+        return functional_call(self.module, parameters, (votes, activation))  # type: ignore[no-any-return]

@@ -29,9 +29,9 @@ class Timing:
 
     @staticmethod
     def of(seconds: list[float]) -> "Timing":
-        found = torch.tensor(seconds, dtype=torch.float64)
-        p10, median, p90 = torch.quantile(found, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        return Timing(median, p10, p90, float(found.min()), len(seconds))
+        samples = torch.tensor(seconds, dtype=torch.float64)
+        p10, median, p90 = torch.quantile(samples, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        return Timing(median, p10, p90, float(samples.min()), len(seconds))
 
 
 def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list[float]]:
@@ -52,9 +52,9 @@ def _turn(step: Callable[[], object], device: torch.device) -> Callable[[], list
     def turn() -> list[float]:
         # The first of several calls is not counted: the previous contender left its state in caches and threads.
         # torch.utils.benchmark.Timer would average over ten calls of a millisecond, after two or more in each turn.
-        first = timeit.timeit(timed, number=1)
-        calls = min(MOST_CALLS, int(TURN_SECONDS / first))
-        return timeit.repeat(timed, number=1, repeat=calls) if calls else [first]
+        once = timeit.timeit(timed, number=1)
+        calls = min(MOST_CALLS, int(TURN_SECONDS / once))
+        return timeit.repeat(timed, number=1, repeat=calls) if calls else [once]
 
     return turn
 
@@ -109,8 +109,8 @@ def capture(step: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
                 torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
             # The end of a failed capture raises, too; the error before it says what the step did.
-            first = error.__context__ if "previous error during capture" in str(error) else None
-            raise first or error from None
+            cause = error.__context__ if "previous error during capture" in str(error) else None
+            raise cause or error from None
     return graph
 
 

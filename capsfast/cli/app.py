@@ -102,8 +102,8 @@ def info(
     if commit is not None:
         versions["commit"] = commit["hash"] + (" with changes" if commit["changed"] else "")
     _print_table("Versions", versions.items())
-    found = backends().items()
-    rows = [(name, ", ".join(s.devices), "yes" if s.available else f"no: {s.reason}") for name, s in found]
+    all_backends = backends().items()
+    rows = [(name, ", ".join(s.devices), "yes" if s.available else f"no: {s.reason}") for name, s in all_backends]
     _print_table("Backends", rows, "backend", "devices", "available")
     _print_table("Kernels for GPUs", [(name, ran.since_the_run(name)) for name in ran.FOLDERS])
     if built := record.build_info():

@@ -52,8 +52,8 @@ def check(
         for reason in (fault for result in results for fault in result.wrong):
             say(f"wrong: {reason}")
         if json is not None:
-            found = [{**dataclasses.asdict(result), "status": result.status} for result in results]
-            write_text(json, json_format.dumps({"environment": surroundings, "families": found}, indent=1) + "\n")
+            rows = [{**dataclasses.asdict(result), "status": result.status} for result in results]
+            write_text(json, json_format.dumps({"environment": surroundings, "families": rows}, indent=1) + "\n")
             say(f"wrote {json}")
         there = [result for result in results if result.status != ABSENT]
         if not there:

@@ -86,28 +86,28 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(*names, dest=dest, nargs="?")
     for names in (("--option",), ("-c", "--config")):
         parser.add_argument(*names, action="append", nargs="?", default=[])
-    found, others = parser.parse_known_args(words)
+    options, others = parser.parse_known_args(words)
     for before, word in zip(["", *others], others, strict=False):
         if not word.startswith("-") and (not before.startswith("-") or "=" in before):
             remedy = "" if command in ("train", "fit") else "; --resume FILE names a checkpoint"
             raise ValueError(f"capsfast {command}: options begin with --, got {word!r}{remedy}")
-    if found.resume is None and command in ("validate", "test") and not {"-h", "--help"} & {*words}:
+    if options.resume is None and command in ("validate", "test") and not {"-h", "--help"} & {*words}:
         raise ValueError(f"capsfast {command}: a checkpoint is needed; give --resume FILE")
-    found.resume = found.resume and os.path.expanduser(found.resume)
-    if found.resume is not None and not Path(found.resume).is_file():
+    options.resume = options.resume and os.path.expanduser(options.resume)
+    if options.resume is not None and not Path(options.resume).is_file():
         what = "does not exist; training writes last.ckpt into its folder after every epoch"
-        if Path(found.resume).is_dir():
+        if Path(options.resume).is_dir():
             what = "is a folder; name a file in it, such as last.ckpt"
-        raise FileNotFoundError(f"capsfast {command}: --resume: {found.resume} {what}")
-    folder = (found.data or "").rpartition(":")[2]
+        raise FileNotFoundError(f"capsfast {command}: --resume: {options.resume} {what}")
+    folder = (options.data or "").rpartition(":")[2]
     if "/" in folder and not Path(folder).expanduser().exists():
         raise FileNotFoundError(
             f"capsfast {command}: --data: {folder} does not exist; name a folder, an .npz or a .csv file"
         )
-    found.words = list(words)
-    named = [text.partition("=")[2] for text in found.option if text and text.startswith("routing=")]
-    found.routing = found.routing or next(iter(named), None)
-    texts, found.config = [file for file in found.config if file], []
+    options.words = list(words)
+    named = [text.partition("=")[2] for text in options.option if text and text.startswith("routing=")]
+    options.routing = options.routing or next(iter(named), None)
+    texts, options.config = [file for file in options.config if file], []
     for text in reversed(texts):
         path = Path(text).expanduser()
         if ": " in text:  # jsonargparse also takes the options themselves
@@ -120,11 +120,11 @@ def asked(command: str, words: Sequence[str]) -> argparse.Namespace:
                 content = path.read_text(encoding="utf-8")
                 told = options_in(content, path.parent)
             if path.is_fifo():  # can be read only once
-                found.words = [word.replace(text, content) for word in found.words]
+                options.words = [word.replace(text, content) for word in options.words]
             else:
-                found.config.append(path)
+                options.config.append(path)
         model = told.get("model") or {}
         for name, group in (("model", model), ("routing", model.get("options") or {})):
-            if getattr(found, name) is None and isinstance(group.get(name), str):
-                setattr(found, name, group[name])
-    return found
+            if getattr(options, name) is None and isinstance(group.get(name), str):
+                setattr(options, name, group[name])
+    return options

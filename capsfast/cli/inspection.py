@@ -168,16 +168,16 @@ def evaluate(
         start = generator(0, "attack")
         name = f"PGD, eps {eps:g}, {pgd_steps} steps"
         attacks[name] = partial(train.pgd, eps=eps, steps=pgd_steps, generator=start)
-    found: dict[str, train.Evaluation] = {}
+    evaluations: dict[str, train.Evaluation] = {}
     for name, attack in {"test images": None, **attacks}.items():
         each = train.evaluate(learner, sets.test, attack=attack, limit=None if attack is None else attacked)
         say(f"{name}: {each.accuracy:.2%} of {each.images} right")
-        found[name] = each
-    plain = found["test images"]
+        evaluations[name] = each
+    plain = evaluations["test images"]
     if plain.confusion is not None:
         title = f"{plain.accuracy:.2%} of {plain.images}"
         _write(plot.confusion_figure(plain.confusion, title), out / "confusion.png")
-    _write_numbers(json, {name: {"images": value.images, "right": value.right} for name, value in found.items()})
+    _write_numbers(json, {name: {"images": value.images, "right": value.right} for name, value in evaluations.items()})
 
 
 @of_a_checkpoint
@@ -191,8 +191,8 @@ def picture(
     """Draw test images with the activations of all classes as bars: predictions.png."""
     from .. import plot, train
 
-    found = train.predictions(learner, sets.test, count, wrong=wrong)
-    figure = plot.predictions_figure(found.images, found.labels, found.activations)
+    predictions = train.predictions(learner, sets.test, count, wrong=wrong)
+    figure = plot.predictions_figure(predictions.images, predictions.labels, predictions.activations)
     _write(figure, out / ("wrong.png" if wrong else "predictions.png"))
 
 
@@ -224,8 +224,8 @@ def perturb(
     from .. import plot, train
     from ..train.evaluate import DELTAS
 
-    first = train.one_of_each_class(sets.test, sets.num_classes)
-    rows = dict(zip(sets.test.labels[first].tolist(), first, strict=True))
+    examples = train.one_of_each_class(sets.test, sets.num_classes)
+    rows = dict(zip(sets.test.labels[examples].tolist(), examples, strict=True))
     for class_label in label:
         if class_label not in rows:
             raise ValueError(f"capsfast perturb: label must be one of {', '.join(map(str, rows))}, got {class_label}")
@@ -244,9 +244,12 @@ def routing(
     """Draw capsule lengths by class, and coupling entropy by class and iteration: routing.png."""
     from .. import plot, train
 
-    found = train.routing_statistics(learner, sets.test, limit=limit)
-    _write(plot.routing_figure(found.lengths, found.entropy, "routing to the class capsules"), out / "routing.png")
-    for t, values in enumerate(found.entropy, 1):
+    statistics = train.routing_statistics(learner, sets.test, limit=limit)
+    _write(
+        plot.routing_figure(statistics.lengths, statistics.entropy, "routing to the class capsules"),
+        out / "routing.png",
+    )
+    for t, values in enumerate(statistics.entropy, 1):
         say(f"iteration {t}: coupling entropy {torch.nanmean(values):.4f} of log J, mean of the classes")
 
 
@@ -264,9 +267,9 @@ def clusters(
     """
     from .. import train
 
-    accuracy, found, tested = train.clustered(learner, sets, limit=images)
-    say(f"{accuracy:.2%} of {tested} right, by {sets.num_classes} clusters of {found} images")
-    _write_numbers(json or out / "clusters.json", {"images": tested, "accuracy": accuracy, "clustered": found})
+    accuracy, classes, tested = train.clustered(learner, sets, limit=images)
+    say(f"{accuracy:.2%} of {tested} right, by {sets.num_classes} clusters of {classes} images")
+    _write_numbers(json or out / "clusters.json", {"images": tested, "accuracy": accuracy, "clustered": classes})
 
 
 def predict(
@@ -304,8 +307,8 @@ def predict(
     """
     if (checkpoint is None) == (pretrained is None) or (pretrained is None) != (model is None):
         got = {"--checkpoint": checkpoint, "--model": model, "--pretrained": pretrained}
-        given = ", ".join(name for name, value in got.items() if value is not None) or "none of them"
-        raise stop(f"capsfast predict: --checkpoint FILE or --model NAME --pretrained NAME is needed, got {given}")
+        there = ", ".join(name for name, value in got.items() if value is not None) or "none of them"
+        raise stop(f"capsfast predict: --checkpoint FILE or --model NAME --pretrained NAME is needed, got {there}")
     with plain_errors("predict"):
         for path in filter(None, (csv, json)):
             check_replaceable(path)
@@ -330,7 +333,7 @@ def predict(
             raise typer.Exit(1)
 
 
-def _files(given: list[Path]) -> list[Path]:
+def _files(paths: list[Path]) -> list[Path]:
     """The pictures, each once: files as they are given, and what folders hold.
 
     Raises:
@@ -340,7 +343,7 @@ def _files(given: list[Path]) -> list[Path]:
     from ..data.files import pictures_below
 
     files: dict[str, Path] = {}
-    for path in given:
+    for path in paths:
         path.stat()
         below = [Path(picture) for picture in pictures_below(path)] if path.is_dir() else [path]
         if not below:
@@ -408,12 +411,12 @@ def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     with plain_errors("models"):
         from ..train.networks import described
 
-        found = described()
+        networks = described()
     if json:
-        typer.echo(json_format.dumps(found, indent=1))
+        typer.echo(json_format.dumps(networks, indent=1))
         return
     table = Table("model", "parameters", "pretrained", "options", box=box.SIMPLE, show_lines=True)
-    for name, evaluation in found.items():
+    for name, evaluation in networks.items():
         options = ", ".join(f"{option}={value}" for option, value in evaluation["options"].items())
         parameters = f"{evaluation['parameters']:,}".replace(",", " ")
         table.add_row(name, parameters, "\n".join(evaluation["pretrained"]), escape(options))

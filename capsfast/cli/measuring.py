@@ -159,12 +159,14 @@ def case_table(rows: Sequence[Row], device: str, limits: dict[str, float]) -> Ta
         "error": lambda row: f"{max(row.errors.values()):.0e}",
         "peak MiB": lambda row: mebibytes(row.memory_bytes),
     }
-    found = {title: [show(row) if row.status == "ok" else "" for row in rows] for title, show in columns.items()}
+    columns_shown = {
+        title: [show(row) if row.status == "ok" else "" for row in rows] for title, show in columns.items()
+    }
     # Columns without any number are left out.
-    found = {title: cells for title, cells in found.items() if set(cells) - {"-", ""}}
-    for title in found:
+    columns_shown = {title: cells for title, cells in columns_shown.items() if set(cells) - {"-", ""}}
+    for title in columns_shown:
         table.add_column(title, justify="right", no_wrap=title == "10-90 %")
     for n, row in enumerate(rows):
-        cells = [column[n] for column in found.values()]
+        cells = [column[n] for column in columns_shown.values()]
         table.add_row(row.contender, *(cells if row.status == "ok" else [row.status]))
     return table

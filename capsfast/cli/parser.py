@@ -52,8 +52,8 @@ class Parser(LightningArgumentParser):
             if routing is None:  # other options decide
                 kinds += ROUTINGS.values()
             else:
-                made = by_path(f"{op}: routing", routing) if "." in routing else routing
-                kinds += filter(inspect.isclass, [routing_class(op, made)])
+                routing_kind = by_path(f"{op}: routing", routing) if "." in routing else routing
+                kinds += filter(inspect.isclass, [routing_class(op, routing_kind)])
             kinds.append(layer)
         for kind in kinds:
             there = {
@@ -61,11 +61,11 @@ class Parser(LightningArgumentParser):
             }
             # jsonargparse also follows **options into the code, where it finds other routings.
             taken = inspect.signature(kind).parameters.values()
-            own = options_of(kind) or [
+            own_options = options_of(kind) or [
                 parameter.name for parameter in taken if kind is network or parameter.kind is parameter.KEYWORD_ONLY
             ]
-            found = LightningArgumentParser().add_class_arguments(kind, fail_untyped=False)
-            left_out = LEFT_OUT | there | {name for name in found if name not in own}
+            accepted = LightningArgumentParser().add_class_arguments(kind, fail_untyped=False)
+            left_out = LEFT_OUT | there | {name for name in accepted if name not in own_options}
             group = self.add_argument_group(f"Options of {kind.__name__}")
             group.add_class_arguments(kind, OPTIONS, as_group=False, skip=left_out, fail_untyped=False)
             if kind is network and choice:

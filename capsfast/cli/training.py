@@ -188,14 +188,14 @@ class Command(LightningCLI):
         Raises:
             ValueError: an option that the checkpoint fixes has another value, or a file names the checkpoint.
         """
-        given, unchanged = self.config, self.parser.parse_args([])
+        config, unchanged = self.config, self.parser.parse_args([])
         if self.held is not None:
             fixed = {*(GROUPS[:2] if self.training else GROUPS[:1])}
             if self.training or self.asked.data is None:  # other images would be held out, such as those to train on
                 fixed |= {"seed", "data.seed", "data.hold_out"}
             changed = [
                 self.parser.short(name)  # type: ignore[attr-defined]
-                for name, value in given.items()
+                for name, value in config.items()
                 if {name, name.partition(".")[0]} & fixed and value != unchanged.get(name) and name not in self.linked
             ]
             if changed:
@@ -203,14 +203,14 @@ class Command(LightningCLI):
                 raise ValueError(
                     f"capsfast {self.command}: the checkpoint holds {what}; leave out {', '.join(changed)}"
                 )
-            given.model["options"] = self.held["options"]
+            config.model["options"] = self.held["options"]
             return
-        if given.ckpt_path is not None and self.checkpoint is None:
+        if config.ckpt_path is not None and self.checkpoint is None:
             raise ValueError(f"capsfast {self.command}: ckpt_path must be given as an option, not in a file")
-        if given.model.model != (self.asked.model or "capsnet"):
-            got = f"{self.asked.model} before a --config with {given.model.model}"
+        if config.model.model != (self.asked.model or "capsnet"):
+            got = f"{self.asked.model} before a --config with {config.model.model}"
             raise ValueError(f"capsfast {self.command}: --config must come before --model, got --model {got}")
-        given.model["options"] = vars(given.model.get("options") or Namespace())
+        config.model["options"] = vars(config.model.get("options") or Namespace())
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         """
@@ -218,33 +218,33 @@ class Command(LightningCLI):
             ValueError: options that don't fit the checkpoint.
             MisconfigurationException: options that don't fit each other, or this machine.
         """
-        given = {**self._get(self.config_init, "trainer"), **more}
+        options = {**self._get(self.config_init, "trainer"), **more}
         if self.held is not None:
             check_fits(f"capsfast {self.command}: {self.checkpoint}", self.held, self.datamodule)
         best, patience = self._get(self.config, "best"), self._get(self.config, "patience")
-        if (best or patience is not None) and given["limit_val_batches"] == 0:
+        if (best or patience is not None) and options["limit_val_batches"] == 0:
             raise ValueError("capsfast fit: best and patience need validation, and limit_val_batches=0 leaves it out")
         self.out = self._folder()
-        callbacks = several(given.pop("callbacks", None))
+        callbacks = several(options.pop("callbacks", None))
         if self.training:
             config = self.parser.dump(self.config, skip_unset=False)
             callbacks.append(Begin(self.out, config, not self.goes_on))
         if patience is not None:
             metric, mode = self.model.monitor
             callbacks.append(EarlyStopping(metric, mode=mode, patience=patience, strict=False))
-        progress = given.pop("enable_progress_bar") is not False and self.training
+        progress = options.pop("enable_progress_bar") is not False and self.training
         try:
             return make_trainer(
                 self.out,
-                epochs=given.pop("max_epochs"),
+                epochs=options.pop("max_epochs"),
                 best=self.model.monitor if best or patience is not None else None,
                 checkpoint_every=self._get(self.config, "checkpoint_every"),
                 progress=progress,
                 callbacks=callbacks,
-                **given if self.training else given | {"logger": False},
+                **options if self.training else options | {"logger": False},
             )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            remedy = "; --accelerator=auto takes what is there" if "accelerator" in str(given) else ""
+            remedy = "; --accelerator=auto takes what is there" if "accelerator" in str(options) else ""
             text = " ".join(str(error).split()).rstrip(".!")
             raise MisconfigurationException(f"{text}{remedy}") from None
 

@@ -62,9 +62,9 @@ def places(name: str, data_dir: Path | str | None = None) -> list[Path]:
     """The folders to search for ``name``, in this order; with ``data_dir`` only this folder."""
     if data_dir is not None:
         return [Path(data_dir).expanduser() / name, Path(data_dir).expanduser()]
-    mine = os.environ.get("CAPSFAST_DATA")
-    found = [Path(mine).expanduser() / name] if mine else []
-    return [*found, cache(name), *([SYSTEM[name]] if name in SYSTEM else [])]
+    of_user = os.environ.get("CAPSFAST_DATA")
+    folders = [Path(of_user).expanduser() / name] if of_user else []
+    return [*folders, cache(name), *([SYSTEM[name]] if name in SYSTEM else [])]
 
 
 def _path(folder: Path, file: str) -> Path | None:
@@ -113,8 +113,8 @@ def _files(name: str, data_dir: Path | str | None, download: bool) -> list[Path]
             for part in ("train", "test"):
                 make(str(root), **({"split": part} if name == "svhn" else {"train": part == "train"}), download=True)
     except (RuntimeError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first}); {known.remedy}") from None
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first_line}); {known.remedy}") from None
     return find(name, folders)
 
 
@@ -154,43 +154,43 @@ def _digits(image_size: int | None) -> Split:
     rows, labels = torch.arange(len(digits.target)), digits.target
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     parts = train_test_split(rows, test_size=360, stratify=labels, random_state=0)
-    found = [Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts]
-    return parted(dict(zip(("train", "test"), found, strict=True)))
+    parts_of_digits = [Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts]
+    return parted(dict(zip(("train", "test"), parts_of_digits, strict=True)))
 
 
 def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, download: bool) -> Split:
     """The data sets from a user's class or function, called with what it takes of root, download, train or split."""
     make = by_path(f"{OP}: no file or folder {path}", path)
     takes = inspect.signature(make).parameters
-    given = {"root": data_dir, "download": download or None}
-    given = {name: value for name, value in given.items() if name in takes and value is not None}
-    first: dict[str, Any] = {"train": True} if "train" in takes else {"split": "train"} if "split" in takes else {}
+    common = {"root": data_dir, "download": download or None}
+    common = {name: value for name, value in common.items() if name in takes and value is not None}
+    of_train: dict[str, Any] = {"train": True} if "train" in takes else {"split": "train"} if "split" in takes else {}
     try:
-        inspect.signature(make).bind(**given, **first)
+        inspect.signature(make).bind(**common, **of_train)
     except TypeError as error:
         raise ValueError(f"{OP}: {path} can't be called: {error}; root is the option data_dir") from None
     try:
-        found: Any = make(**given, **first)
+        training: Any = make(**common, **of_train)
     except ValueError as error:
-        if "split" not in first:
+        if "split" not in of_train:
             raise
         raise ValueError(f"{OP}: {path} takes split, but not 'train': {error}; name a function of your own") from error
-    if "train" in first:
-        found = found, make(**given, train=False)
-    elif first:
+    if "train" in of_train:
+        training = training, make(**common, train=False)
+    elif of_train:
         others = dict.fromkeys(PARTS[1:])
         for part in others:
             with suppress(ValueError):  # torchvision's for a split that the data set does not have
-                others[part] = make(**given, split=part)
-        found = found, *others.values()
-    return _of_objects(found, path, image_size)
+                others[part] = make(**common, split=part)
+        training = training, *others.values()
+    return _of_objects(training, path, image_size)
 
 
 def by_part(data: Any, name: str = "data") -> dict[str, Any]:
     """A data set alone, as train, or the data sets of a tuple (train, test) or (train, val, test), without None."""
-    given = data if isinstance(data, tuple) else (data,)
-    names = {1: PARTS[:1], 2: ("train", "test"), 3: PARTS}.get(len(given), ())
-    parts = {part: value for part, value in zip(names, given, strict=bool(names)) if value is not None}
+    values = data if isinstance(data, tuple) else (data,)
+    names = {1: PARTS[:1], 2: ("train", "test"), 3: PARTS}.get(len(values), ())
+    parts = {part: value for part, value in zip(names, values, strict=bool(names)) if value is not None}
     if "train" not in parts:
         raise ValueError(f"{OP}: {name} must be (train, test) or (train, val, test), got {checks.shown(data)}")
     return parts
@@ -338,8 +338,8 @@ def open_sets(
             rule = f"labels must be 0 to {num_classes - 1}, as for the images to train on"
             raise ValueError(f"{op}: {rule}, got {most} to {use}")
     if kind and any(options.values()):
-        given = ", ".join(name for name, value in options.items() if value)
-        raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")
+        asked = ", ".join(name for name, value in options.items() if value)
+        raise ValueError(f"{op}: {kind} sets move images themselves; leave out {asked}")
     drawn, still = augmentation(size, **options)
     if kind:
         margin = in_proportion(4 if kind == "multi" else 6, size)

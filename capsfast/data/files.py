@@ -47,12 +47,12 @@ def picture(path: str, channels: int = 0) -> tuple[str, tuple[int, int], Any]:
     from PIL import Image
 
     values = None
-    with reading(OP, path, "a picture", "replace or remove it"), Image.open(path) as found:
+    with reading(OP, path, "a picture", "replace or remove it"), Image.open(path) as image:
         if channels:
             # PIL's own conversion would cut 16 bits at 255.
-            kept = found.mode[0] in "IF"
-            values = np.array(found if kept else found.convert("L" if channels == 1 else "RGB"))
-        return found.mode, found.size, values
+            kept = image.mode[0] in "IF"
+            values = np.array(image if kept else image.convert("L" if channels == 1 else "RGB"))
+        return image.mode, image.size, values
 
 
 def read_picture(path: str, channels: int, size: tuple[int, int] | None = None) -> Tensor:
@@ -174,8 +174,8 @@ def _part(name: str) -> str | None:
 
 
 def _endings() -> tuple[str, ...]:
-    found: tuple[str, ...] = torchvision("datasets").folder.IMG_EXTENSIONS
-    return found
+    endings: tuple[str, ...] = torchvision("datasets").folder.IMG_EXTENSIONS
+    return endings
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -189,8 +189,8 @@ def _is_visible(name: str) -> bool:
 
 def _file(path: str) -> tuple[int, int]:
     """The same for all links to a file."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _fail(error: OSError) -> None:
@@ -253,19 +253,19 @@ def _parts(folder: Path) -> dict[str, Path]:
     Raises:
         ValueError: two sub-folders for the same, or another sub-folder that may be a part.
     """
-    found: dict[str | None, list[Path]] = {}
+    folders: dict[str | None, list[Path]] = {}
     for child in (path for path in _visible(folder) if path.is_dir()):
-        found.setdefault(_part(child.name), []).append(child)
-    others = found.pop(None, [])
-    if "train" not in found or len(found) < 2:
+        folders.setdefault(_part(child.name), []).append(child)
+    others = folders.pop(None, [])
+    if "train" not in folders or len(folders) < 2:
         return {"train": folder}
-    for paths in found.values():
+    for paths in folders.values():
         if len(paths) > 1:
             raise ValueError(
                 f"{OP}: {folder} must have one folder of each part, got {', '.join(path.name for path in paths)}; "
                 "join or rename them"
             )
-    parts = {part: found[part][0] for part in PARTS if part in found}
+    parts = {part: folders[part][0] for part in PARTS if part in folders}
     classes = {path.name for path in _visible(parts["train"]) if path.is_dir()}
     if unknown := [
         other.name for other in others if classes & {inner.name for inner in _visible(other) if inner.is_dir()}
@@ -329,8 +329,8 @@ def read_npz(path: Path, image_size: int | None) -> Split:
     with reading(OP, path, "an .npz file", "write it again with numpy.savez"), np.load(path) as archive:
         there = {*archive.files}
         known = [{part: tuple(name.format(part) for name in style) for part in PARTS} for style in STYLES]
-        found = [{part: pair for part, pair in layout.items() if there & {*pair}} for layout in known]
-        parts = next((layout for layout in found if "train" in layout and len(layout) > 1), {"train": WHOLE})
+        present = [{part: pair for part, pair in layout.items() if there & {*pair}} for layout in known]
+        parts = next((layout for layout in present if "train" in layout and len(layout) > 1), {"train": WHOLE})
         names = [name for pair in parts.values() for name in pair]
         complete = there >= {*names}
         arrays = [archive[name] for name in names] if complete else []
@@ -341,12 +341,12 @@ def read_npz(path: Path, image_size: int | None) -> Split:
         got = " ".join(sorted(there)) or "none"
         raise ValueError(f"{op}: it must hold arrays named {wanted}, or {' '.join(WHOLE)}, got {got}")
     tensors = []
-    for name, found in zip(names, arrays, strict=True):
+    for name, present in zip(names, arrays, strict=True):
         # numpy gives bytes for what is not an array.
-        kind = getattr(found, "dtype", type(found).__name__)
-        if getattr(kind, "kind", "") not in ("i", "u", "f") or found.itemsize > 8:
+        kind = getattr(present, "dtype", type(present).__name__)
+        if getattr(kind, "kind", "") not in ("i", "u", "f") or present.itemsize > 8:
             raise ValueError(f"{op}: {name} must hold integers or floats, got {kind}; save it as such")
-        tensors.append(torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("="))))
+        tensors.append(torch.from_numpy(np.ascontiguousarray(present, present.dtype.newbyteorder("="))))
     images = {}
     for part, name, values, labels in zip(parts, names[::2], tensors[::2], tensors[1::2], strict=True):
         fitting = values[:, None] if values.dim() == 3 else values

@@ -95,9 +95,9 @@ class Images(Dataset[Tensor]):
     def part(self, rows: Tensor) -> "Images":
         """The images in ``rows [n]``."""
         images = self.images[rows] if isinstance(self.images, Tensor) else Subset(self.images, rows.tolist())
-        found = Images(images, self.labels[rows], name=self.name, image_size=self.image_size)
-        found.classes = self.classes
-        return found
+        images_of_part = Images(images, self.labels[rows], name=self.name, image_size=self.image_size)
+        images_of_part.classes = self.classes
+        return images_of_part
 
 
 def resized(image: Tensor, size: int | None) -> Tensor:
@@ -135,30 +135,30 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
     try:
         # torch warns at a list of arrays.
         arrays = isinstance(labels, list) and len(labels) > 0 and isinstance(labels[0], np.ndarray)
-        found = torch.as_tensor(np.stack(labels) if arrays else labels)
+        tensor = torch.as_tensor(np.stack(labels) if arrays else labels)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(0)
+        tensor = torch.zeros(0)
     # A larger label would give the network as many classes.
     most = max(count, 1000)
-    fits = count > 0 and found.numel() == count and not found.is_floating_point()
-    found = found.long()
-    if not fits or not 0 <= int(found.min()) <= int(found.max()) < most:
-        got = f"{int(found.min())} to {int(found.max())}" if fits else checks.shown(labels)
+    fits = count > 0 and tensor.numel() == count and not tensor.is_floating_point()
+    tensor = tensor.long()
+    if not fits or not 0 <= int(tensor.min()) <= int(tensor.max()) < most:
+        got = f"{int(tensor.min())} to {int(tensor.max())}" if fits else checks.shown(labels)
         rule = f"must have an integer label for each of its {count} images, from 0 to less than {most}"
         remedy = "" if fits else "; numpy's astype(int) converts floats, argmax(1) one-hot labels"
         raise ValueError(f"{OP}: {name} {rule}, got {got}{remedy}")
-    if found.min() == found.max():
-        raise ValueError(f"{OP}: {name} must have at least two classes, got only images of class {int(found.min())}")
-    return found.reshape(count)
+    if tensor.min() == tensor.max():
+        raise ValueError(f"{OP}: {name} must have at least two classes, got only images of class {int(tensor.min())}")
+    return tensor.reshape(count)
 
 
-def parted(found: dict[str, Images]) -> Split:
+def parted(parts: dict[str, Images]) -> Split:
     """The parts by their names in PARTS. A single part is a whole data set, split 80:20, always in the same way."""
-    if len(found) == 1:
-        (whole,) = found.values()
+    if len(parts) == 1:
+        (whole,) = parts.values()
         train, test = divided(whole, 0.2, seed=0)
         return Split(train, None, test)
-    return Split(found["train"], found.get("val"), found["test" if "test" in found else "val"])
+    return Split(parts["train"], parts.get("val"), parts["test" if "test" in parts else "val"])
 
 
 def divided(images: Images, share: float, seed: int) -> tuple[Images, Images]:
@@ -175,8 +175,8 @@ def divided(images: Images, share: float, seed: int) -> tuple[Images, Images]:
     if len(images.labels[drawn].unique()) < 2:
         rule = f"must have two classes of at least {max(2, int(0.5 / share) + 1)} images"
         raise ValueError(f"{OP}: {images.name} {rule} to set {share:.2g} of them apart; or give train, val and test")
-    first, second = (images.part(rows.nonzero()[:, 0]) for rows in (~drawn, drawn))
-    return first, second
+    kept, second = (images.part(rows.nonzero()[:, 0]) for rows in (~drawn, drawn))
+    return kept, second
 
 
 def channel_statistics(images: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:

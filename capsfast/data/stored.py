@@ -48,10 +48,10 @@ def _read(
         with gzip.open(path) if packed else path.open("rb") as stream:
 
             def read(count: int) -> list[int]:
-                found = stream.read(4 * count)
-                if len(found) < 4 * count:
+                data = stream.read(4 * count)
+                if len(data) < 4 * count:
                     raise ValueError("ends inside its header")
-                return [int.from_bytes(found[n : n + 4], order) for n in range(0, 4 * count, 4)]
+                return [int.from_bytes(data[n : n + 4], order) for n in range(0, 4 * count, 4)]
 
             (magic,) = read(1)
             if magic not in kinds:

@@ -81,8 +81,8 @@ def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
     return lit
 
 
-def _own(given: str | dict[str, Any]) -> Transform:
-    path, arguments = (given.get("class_path"), given.get("init_args")) if isinstance(given, dict) else (given, None)
+def _own(named: str | dict[str, Any]) -> Transform:
+    path, arguments = (named.get("class_path"), named.get("init_args")) if isinstance(named, dict) else (named, None)
     found = by_path(f"{OP}: transform", str(path))
     if isinstance(found, type) and any("__call__" in vars(kind) for kind in found.__mro__):
         found = found(**arguments or {})
@@ -93,11 +93,11 @@ def _own(given: str | dict[str, Any]) -> Transform:
 
 
 def _changed(image: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
-    found = function(image)
-    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (image.shape, image.dtype):
-        got = checks.shown(found)
+    changed = function(image)
+    if not isinstance(changed, Tensor) or (changed.shape, changed.dtype) != (image.shape, image.dtype):
+        got = checks.shown(changed)
         raise ValueError(f"{OP}: transform must return what it gets, float32 {checks.shape_of(image)}, got {got}")
-    return found
+    return changed
 
 
 def random_warp(image: Tensor) -> Tensor:

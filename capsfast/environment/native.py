@@ -34,8 +34,8 @@ _REMEDY = f"build it {in_the_checkout()}"
 
 
 def _torch_version() -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _absent() -> str:

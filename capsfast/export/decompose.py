@@ -26,25 +26,25 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         forms sums in float32 for 16-bit inputs. Programs never hold ``factored_routing``, ``em_update`` and
         ``em_routing``. Also for ``torch.digamma``, which variational routing needs and ONNX lacks.
     """
-    found: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.digamma.default: digamma}
+    table: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.digamma.default: digamma}
     for op, parameters, options in (
         (dynamic_routing.OP, RoutingParameters, RoutingOptions),
         (routing_pass.OP, PassParameters, PassOptions),
     ):
         for prefix in PREFIX.values():
-            found[overload(prefix + op.contract.name)] = _by_definition(op, parameters, options)
-            found[overload(f"{prefix}{op.contract.name}_backward")] = _no_backward(op.contract.name)
-    return found
+            table[overload(prefix + op.contract.name)] = _by_definition(op, parameters, options)
+            table[overload(f"{prefix}{op.contract.name}_backward")] = _no_backward(op.contract.name)
+    return table
 
 
 def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple[Tensor, ...]]:
     first, last = len(parameters._fields), -1 - op.contract.requests
 
     def run(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        given, J = options(*rest[first + 1 : last]), rest[first]
+        chosen, J = options(*rest[first + 1 : last]), rest[first]
         if options is RoutingOptions:
-            given = given._replace(gradient="full")  # other runtimes have no detach()
-        call = unchecked(u, weight, parameters(*rest[:first]), given, J)
+            chosen = chosen._replace(gradient="full")  # other runtimes have no detach()
+        call = unchecked(u, weight, parameters(*rest[:first]), chosen, J)
         results = op.run_definition(call, rest[last + 1 :])
         # The results that only the backward reads.
         empty = u.new_empty(0, dtype=wide_dtype(u.dtype))

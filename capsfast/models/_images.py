@@ -58,15 +58,15 @@ class DecodedCapsules(ImageNetwork):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         """``labels [B]``: the capsules that are decoded; default the capsules with the largest activations."""
-        found = self.classify(images)
-        chosen = found.activations.detach().argmax(1) if labels is None else labels
-        images_again = None if self.decoder is None else self.reconstruct(found.poses, chosen)
-        return CapsNetOutput(found.activations, found.poses, images_again)
+        output = self.classify(images)
+        chosen = output.activations.detach().argmax(1) if labels is None else labels
+        images_again = None if self.decoder is None else self.reconstruct(output.poses, chosen)
+        return CapsNetOutput(output.activations, output.poses, images_again)
 
 
 def through(layer: Any, poses: Tensor, **options: Any) -> Tensor:
     """Between layers capsules say by their lengths how present they are, which poses of many routings do not do."""
-    found: Capsules = layer.capsules(poses, **options)
+    capsules: Capsules = layer.capsules(poses, **options)
     if layer.uses_poses_alone:
-        return found.poses
-    return squash(found.poses, 2, kind="unit") * found.activations.unsqueeze(2)
+        return capsules.poses
+    return squash(capsules.poses, 2, kind="unit") * capsules.activations.unsqueeze(2)

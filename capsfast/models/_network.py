@@ -93,18 +93,18 @@ def load_fitting(op: str, source: object, network: nn.Module, tensors: Mapping[s
     Raises:
         RuntimeError: no parameter of the network fits.
     """
-    own = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    fitting = {name: tensor for name, tensor in tensors.items() if getattr(tensor, "shape", 0) == own.get(name)}
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    fitting = {name: tensor for name, tensor in tensors.items() if getattr(tensor, "shape", 0) == shapes.get(name)}
     if not any(name in fitting for name, _ in network.named_parameters()):
         raise RuntimeError(
             f"{op}: no parameter of the network has the name and the shape of one in {source}; use the class and the "
             "sizes that were saved"
         )
     load_weights(op, source, network, fitting, strict=False)
-    anew = ", ".join(name for name in own if name not in fitting)
-    unused = ", ".join(str(name) for name in tensors if name not in own)
+    anew = ", ".join(name for name in shapes if name not in fitting)
+    unused = ", ".join(str(name) for name in tensors if name not in shapes)
     parts = [f"drawn anew: {anew}"] * bool(anew) + [f"not used: {unused}"] * bool(unused)
-    return f"{op}: {len(fitting)} of {len(own)} tensors are from {source}; {'; '.join(parts)}" if parts else ""
+    return f"{op}: {len(fitting)} of {len(shapes)} tensors are from {source}; {'; '.join(parts)}" if parts else ""
 
 
 def _is_plain(value: Any) -> bool:
@@ -208,13 +208,13 @@ class Network(Layer):
             )
         hub = _library(op, "huggingface_hub")
         try:
-            found = hub.snapshot_download(name, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
+            folder = hub.snapshot_download(name, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
         except (OSError, ValueError) as error:  # ValueError: no name of a repository
             said = str(error).strip().partition("\n")[0]
             raise FileNotFoundError(
                 f"{op}: {name} is not a folder, and the Hugging Face Hub does not have it: {said}"
             ) from error
-        return Path(found)
+        return Path(folder)
 
     def _options(self, op: str) -> dict[str, Any]:
         """All options of the network except device and dtype, for JSON.
@@ -226,14 +226,14 @@ class Network(Layer):
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()  # a later version may have other defaults
         taken = bound.signature.parameters
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name, value in bound.arguments.items():
-            found |= value if taken[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        plain = {name: value for name, value in found.items() if name not in MOVED and _is_plain(value)}
-        for name in found.keys() - plain.keys() - {*MOVED}:
-            if name not in taken or found[name] is not taken[name].default:
+            options |= value if taken[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        plain = {name: value for name, value in options.items() if name not in MOVED and _is_plain(value)}
+        for name in options.keys() - plain.keys() - {*MOVED}:
+            if name not in taken or options[name] is not taken[name].default:
                 raise ValueError(
-                    f"{op}: {name} must be a number, text, or a sequence of them, got {checks.shown(found[name])}; "
+                    f"{op}: {name} must be a number, text, or a sequence of them, got {checks.shown(options[name])}; "
                     "save the state_dict of such a network"
                 )
         return plain

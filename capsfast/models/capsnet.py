@@ -87,5 +87,5 @@ class CapsNet(CapsuleEncoder):
             routing_options,
         )
         hidden = _arguments.sizes(self._op, "decoder_hidden", decoder_hidden, 0)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **made) if reconstruction else None
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **place) if reconstruction else None

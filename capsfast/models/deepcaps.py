@@ -116,8 +116,8 @@ class DeepCaps(DecodedCapsules):
         dims = _arguments.sizes(op, "dims", dims, 2)
         if dims[-1] != dims[-2]:
             raise ValueError(f"{op}: the last two of dims must be alike, got {checks.shown(dims)}")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **made}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **place}
         dim = dims[-1]
         window: dict[str, Any] = {"kernel_size": 3, "padding": 1, **options}
         if routing == "dynamic":
@@ -127,15 +127,15 @@ class DeepCaps(DecodedCapsules):
             skip: Callable[..., WindowLayer] = SlimConvCaps2d
         else:
             skip, window = ConvCaps2d, {"routing": routing, **window, **routing_options}
-        self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)
-        self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **made)
+        self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **place)
+        self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **place)
         widths = [conv_channels, *(types * dim for dim in dims)]
         self.cells = nn.ModuleList(
-            CapsCell(width, types, dim, None, squash=squash, eps=eps, **made)
+            CapsCell(width, types, dim, None, squash=squash, eps=eps, **place)
             for width, dim in zip(widths, dims[:-1], strict=False)
         )
         skip = partial(skip, types, types, dim, dim, **window)
-        self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **made))
+        self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **place))
         places = []
         for _ in self.cells:
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
@@ -148,7 +148,7 @@ class DeepCaps(DecodedCapsules):
             in_caps, num_classes, dim, digit_dim, routing=routing, **options, **routing_options
         )
         self.decoder = (
-            ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **made)
+            ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **place)
             if reconstruction
             else None
         )

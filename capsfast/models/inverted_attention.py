@@ -37,8 +37,8 @@ class ConvAttention(Layer):
         places = (poses.shape[0], *layer.grid(poses.shape[3:]))
         if last is not None:
             last = last.permute(0, 3, 4, 1, 2).flatten(0, 2)
-        found: Tensor = layer.routing.routing(layer.votes(poses), pose=last).poses.unflatten(0, places)
-        return found.permute(0, 3, 4, 1, 2)
+        updated: Tensor = layer.routing.routing(layer.votes(poses), pose=last).poses.unflatten(0, places)
+        return updated.permute(0, 3, 4, 1, 2)
 
 
 class FullAttention(Layer):
@@ -80,7 +80,7 @@ def route_at_once(layers: Sequence[nn.Module], primary: Tensor, num_iterations: 
     """
     poses = route_in_turn(layers, primary, 1)
     for _ in range(num_iterations - 1):
-        poses = [primary, *(layer(below, own) for layer, below, own in zip(layers, poses, poses[1:], strict=False))]
+        poses = [primary, *(layer(below, above) for layer, below, above in zip(layers, poses, poses[1:], strict=False))]
     return poses
 
 

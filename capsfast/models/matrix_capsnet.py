@@ -29,7 +29,7 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
     return (kernel, 1), (kernel, 1), (kernel, 1)
 
 
-def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def starting_options(op: str, routing: RoutingChoice, dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of EM routing with which three layers of EM routing learn. ``given`` options take precedence.
 
     Poses keep their scale from layer to layer, and the floor is below the variance of their votes. A capsule of mean
@@ -40,14 +40,14 @@ def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[s
     """
     if routing_class(op, routing) is not EMRouting:
         return {}
-    found: dict[str, Any] = {"identity": True, "init_std": 0.3, "floor": 0.1, "final": 2.0}
-    floor = given.get("floor", found["floor"])
-    if given.get("cost", "variance") == "variance" and isinstance(floor, (int, float)) and floor > 0:
-        found["initial_beta_u"] = -0.5 * math.log(2 * floor)
-        if given.get("cost_scale", "mean") == "mean":
-            found["initial_beta_a"] = -10.0
-            found["initial_beta_u"] -= 10.0 / dim
-    return found
+    start: dict[str, Any] = {"identity": True, "init_std": 0.3, "floor": 0.1, "final": 2.0}
+    floor = options.get("floor", start["floor"])
+    if options.get("cost", "variance") == "variance" and isinstance(floor, (int, float)) and floor > 0:
+        start["initial_beta_u"] = -0.5 * math.log(2 * floor)
+        if options.get("cost_scale", "mean") == "mean":
+            start["initial_beta_a"] = -10.0
+            start["initial_beta_u"] -= 10.0 / dim
+    return start
 
 
 class MatrixCapsNet(DecodedCapsules):
@@ -139,8 +139,8 @@ class MatrixCapsNet(DecodedCapsules):
         windows = [_arguments.sizes(op, "windows", window) for window in windows]
         if [len(window) for window in windows] != [2, 2, 2]:
             raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {checks.shown(windows)}")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **place}
         if num_iterations is not None:
             chosen["num_iterations"] = num_iterations
         chosen |= starting_options(op, routing, pose_rows**2, routing_options) | routing_options
@@ -154,17 +154,17 @@ class MatrixCapsNet(DecodedCapsules):
             glorot = (2 / ((types + more) * kernel_size**2 * dim)) ** 0.5
             return {"init_std": glorot} | chosen if normalized else chosen
 
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **made)
-        self.norm = nn.BatchNorm2d(conv_channels, **made) if normalized else None
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **place)
+        self.norm = nn.BatchNorm2d(conv_channels, **place) if normalized else None
         primary: dict[str, Any] = {"batch_norm": normalized, "activation_std": activation_std}
-        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **primary, **made)
+        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **primary, **place)
         windowed: dict[str, Any] = {"competition": competition, "start": start}
         self.conv_caps = nn.ModuleList(
             ConvCaps2d(types, more, dim, dim, kernel_size, step, **windowed, **of_layer(types, more, kernel_size))
             for types, more, (kernel_size, step) in zip((primary_types, before), (before, after), others, strict=True)
         )
-        given = of_layer(after, num_classes)
-        self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **given)
+        last_options = of_layer(after, num_classes)
+        self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **last_options)
 
     def encode(self, images: Tensor) -> Capsules:
         """The input of the class capsules for ``images [B, C, H, W]``: poses ``[B, I, K]``, activations ``[B, I]``."""

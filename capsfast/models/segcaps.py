@@ -139,16 +139,16 @@ class SegCaps(ImageNetwork):
             raise ValueError(f"{op}: with form='r3' image_size must be divisible by 8, got {size}; pad the images")
         levels = list(zip(types, dims, strict=True))
         layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         if squash is None:
             squash = "paper" if authors else "exp"
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
         window: dict[str, Any] = {"kernel_size": kernel_size, "padding": kernel_size // 2}
         if authors and routing == "dynamic":
             routing_options = {"bias": True, **routing_options}
-        routed: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations, **routing_options, **made}
+        routed: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations, **routing_options, **place}
         routed |= dynamic if routing == "dynamic" else {"backend": backend}
-        once: dict[str, Any] = {**dynamic, **made, "num_iterations": 1, "bias": authors}
+        once: dict[str, Any] = {**dynamic, **place, "num_iterations": 1, "bias": authors}
 
         def slim(before: Caps, after: Caps, options: dict[str, Any], kind: Any = SlimConvCaps2d) -> SlimConvCaps2d:
             if authors:  # He's initialisation, with the fan-in of the weight as stored
@@ -160,14 +160,14 @@ class SegCaps(ImageNetwork):
         # The authors pad an even side by one more at its end: in classify.
         halved = {"kernel_size": kernel_size, "padding": 0} if authors else window
         doubled = {"kernel_size": 4, "padding": 1} if authors else window
-        self.conv = nn.Conv2d(in_channels, conv_channels, **window, **made)
+        self.conv = nn.Conv2d(in_channels, conv_channels, **window, **place)
         maps = (1, conv_channels)
         self.start = None if layout.start is None else slim(maps, layout.start, {**window, **once})
         whole = [layout.start or maps, *layout.route_down]  # the capsules at each size on the way down
         firsts = [{**once, "stride": 2} if n == 0 else resized for n in range(len(layout.down))]
         self.down = nn.ModuleList(
-            slim(above, below, {**halved, **first})
-            for above, below, first in zip(whole, layout.down, firsts, strict=False)
+            slim(above, below, {**halved, **first_layer})
+            for above, below, first_layer in zip(whole, layout.down, firsts, strict=False)
         )
         self.route_down = nn.ModuleList(
             slim(*caps, {**window, **routed}) for caps in zip(layout.down, layout.route_down, strict=True)
@@ -176,7 +176,10 @@ class SegCaps(ImageNetwork):
             slim(*caps, {**doubled, **resized}, SlimConvTransposeCaps2d)
             for caps in zip([whole[-1], *layout.route_up], layout.up, strict=False)
         )
-        joined = [(own + beside, dim) for (own, dim), (beside, _) in zip(layout.up, whole[-2::-1], strict=True)]
+        joined = [
+            (types_above + beside, dim)
+            for (types_above, dim), (beside, _) in zip(layout.up, whole[-2::-1], strict=True)
+        ]
         self.route_up = nn.ModuleList(
             slim(*caps, {**window, **routed}) for caps in zip(joined, layout.route_up, strict=False)
         )
@@ -186,7 +189,7 @@ class SegCaps(ImageNetwork):
         self.decoder: nn.Sequential | None = None
         if reconstruction:
             widths = [num_classes * digit_dim, *hidden, in_channels]
-            self.decoder = perceptron(widths, partial(nn.Conv2d, kernel_size=1, **made), nn.Sigmoid())
+            self.decoder = perceptron(widths, partial(nn.Conv2d, kernel_size=1, **place), nn.Sigmoid())
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""

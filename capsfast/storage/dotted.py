@@ -22,12 +22,12 @@ def by_path(op: str, path: str) -> Callable[..., Any]:
     """
     search_here()
     try:
-        found = pydoc.locate(path)
+        located = pydoc.locate(path)
     except pydoc.ErrorDuringImport as error:
         raise ValueError(f"{op}: {path} can't be imported: {error.value}") from error.value
-    if not callable(found):
+    if not callable(located):
         raise ValueError(f"{op}: no class or function {path}; start in the folder of its module, or set PYTHONPATH")
-    return found
+    return located
 
 
 def path_of(op: str, what: str, value: Any) -> str:

@@ -98,10 +98,10 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     held.setdefault("routing_lr", held.get("lr"))
     content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY].setdefault("hold_out", 0.0)
     for kind in (Learner, ImageData):
-        taken, given = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]
+        taken, hparams = inspect.signature(kind.__init__).parameters, content[kind.CHECKPOINT_HYPER_PARAMS_KEY]
         # An option of an earlier version that is off changes nothing.
         content[kind.CHECKPOINT_HYPER_PARAMS_KEY] = {
-            name: value for name, value in given.items() if value or name in taken
+            name: value for name, value in hparams.items() if value or name in taken
         }
         if unknown := content[kind.CHECKPOINT_HYPER_PARAMS_KEY].keys() - taken.keys():
             names = ", ".join(sorted(map(str, unknown)))

@@ -93,19 +93,19 @@ def metrics(
     Arguments as for :func:`evaluate`.
     """
     learner.eval()
-    own = [module for module in learner.modules() if isinstance(module, Metric)]
-    for metric in own:
+    owned = [module for module in learner.modules() if isinstance(module, Metric)]
+    for metric in owned:
         metric.reset()
-    found: dict[str, Metric] = {}
+    logged: dict[str, Metric] = {}
     for batch in batches(dataset, batch_size, limit):
         batch = batch.to(learner.device)
         for name, value in learner.results(batch, *learner.measured(batch)).items():
             if isinstance(value, Metric):  # one of its own, which holds this batch already
-                found[name] = value
+                logged[name] = value
             else:
-                found.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
-    results = {name: float(value.compute()) for name, value in found.items()}
-    for metric in own:  # training goes on with them
+                logged.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
+    results = {name: float(value.compute()) for name, value in logged.items()}
+    for metric in owned:  # training goes on with them
         metric.reset()
     return results
 
@@ -180,10 +180,10 @@ def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool 
         kept.append(Predictions(*(values[rows] for values in (batch.images, batch.labels, activations, right))))
         if sum(len(batch.right) for batch in kept) >= count:
             break
-    found = Predictions(*(torch.cat(tensor)[:count] for tensor in zip(*kept, strict=True)))
-    if not len(found.right):
+    joined = Predictions(*(torch.cat(tensor)[:count] for tensor in zip(*kept, strict=True)))
+    if not len(joined.right):
         raise ValueError("capsfast.train.predictions: no image is misclassified")
-    return found
+    return joined
 
 
 @torch.no_grad()
@@ -267,8 +267,8 @@ def routing_statistics(
         classes = multi_hot(batch.labels, J)  # [B, J]
         encoded = learner.encode(batch.images.to(learner.device))
         u, activation = encoded if isinstance(encoded, Capsules) else (encoded, None)
-        found = couplings(routing, u, activation, shares=True)
-        of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
+        coefficients = couplings(routing, u, activation, shares=True)
+        of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in coefficients])  # [r, B]
         entropy = of_samples @ classes + (entropy if len(entropy) else 0)
         lengths += classes.T @ routing.capsules(u, activation).activations.cpu()
         count += classes.sum(0)

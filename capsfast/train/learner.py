@@ -37,8 +37,8 @@ DETAILS = ("margin_present", "margin_absent", "length")
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     """Whether the largest ``lengths [B, J]`` belong to ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
     wanted = labels[:, None].flatten(1)
-    found = lengths.topk(wanted.shape[1], dim=1).indices
-    return (found.sort(1).values == wanted.sort(1).values).all(1)
+    guesses = lengths.topk(wanted.shape[1], dim=1).indices
+    return (guesses.sort(1).values == wanted.sort(1).values).all(1)
 
 
 def decay(step: int, warmup_steps: int, steps: int, rate: float | None = None) -> float:
@@ -244,15 +244,15 @@ class Learner(_OfItsModel):
             return {"loss": error, "reconstruction": error}, output
         output = self.output(images, labels if parts is None else labels[:, 0])
         of_classes = self._class_loss(output.capsules, output.lengths, labels, self.global_step).mean()
-        found = {"loss": of_classes, self.class_loss.log_name: of_classes}
-        found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
+        losses = {"loss": of_classes, self.class_loss.log_name: of_classes}
+        losses |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
         errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
         if parts is not None and self.has_decoder:
             errors.append(self._error(self.model.reconstruct(output.capsules, labels[:, 1]), batch, 1))
         for error in errors:
-            found["loss"] = found["loss"] + self.reconstruction_weight * error
-        found["reconstruction"] = sum(errors, torch.zeros_like(of_classes))
-        return found, output
+            losses["loss"] = losses["loss"] + self.reconstruction_weight * error
+        losses["reconstruction"] = sum(errors, torch.zeros_like(of_classes))
+        return losses, output
 
     def _error(self, reconstruction: Tensor, batch: Batch, n: int) -> Tensor:
         """The error against the image; for overlapping images against the image of the n-th object."""
@@ -267,15 +267,15 @@ class Learner(_OfItsModel):
 
         def loss(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            found: Tensor = self._class_loss(poses, activations, labels, self.class_loss.spread_steps).sum()
-            return found
+            total: Tensor = self._class_loss(poses, activations, labels, self.class_loss.spread_steps).sum()
+            return total
 
         return loss
 
     def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
         logs = poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
-        found: Tensor = self.class_loss(activations, labels, step, logs)
-        return found
+        losses: Tensor = self.class_loss(activations, labels, step, logs)
+        return losses
 
     def setup(self, stage: str) -> None:
         """``normalize="set"`` takes mean and deviation from the training images when training begins."""
@@ -295,10 +295,10 @@ class Learner(_OfItsModel):
         torch.manual_seed(seed_for(self.seed, "step", self.global_step, self.global_rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        found, _ = self.measured(batch)
-        self._log(found)
+        losses, _ = self.measured(batch)
+        self._log(losses)
         self.log("lr", self.lr * self._decay(self.global_step))
-        return found["loss"]
+        return losses["loss"]
 
     def _log(self, found: dict[str, Any], part: str = "", **options: Any) -> None:
         for name, value in found.items():

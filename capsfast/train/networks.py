@@ -68,14 +68,14 @@ class OwnNetwork(nn.Module):
         Raises:
             TypeError: the network returns something else.
         """
-        found = self.network(images)
-        if not isinstance(found, Tensor) or found.dim() not in (2, 3) or len(found) != len(images):
-            got = checks.shape_of(found) if isinstance(found, Tensor) else type(found).__name__
+        output = self.network(images)
+        if not isinstance(output, Tensor) or output.dim() not in (2, 3) or len(output) != len(images):
+            got = checks.shape_of(output) if isinstance(output, Tensor) else type(output).__name__
             raise TypeError(
                 f"capsfast.train.Learner: model {type(self.network).__name__} must give class capsules [B, J, D] or "
                 f"activations [B, J], got {got}; a network with classify(images) may return anything"
             )
-        return Capsules(found, found.norm(dim=2)) if found.dim() == 3 else Capsules(found[:, :, None], found)
+        return Capsules(output, output.norm(dim=2)) if output.dim() == 3 else Capsules(output[:, :, None], output)
 
 
 def network_class(op: str, name: str) -> type[nn.Module]:
@@ -88,10 +88,10 @@ def network_class(op: str, name: str) -> type[nn.Module]:
     if "." not in name:
         checks.choice(op, "model", name, NETWORKS)
         return NETWORKS[name]
-    found = by_path(f"{op}: model", name)
-    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+    located = by_path(f"{op}: model", name)
+    if not (inspect.isclass(located) and issubclass(located, nn.Module)):
         raise TypeError(f"{op}: model must be a class of networks, an nn.Module, got {name}")
-    return found
+    return located
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         # A network passes unknown options on to its layers, so the error may come from a layer.
         if options.keys() <= taken.keys():
             raise
-        given = (*sizes, "device", "dtype", "options")
-        own = ", ".join(parameter for parameter in taken if parameter not in given)
-        raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
+        fixed = (*sizes, "device", "dtype", "options")
+        open_parameters = ", ".join(parameter for parameter in taken if parameter not in fixed)
+        raise TypeError(f"{op}: {name}'s own options are {open_parameters}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)
 
 
@@ -152,10 +152,10 @@ def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dic
         if trained != model:
             raise ValueError(f"{op}: model must be {trained}, as in {name}, got {model}")
         return {**held, "options": options}, tensors
-    made = network_class(op, model)
-    if not issubclass(made, Network):
+    kind = network_class(op, model)
+    if not issubclass(kind, Network):
         raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
-    network: Any = made.from_pretrained(name)
+    network: Any = kind.from_pretrained(name)
     channels, height, width = network.image_shape
     if height != width:
         raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
@@ -169,7 +169,7 @@ def read_pretrained(op: str, model: str, name: str) -> tuple[dict[str, Any], dic
 def described() -> dict[str, dict[str, Any]]:
     """The models by name: class, parameters for MNIST's images, options with their defaults, pretrained weights."""
     sizes = {"in_channels": 1, "image_size": 28, "num_classes": 10}
-    found: dict[str, dict[str, Any]] = {}
+    networks: dict[str, dict[str, Any]] = {}
     for name, kind in NETWORKS.items():
         with torch.device("meta"):
             network = build(name, sizes, {})
@@ -179,10 +179,10 @@ def described() -> dict[str, dict[str, Any]]:
             for parameter in taken
             if parameter.default is not parameter.empty and parameter.name not in (*sizes, *MOVED)
         ]
-        found[name] = {
+        networks[name] = {
             "class": f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}",
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
             "options": {parameter.name: parameter.default for parameter in named},
             "pretrained": [*kind._shipped()],
         }
-    return found
+    return networks

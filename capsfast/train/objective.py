@@ -46,8 +46,8 @@ class ClassLoss(Layer):
         super().__init__()
         self.own: Any = None
         if "." in name:
-            found = by_path("capsfast.train.Learner: loss", name)
-            self.own = found() if inspect.isclass(found) else found
+            located = by_path("capsfast.train.Learner: loss", name)
+            self.own = located() if inspect.isclass(located) else located
         else:
             checks.choice("capsfast.train.Learner", "loss", name, LOSSES)
         self.name = name
@@ -59,22 +59,22 @@ class ClassLoss(Layer):
     def forward(self, activations: Tensor, labels: Tensor, step: int, logs: Tensor | None = None) -> Tensor:
         """``labels [B]`` or ``[B, n]``; step: optimizer steps so far; logs: log probabilities ``[B, J]``."""
         op = "capsfast.train.Learner: loss"
-        found: Tensor
+        losses: Tensor
         if self.own is not None:
-            found = self.own(activations, labels)
-            if found.shape != activations.shape[:1]:
-                got = checks.shape_of(found)
+            losses = self.own(activations, labels)
+            if losses.shape != activations.shape[:1]:
+                got = checks.shape_of(losses)
                 raise ValueError(f"{op} {self.name} must give a number for each sample, [B], got {got}")
-            return found
+            return losses
         if self.name == "spread":
             if labels.dim() != 1:
                 raise ValueError(f"{op} spread needs one class an image; take margin or mse")
-            found = self.spread(activations, labels, step)
-            return found
+            losses = self.spread(activations, labels, step)
+            return losses
         a, present = activations.float(), multi_hot(labels, activations.shape[1])
         if self.name == "margin":
-            found = self.margin(activations, present)
-            return found
+            losses = self.margin(activations, present)
+            return losses
         if self.name == "mse":
             return (a - present).square().sum(1)
         if logs is None:

@@ -82,9 +82,9 @@ class Guessing(Callback):
             return
         else:
             what = f"it only guesses, with a {part} accuracy of {float(accuracy):.1%}: "
-            found = self._finding(trainer, learner)
-            if found is not None:
-                what += f"{found.name}: {found.what} Remedy: {found.remedy}"
+            finding = self._finding(trainer, learner)
+            if finding is not None:
+                what += f"{finding.name}: {finding.what} Remedy: {finding.remedy}"
             elif length is not None and length < FADED and hasattr(learner.model, "routing"):
                 what += f"class capsules are {float(length):.0e} long in the mean, where the squash has no gradient; "
                 what += "raise the learning rate or init_std, or take larger images"
@@ -108,13 +108,13 @@ class Guessing(Callback):
                 with torch.no_grad():
                     u = learner.encode(images.to(next(model.parameters()).dtype))
                 activation = {"activation": u.activations} if isinstance(u, Capsules) else {}
-                found = diagnose(model.routing, u.poses if isinstance(u, Capsules) else u, **activation)
+                diagnosis = diagnose(model.routing, u.poses if isinstance(u, Capsules) else u, **activation)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return None  # a network of a user's own, which may have other parts under these names
         finally:
             for module, mode in modes:
                 module.training = mode
-        return next(iter(found.findings), None)
+        return next(iter(diagnosis.findings), None)
 
 
 def shown(metrics: dict[str, Any], tests: bool) -> list[str]:
@@ -131,9 +131,9 @@ def shown(metrics: dict[str, Any], tests: bool) -> list[str]:
 def started(trainer: pl.Trainer, learner: Any) -> str:
     """What is trained: network, parameters, input capsules of the class routing, device, backend, images."""
     hparams, routing = learner.hparams, getattr(getattr(learner, "model", None), "routing", None)
-    given = ", ".join(f"{name}={value}" for name, value in (hparams.get("options") or {}).items())
+    options = ", ".join(f"{name}={value}" for name, value in (hparams.get("options") or {}).items())
     count = f"{sum(parameter.numel() for parameter in learner.parameters()):,}".replace(",", " ")
-    text = f"{hparams.get('model')}{f' ({given})' if given else ''}: {count} parameters"
+    text = f"{hparams.get('model')}{f' ({options})' if options else ''}: {count} parameters"
     if hasattr(routing, "in_caps"):
         text += f", {routing.in_caps} input capsules"  # type: ignore[union-attr]
     text += f"; device {learner.device}"
@@ -224,8 +224,8 @@ class Table(RichProgressBar):
         return [TextColumn("{task.description}"), *super().configure_columns(trainer)[1:4]]
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        found = super().get_metrics(trainer, pl_module)
-        return {name: found[name] for name in ("loss", "images_per_s") if name in found}
+        shown = super().get_metrics(trainer, pl_module)
+        return {name: shown[name] for name in ("loss", "images_per_s") if name in shown}
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"epoch {epoch_of(self.trainer)}"

@@ -119,9 +119,9 @@ def make_trainer(
     )
 
 
-def several(given: Any) -> list[Any]:
+def several(value: Any) -> list[Any]:
     """A list of what Lightning takes as a list, a single object, or None."""
-    return given if isinstance(given, list) else [] if given in (None, True) else [given]
+    return value if isinstance(value, list) else [] if value in (None, True) else [value]
 
 
 def fit(
@@ -225,10 +225,10 @@ def _results(trainer: pl.Trainer, learner: Learner, images: ImageData, resumed: 
         loggers, trainer.loggers = trainer.loggers, []
         try:
             learner.load_state_dict(content["state_dict"])
-            found = trainer.test(learner, datamodule=images, verbose=False)[0]
+            measured = trainer.test(learner, datamodule=images, verbose=False)[0]
         finally:
             learner.load_state_dict(weights)
             trainer.loggers = loggers
         score = {str(callback.monitor): float(callback.best_model_score)}
-        results["best"] = {"step": content["global_step"], **score, **found}
+        results["best"] = {"step": content["global_step"], **score, **measured}
     return results

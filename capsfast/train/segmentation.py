@@ -68,8 +68,8 @@ class SegmentationLearner(Learner, model="segcaps"):
         if output.reconstruction is None:
             return {"loss": margin, "margin": margin}, output
         error = self.reconstruction_loss(output.reconstruction, batch.images * classes.any(1, keepdim=True))
-        found = {"loss": margin + self.reconstruction_weight * error, "margin": margin, "reconstruction": error}
-        return found, output
+        losses = {"loss": margin + self.reconstruction_weight * error, "margin": margin, "reconstruction": error}
+        return losses, output
 
     def results(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor | Metric]:
         classes = pixel_classes(batch, self.sizes["num_classes"])

@@ -205,7 +205,7 @@ def _of_product(J: int, D: int, across: int, turn: int, room: int) -> Tiles:
     An output with more than four lanes is spread over warps. Its dot products go through shared memory, which costs as
     much as EXCHANGE more columns (counted in instructions of compiled kernels, J from 3 to 100, D of 16 and 64).
     """
-    found = []
+    widths = []
     for log in range(3 + across.bit_length() - 1):
         LANES = 1 << log
         # A warp has 4 DP / LANES columns of a row, over which the product of dvotes and the weight is summed.
@@ -217,5 +217,5 @@ def _of_product(J: int, D: int, across: int, turn: int, room: int) -> Tiles:
         columns += NT * turn * across * max(1, JT * DP // (32 * across))
         wide = room * across < JT * DP
         cut = Tiles(ROWS, JT, DP, LANES, 0, NT, 1, across, 1)
-        found.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, cut))
-    return min(found)[-1]
+        widths.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, cut))
+    return min(widths)[-1]

@@ -22,8 +22,8 @@ SAMPLES = (0, 0, 0, None, 0, None, 0, 0, 0, 1, 2)
 
 
 def _call(u: Slot, weight: Slot | None, *rest: Any) -> KernelCall:
-    logits, bias, mask, out_mask, J, *given, tf32 = rest
-    options = RoutingOptions(*given)
+    logits, bias, mask, out_mask, J, *kept, tf32 = rest
+    options = RoutingOptions(*kept)
     if logits is not None and not options.accumulate:
         raise RuntimeError("capsfast: logits must accumulate")
     mask, out_mask = (u.plan.compute(as_samples, keep, u.shape[4:]) for keep in (mask, out_mask))
@@ -33,8 +33,8 @@ def _call(u: Slot, weight: Slot | None, *rest: Any) -> KernelCall:
 
 @planned
 def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot, ...]:
-    *given, return_coupling = rest
-    v, coupling, s, norm = routing.forward(_call(u, weight, *given), return_coupling)
+    *arguments, return_coupling = rest
+    v, coupling, s, norm = routing.forward(_call(u, weight, *arguments), return_coupling)
     if u.dim() == 5:
         s, norm = plan.new(0), plan.new(0)
     return plan.compute(as_positions, v, u.shape[0], u.shape[4:]), coupling, s, norm
@@ -54,13 +54,13 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # The parts of dx are written where they belong: dvotes are as large as the votes.
     whole = needed[0] and (weight is not None or u.shape[2] == J)
     dx = plan.new(*u.shape, dtype=u.dtype) if whole else None
-    found = []
+    of_parts = []
     for lo in range(0, u.shape[0], step):
         b = slice(lo, lo + step)
         part = (_part(tensor, axis, b) for tensor, axis in zip(tensors, SAMPLES, strict=True))
-        found.append(_backward(*part, *rest, dtype=torch.float32, dx=None if dx is None else dx[b]))
+        of_parts.append(_backward(*part, *rest, dtype=torch.float32, dx=None if dx is None else dx[b]))
     joins = (joined, added, added if logits is not None and logits.dim() == 2 else joined, added)
-    columns = [*zip(joins, (u, weight, logits, bias), zip(*found, strict=True), strict=True)][whole:]
+    columns = [*zip(joins, (u, weight, logits, bias), zip(*of_parts, strict=True), strict=True)][whole:]
     whole_batch = (plan.compute(join, (u if like is None else like).dtype, *parts) for join, like, parts in columns)
     return (*whole_batch,) if dx is None else (dx, *whole_batch)
 

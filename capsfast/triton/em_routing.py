@@ -50,10 +50,10 @@ class EMCall:
 
     def part(self, b: slice) -> "EMCall":
         """The call for samples b."""
-        found, rows = copy.copy(self), self.rows_of(b)
-        found.u, found.rows = self.u[b], rows.stop - rows.start
-        found.inputs = {name: value and value[rows] for name, value in self.inputs.items()}
-        return found
+        part, rows = copy.copy(self), self.rows_of(b)
+        part.u, part.rows = self.u[b], rows.stop - rows.start
+        part.inputs = {name: value and value[rows] for name, value in self.inputs.items()}
+        return part
 
     def rows_of(self, b: slice) -> slice:
         positions = self.rows // max(self.u.shape[0], 1)
@@ -61,12 +61,12 @@ class EMCall:
 
     def call(self, now: Iteration | None = None, t: int = 0, iterations: int = 1) -> KernelCall:
         """The call of the pass of iteration t, one of so many with vectors side by side."""
-        given: dict[str, Any] = dict(self.inputs)
+        per_input: dict[str, Any] = dict(self.inputs)
         if now is not None:
-            given["center"] = now.center
+            per_input["center"] = now.center
         if now is not None and t:
-            given |= {"precision": now.precision, "prior": now.prior}
-        parameters, options = PassParameters(**given), PassOptions("out", self.leaky, True)
+            per_input |= {"precision": now.precision, "prior": now.prior}
+        parameters, options = PassParameters(**per_input), PassOptions("out", self.leaky, True)
         call = KernelCall(self.u, self.weight, parameters, options, self.tf32, self.J, own_parameters=True)
         call.iterations = iterations
         return call
@@ -75,8 +75,8 @@ class EMCall:
         """The call of the pass over every stride-th input capsule, with equal coupling."""
         few, weight = slice(None, None, self.stride), self.weight
         activation, mask, out_mask = self.inputs.values()
-        given: Any = (value and value[:, few].contiguous() for value in (activation, mask))
-        parameters: Any = PassParameters(None, None, None, None, None, next(given), None, next(given), out_mask)
+        sampled: Any = (value and value[:, few].contiguous() for value in (activation, mask))
+        parameters: Any = PassParameters(None, None, None, None, None, next(sampled), None, next(sampled), out_mask)
         weight = weight if weight is None or weight.shape[0] == 1 else weight[few]
         return KernelCall(self.u[:, few], weight, parameters, PassOptions("out", False, False), self.tf32, self.J)
 
@@ -144,9 +144,9 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
         b = slice(lo, lo + step)
         at = em.rows_of(b)
         of_part = [Iteration(*(state[at] for state in now)) for now in iterations]
-        given = [dout and dout[at] for dout in douts]
+        douts_of_part = [dout and dout[at] for dout in douts]
         parts.append(_backward(
-            em if step == B else em.part(b), of_part, given, shares[:, :, at], needed[:3],
+            em if step == B else em.part(b), of_part, douts_of_part, shares[:, :, at], needed[:3],
             dx and dx[b], dactivation and dactivation[b], torch.float32 if step < B else None,
         ))  # fmt: skip
     dxs, dweights = zip(*parts, strict=True)
@@ -159,8 +159,10 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
         em_update.add_up(plan, share, beta.dtype) if wanted else None
         for share, beta, wanted in zip(shares, betas, needed[3:], strict=True)
     ]
-    found = (dx, dweight, dactivation, *dbetas)
-    return tuple(tensor or plan.new(0, dtype=(like or u).dtype) for tensor, like in zip(found, args[2:7], strict=True))
+    gradients = (dx, dweight, dactivation, *dbetas)
+    return tuple(
+        tensor or plan.new(0, dtype=(like or u).dtype) for tensor, like in zip(gradients, args[2:7], strict=True)
+    )
 
 
 def _backward(

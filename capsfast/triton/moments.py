@@ -140,9 +140,9 @@ def _about(second: Tensor, s: Tensor) -> Tensor:
 def _products(like: Tensor, *terms: Any) -> Tensor:
     """The sum of terms in the shape of ``like``, [B, J] or [B, J, D]. A term is a number and two factors [B, J] or
     [B, J, D], either of which may be None for 0; products are summed over d if ``like`` has no d."""
-    found = torch.zeros_like(like)
+    total = torch.zeros_like(like)
     for scale, a, b in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
         if a is not None and b is not None:
             product = scale * (a[..., None] if a.dim() < b.dim() else a) * b
-            found = found + (product.sum(2) if product.dim() > found.dim() else product)
-    return found
+            total = total + (product.sum(2) if product.dim() > total.dim() else product)
+    return total

@@ -49,8 +49,8 @@ def mode(call: KernelCall, kernel: str) -> str:
 def uniform_factor(call: KernelCall) -> tuple[Slot | None, float]:
     """The coupling of a first pass without logits: a tensor [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
-    given = call.parameters
-    valid, count = (given.mask, I) if call.normalize == "in" else (given.out_mask, J)
+    parameters = call.parameters
+    valid, count = (parameters.mask, I) if call.normalize == "in" else (parameters.out_mask, J)
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
@@ -271,9 +271,9 @@ def arrange_iteration(
     _, precision, center, *_ = call.parameters
     ordered = [vector[:, :, t] for vector in vectors]
     call.arranged = None if precision is None else ordered[0], ordered[1]
-    given = (None, dfirst, precision, center, dsecond, None)
+    vectors_of_pass = (None, dfirst, precision, center, dsecond, None)
     of_t = (None, state[:, :, t, 1], *ordered, None)
-    _step(call, arrange_kernel, *given, *of_t, call.sizes[0], summing=False, R=call.iterations)
+    _step(call, arrange_kernel, *vectors_of_pass, *of_t, call.sizes[0], summing=False, R=call.iterations)
 
 
 def update_gradient(call: KernelCall, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:

@@ -332,12 +332,12 @@ class Plan:
     def finish(self, outputs: Sequence[Slot]) -> None:
         """Gives every slot its place."""
         self._use(outputs, alone=True)
-        given, new, results = (
+        passed, new, results = (
             [memory for memory in self.memories if memory.kind == kind] for kind in ("given", "new", "result")
         )
         alone = [request for request in new if request.alone]
         workspace = [request for request in new if not request.alone and request.first_step >= 0]
-        for index, memory in enumerate((*given, *alone, *workspace[:1], *results)):
+        for index, memory in enumerate((*passed, *alone, *workspace[:1], *results)):
             memory.index = index
         self.new_forms = [memory.form for memory in alone]
         if workspace:
@@ -361,7 +361,7 @@ class Plan:
                     step.constants |= {"PDL": True, "launch_pdl": early}
         for step in self.steps:
             step.finish(place)
-        self.given_count, self.results = len(given), len(results)
+        self.given_count, self.results = len(passed), len(results)
         self.done = [[result.index for result in results if result.last_step == n] for n in range(len(self.steps))]
         self.outputs = [place(slot) for slot in outputs]
         self.memories = []
@@ -391,22 +391,22 @@ class Plan:
         steps = [None if isinstance(step, Compute) else step.described() for step in self.steps]
         if None in steps:
             return None
-        made, outputs = [*self.new_forms], []
+        forms, outputs = [*self.new_forms], []
         for place in self.outputs:
             index = place.tensor_index - self.given_count
-            if place.offset or not 0 <= index < len(made):
+            if place.offset or not 0 <= index < len(forms):
                 return None
-            dtype, size, _ = form = place.form or made[index]
+            dtype, size, _ = form = place.form or forms[index]
             # To kernels memory is an address, so the tensor may be made in the form in which it is returned.
-            if dtype != made[index][0] or torch.Size(size).numel() != torch.Size(made[index][1]).numel():
+            if dtype != forms[index][0] or torch.Size(size).numel() != torch.Size(forms[index][1]).numel():
                 return None
-            made[index] = form
+            forms[index] = form
             outputs.append(index)
-        if len({*outputs}) < len(outputs) or not {dtype for dtype, *_ in made} <= {*MADE}:
+        if len({*outputs}) < len(outputs) or not {dtype for dtype, *_ in forms} <= {*MADE}:
             return None
         return (
             self.device.type == "cuda",
-            [(str(dtype), size, stride) for dtype, size, stride in made],
+            [(str(dtype), size, stride) for dtype, size, stride in forms],
             steps,
             outputs,
             [step.compiled for step in self.steps if isinstance(step, Launch)],
@@ -506,9 +506,9 @@ def planned(planner: Callable[..., Sequence[Slot]]) -> Callable[..., tuple[Tenso
                     if len(_plans) >= MOST:
                         del _plans[next(iter(_plans))]
                     _plans[signature] = plan
-            found = plan.run(tensors, addresses)
+            results = plan.run(tensors, addresses)
             if by_cpp:
                 plan.hand_over()
-            return found
+            return results
 
     return call

@@ -88,18 +88,18 @@ def backward(
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 
-    found = passes.gradients(call, state, pairs, paired > start, needed[:3], dtype, dx)
+    gradients = passes.gradients(call, state, pairs, paired > start, needed[:3], dtype, dx)
     dbias = None
     if needed[3]:
         assert call.bias is not None
         dbias = passes.bias_gradient(call, state[:, :, start:, 1], dtype or call.bias.dtype)
-    return passes.returned(call, tensors, needed, (*found, dbias), dtype)
+    return passes.returned(call, tensors, needed, (*gradients, dbias), dtype)
 
 
 def total(pairs: Tensor, axis: int) -> Tensor:
     """Sums [B, I, J] or [B, I, J, S] over i or j. The result has a row for each sample."""
-    found = pairs.sum(axis)
-    return found if pairs.dim() == 3 else to_samples(found)
+    summed = pairs.sum(axis)
+    return summed if pairs.dim() == 3 else to_samples(summed)
 
 
 def coupled(coupling: Tensor, dcoupling: Tensor) -> Tensor:

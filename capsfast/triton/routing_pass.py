@@ -43,8 +43,8 @@ def forward(plan: Plan, u: Slot, weight: Slot | None, *rest: Any) -> tuple[Slot,
 def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     # args: five gradients of outputs, u, weight, nine parameters, six saved outputs, J, options, the gradients needed.
     (u, weight), (J, *options, tf32, needed) = args[5:7], args[22:]
-    given = _samples(OUTPUTS[:5], args[:5], u)
+    douts = _samples(OUTPUTS[:5], args[:5], u)
     parameters: Any = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
     saved: Any = _samples(OUTPUTS, args[16:22], u)
     call = KernelCall(u, weight, parameters, PassOptions(*options), tf32, J)
-    return _positions(GRADIENTS, moments.backward(call, parameters, given, saved, needed), u)
+    return _positions(GRADIENTS, moments.backward(call, parameters, douts, saved, needed), u)

@@ -331,10 +331,10 @@ def bias_gradient_kernel(
     begin(PDL)
     o_d = tl.arange(0, DP)
     b_total = tl.zeros([SB, DP], tl.float32)
-    first = tl.cast(tl.program_id(1), tl.int64) * samples
-    last = tl.minimum(first + samples, B)
+    start_sample = tl.cast(tl.program_id(1), tl.int64) * samples
+    last = tl.minimum(start_sample + samples, B)
     for start in range(0, samples, SB):
-        o_b = first + start + tl.arange(0, SB)
+        o_b = start_sample + start + tl.arange(0, SB)
         m_b = o_b < last
         o_tile, m_tile = in_strips(RowTile(o_b * L.J + tl.program_id(0), m_b, o_d, o_b, m_b), L, 2 * R)
         for t in range(T):
