@@ -89,16 +89,16 @@ def test_layers_reach_the_ops_by_public_functions() -> None:
 
 def names_of_backends_compared(file: Path) -> list[str]:
     """The comparisons with the name of a backend. "cuda" is also the type of a device."""
-    found = []
+    comparisons = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            sides += [each for side in sides if isinstance(side, (ast.Tuple, ast.List, ast.Set)) for each in side.elts]
+            sides += [entry for side in sides for entry in getattr(side, "elts", ())]
             constants = {side.value for side in sides if isinstance(side, ast.Constant)}
             names = constants & {*backends()}
             if names - {"cuda"} or (names and "backend" in ast.unparse(node)):
-                found.append(f"{name(file)}: {ast.unparse(node)}")
-    return found
+                comparisons.append(f"{name(file)}: {ast.unparse(node)}")
+    return comparisons
 
 
 def test_backends_are_compared_by_name_in_one_place() -> None:

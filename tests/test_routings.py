@@ -327,24 +327,24 @@ def test_what_votes_lack_is_named() -> None:
 def test_a_layer_checks_its_arguments_once(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     real = arguments.of_product
-    monkeypatch.setattr(arguments, "of_product", lambda op, *given: checked.append(op) or real(op, *given))
+    monkeypatch.setattr(arguments, "of_product", lambda op, *product: checked.append(op) or real(op, *product))
     layer = RoutedCaps(7, 4, 6, 5, routing=routing)
-    for given in ({}, {"mask": torch.rand(3, 7) > 0.5, "activation": torch.rand(3, 7)}):
+    for options in ({}, {"mask": torch.rand(3, 7) > 0.5, "activation": torch.rand(3, 7)}):
         checked.clear()
-        layer(torch.randn(3, 7, 6), **given)
+        layer(torch.randn(3, 7, 6), **options)
         assert checked == ["capsfast.nn.RoutedCaps"]
 
 
 def in_place_of_forward(layer: RoutedCaps, seen: list[int]) -> None:
     real = layer.routing.forward
-    layer.routing.forward = lambda *args, **given: seen.append(1) or real(*args, **given)
+    layer.routing.forward = lambda *args, **options: seen.append(1) or real(*args, **options)
 
 
 def by_a_class_of_its_own(layer: RoutedCaps, seen: list[int]) -> None:
     class Watched(RoutedCaps):
-        def votes(self, *given: Any) -> Votes:
+        def votes(self, *args: Any) -> Votes:
             seen.append(1)
-            return super().votes(*given)
+            return super().votes(*args)
 
     layer.__class__ = Watched
 
@@ -365,7 +365,7 @@ def test_what_others_put_into_a_layer_runs_at_every_call(way: str) -> None:
     layer, u, seen = RoutedCaps(7, 4, 6, 5), torch.randn(3, 7, 6), list[int]()
     want = layer(u)
     handle = WATCHING[way](layer, seen)
-    found = layer(u)
+    again = layer(u)
     if handle is not None:
         handle.remove()
-    assert seen == [1] and torch.equal(found.poses, want.poses) and torch.equal(found.activations, want.activations)
+    assert seen == [1] and torch.equal(again.poses, want.poses) and torch.equal(again.activations, want.activations)

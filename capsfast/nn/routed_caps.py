@@ -191,9 +191,9 @@ class RoutedCaps(Layer):
         u, activation = self.listed(u, activation)
         if activation is None is mask is out_mask and self._runs_at_once(u):
             routing: AgreementRouting = self.routing  # type: ignore[assignment]
-            found = routing.route_product(self._op, *self._product(self._poses(u)))
-            if found is not None:
-                return found
+            capsules = routing.route_product(self._op, *self._product(self._poses(u)))
+            if capsules is not None:
+                return capsules
         return self.routing(self.votes(u, mask, out_mask), activation)
 
     def _runs_at_once(self, u: Tensor) -> bool:

@@ -224,23 +224,23 @@ class PassVotes(Votes):
         if weight is GIVEN:
             _, self.spatial = arguments.votes(op, u)
             self.tensors, call = (u,), None if self.spatial else arguments.unchecked(u, None, None, None)
-            self.batch, self.I, own, self.D = u.shape[:4]
+            self.batch, self.I, columns, self.D = u.shape[:4]
         else:
             self.tensors, call = (u, weight), arguments.of_product(op, u, weight)
-            (self.batch, self.I), own, self.D = u.shape[:2], call.J, call.D
+            (self.batch, self.I), columns, self.D = u.shape[:2], call.J, call.D
             self.u = u
         # Checked tensors for the ops; None if positions, or other arguments that say J, need another check.
-        self.call = None if own == 1 else call
+        self.call = None if columns == 1 else call
         self.dtype, self.device = u.dtype, u.device
         self.places = 1
         for size in self.spatial:
             self.places *= size
         self.B = self.batch * self.places
-        self.J = own if own != 1 or J is None else J
+        self.J = columns if columns != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
         if mask is not None or out_mask is not None:
             self._check(op, masks)
-        if own == 1 and out_mask is None:  # tells the passes J
+        if columns == 1 and out_mask is None:  # tells the passes J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
         self.given: dict[str, Any] = {**masks, "backend": backend}
         self.mask, self.out_mask = mask, out_mask
@@ -293,32 +293,30 @@ class PassVotes(Votes):
         return_coupling: bool = False,
         **options: Any,
     ) -> Any:
-        given: Any = {"logits": logits, "bias": bias, "return_coupling": return_coupling}
+        keywords: Any = {"logits": logits, "bias": bias, "return_coupling": return_coupling}
         if logits is not None and not options.get("accumulate", True):  # the fused op scores every iteration with them
-            return super().agree(num_iterations, **given, **options)
-        mask, out_mask = self.given["mask"], self.given["out_mask"]
-        call, whole = self.call, STEPS.isdisjoint(options)
-        if call is not None and not has_torch_function((*self.tensors, logits, bias, mask, out_mask)):
+            return super().agree(num_iterations, **keywords, **options)
+        call, public = self.call, STEPS.isdisjoint(options)
+        parameters = RoutingParameters(logits, bias, self.given["mask"], self.given["out_mask"])
+        if call is not None and not has_torch_function((*self.tensors, *parameters)):
             op, anchor = (VOTES, "votes") if call.weight is None else (ROUTING, "u")
-            checked = (
-                Options(num_iterations, **options).checked(op)
-                if whole
-                else routing_options(OP, num_iterations, **options)
-            )
+            if public:
+                checked = Options(num_iterations, **options).checked(op)
+            else:
+                checked = routing_options(OP, num_iterations, **options)
             if logits is not None or bias is not None:
                 sizes = (self.B, self.I, self.J, self.D)
                 arguments.check_parameters(op, anchor, call.u, sizes, {"logits": logits, "bias": bias})
-            parameters = RoutingParameters(logits, bias, mask, out_mask)
-            pair = routed(call, checked, parameters, return_coupling, self.backend)
-            return pair if return_coupling else pair[0]
-        given |= self.given
-        if whole:
+            v, c = routed(call, checked, parameters, return_coupling, self.backend)
+            return (v, c) if return_coupling else v
+        keywords |= self.given
+        if public:
             by_op: Callable[..., Any] = route_votes if len(self.tensors) == 1 else dynamic_routing
-            found = by_op(*self.tensors, num_iterations, **options, **given)
+            results = by_op(*self.tensors, num_iterations, **options, **keywords)
         else:
             u, weight = (*self.tensors, None)[:2]
-            found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)  # type: ignore[arg-type]
-        return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
+            results = agree(u, weight, routing_options(OP, num_iterations, **options), **keywords)  # type: ignore[arg-type]
+        return tuple(map(self._sampled, results)) if isinstance(results, tuple) else self._sampled(results)
 
     def _attended(self, scale: float) -> Tensor:
         # With a mask equal coupling is another share in every sample. torch.jit.trace has tensors for sizes.
@@ -344,8 +342,8 @@ class PassVotes(Votes):
         alike = len({update[:-2] for update in updates}) == 1
         if not alike or has_torch_function((*self.tensors, activation, mask, out_mask)):
             return None
-        given = None if activation is None else self.restore(activation)
-        parameters = PassParameters(activation=given, mask=mask, out_mask=out_mask)
+        at_positions = None if activation is None else self.restore(activation)
+        parameters = PassParameters(activation=at_positions, mask=mask, out_mask=out_mask)
         options = PassOptions("out", leaky, True)
         op = passes.VOTES if len(self.tensors) == 1 else passes.ROUTING  # as the passes say
         restore = None
@@ -355,10 +353,11 @@ class PassVotes(Votes):
         else:
             call = replace(self.call, op=op, parameters=parameters, options=options)
         temperatures = tuple([update.inverse_temperature for update in updates])
-        found = passes.gaussians(call, betas, temperatures, updates[0], partial(self._stride, activation), self.backend)
-        if found is None or restore is None:
-            return found
-        poses, activations = map(restore, found)
+        stride = partial(self._stride, activation)
+        capsules = passes.gaussians(call, betas, temperatures, updates[0], stride, self.backend)
+        if capsules is None or restore is None:
+            return capsules
+        poses, activations = map(restore, capsules)
         return self._sampled(poses), self._sampled(activations)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
