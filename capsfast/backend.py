@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from .calls import checks
 from .calls.arguments import Call
@@ -60,28 +61,51 @@ def _not_by_cuda(call: Call) -> str:
     return ""
 
 
+def _updates_by_triton(J: int, D: int) -> bool:
+    """Whether one program of Triton can update J output capsules of D components."""
+    return J * D > 0 and 1 << ((J - 1).bit_length() + (D - 1).bit_length()) <= toolchain.LARGEST_UPDATE
+
+
 class _Backend(NamedTuple):
-    """A row of the table. Each function returns a reason, or "".
+    """A row of the table. The functions that take a device or a call return a reason, or "".
 
     Args:
         devices: device types of the tensors that the backend takes.
         absent: why the backend can't run here.
         unsuitable: why the backend can't run on this GPU.
         refuses: why the backend can't serve this call.
+        rounds: whether its kernels read torch's setting for TF32.
+        updates: whether its kernels of EM routing can update J output capsules of D components; None without such
+            kernels.
+        wide: the dtypes of sums that its EM update takes.
     """
 
     devices: tuple[str, ...]
     absent: Callable[[], str] = lambda: ""
     unsuitable: Callable[[torch.device], str] | None = None
     refuses: Callable[[Call], str] | None = None
+    rounds: bool = True
+    updates: Callable[[int, int], bool] | None = None
+    wide: tuple[torch.dtype, ...] = ()
 
 
 # backend=None tries them in this order, on a GPU after the backend that FIRST_ON_GPU names. The lambdas look their
 # function up at each call, so that a test can replace it.
 BACKENDS: dict[str, _Backend] = {
-    "cpp": _Backend(("cpu",), lambda: native.why_absent),
+    "cpp": _Backend(
+        ("cpu",),
+        lambda: native.why_absent,
+        rounds=False,
+        updates=lambda J, D: True,
+        wide=(torch.float32, torch.float64),
+    ),
     "triton": _Backend(
-        ("cuda",), lambda: toolchain.why_no_triton(), lambda gpu: toolchain.too_old_for_triton(gpu), _not_by_triton
+        ("cuda",),
+        lambda: toolchain.why_no_triton(),
+        lambda gpu: toolchain.too_old_for_triton(gpu),
+        _not_by_triton,
+        updates=_updates_by_triton,
+        wide=(torch.float32,),
     ),
     "cuda": _Backend(("cuda",), lambda: native.why_no_cuda(), lambda gpu: native.why_not_on(gpu), _not_by_cuda),
     "reference": _Backend(("any",)),
@@ -269,6 +293,38 @@ def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
             return name
         lacking = lacking or reason
     raise AssertionError("the reference backend serves every call")
+
+
+def choose_for_em(call: Call, backend: str | None) -> str | None:
+    """The backend whose kernels of EM routing serve a call, as a pass with second moments; None if passes have to.
+
+    Raises:
+        RuntimeError: the demanded backend cannot serve the call.
+    """
+    demand = demanded(call.op, backend)
+    if demand is not None and BACKENDS[demand].updates is None:
+        return None
+    chosen = choose(call, demand)
+    updates = BACKENDS[chosen].updates
+    return chosen if updates and updates(call.J, call.D) else None
+
+
+def choose_for_update(op: str, sums: Tensor, backend: str | None) -> str | None:
+    """The backend whose kernel makes an EM update from ``sums [B, J, D]``; None if the definition has to.
+
+    A demanded backend without a kernel for it raises no error, because the demand concerns the passes.
+    """
+    demand, device = demanded(op, backend), sums.device
+    (_, J, D), names = sums.shape, (demand,) if demand is not None else ORDER
+    name: str
+    for name in names:
+        there = BACKENDS[name]
+        devices = there.devices if demand is None else _devices(name)
+        if there.updates is None or device.type not in devices or sums.dtype not in there.wide:
+            continue
+        if there.updates(J, D) and not (there.absent() or _of_gpu(name, device)):
+            return name
+    return None
 
 
 def _order_on_gpu(call: Call, with_coupling: bool) -> tuple[str, ...]:

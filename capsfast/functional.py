@@ -1,6 +1,6 @@
 """The public functions of routing: they check the arguments and call the op."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -8,13 +8,27 @@ from torch.overrides import has_torch_function, has_torch_function_unary
 from typing_extensions import Unpack
 
 from .calls import arguments, checks, keywords
-from .calls.arguments import GIVEN, RoutingParameters
-from .calls.options import SQUASH, Backend, Gradient, OptionKeywords, RoutingOptions, Softmax, Squash, checked_options
+from .calls.arguments import GIVEN, Call, RoutingParameters
+from .calls.options import (
+    SQUASH,
+    Backend,
+    Gradient,
+    OptionKeywords,
+    Options,
+    RoutingOptions,
+    Softmax,
+    Squash,
+    checked_options,
+)
 from .calls.overrides import instead
 from .ops import dynamic_routing as _dynamic_routing
+from .ops import factored_routing as _factored_routing
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
+
+# The names in messages.
+ROUTING, VOTES = "capsfast.dynamic_routing", "capsfast.route_votes"
 
 
 class RoutingKeywords(OptionKeywords, total=False):
@@ -177,17 +191,17 @@ def dynamic_routing(
         keywords.refuse(dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)  # type: ignore[no-any-return]
-    op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
-    options = checked_options(op, num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
+    options = checked_options(ROUTING, num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     if type(return_coupling) is not bool:
-        checks.boolean(op, "return_coupling", return_coupling)
-    return _routed(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options, return_coupling, backend)
+        checks.boolean(ROUTING, "return_coupling", return_coupling)
+    parameters = RoutingParameters(logits, bias, mask, out_mask)
+    return _routed(ROUTING, u, weight, parameters, options, return_coupling, backend)
 
 
 def _routed(
     op: str,
     u: Tensor,
-    weight: Tensor,
+    weight: Any,
     parameters: RoutingParameters,
     options: RoutingOptions,
     return_coupling: bool,
@@ -202,7 +216,7 @@ def _routed(
 
 def agree(
     u: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     options: RoutingOptions,
     *,
     logits: Tensor | None = None,
@@ -212,11 +226,29 @@ def agree(
     return_coupling: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`dynamic_routing` with all options of the op, already checked; weight: GIVEN if u are votes."""
+    """:func:`dynamic_routing` with all options of the op, already checked; without a weight u are votes."""
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(agree, locals(), 3)  # type: ignore[no-any-return]
-    op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
+    op, weight = (VOTES, GIVEN) if weight is None else (ROUTING, weight)
     return _routed(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options, return_coupling, backend)
+
+
+def routed(
+    call: Call, options: RoutingOptions, parameters: RoutingParameters, return_coupling: bool, backend: Backend | None
+) -> tuple[Tensor, Tensor]:
+    """``(v, c)`` of a checked product or of checked votes, and parameters that are checked too; c may be empty."""
+    op = VOTES if call.weight is None else ROUTING
+    return _dynamic_routing.run(
+        Call(op, call.u, call.weight, parameters, options, call.J, call.D, call.P), return_coupling, backend
+    )
+
+
+def factored(call: Call, backend: Backend | None) -> Tensor | None:
+    """v of a call with a weight that all input capsules share, without votes; None if that does not serve the call.
+
+    Other than :func:`dynamic_routing`, logits need not accumulate.
+    """
+    return _factored_routing.run(call)[0] if _factored_routing.serves(call, backend) else None
 
 
 @overload
@@ -266,4 +298,9 @@ def route_votes(
             f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
             f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
         )
-    return dynamic_routing(votes, GIVEN, num_iterations, **options)
+    rest: dict[str, Any] = {**options}
+    parameters = RoutingParameters(*[rest.pop(name, None) for name in RoutingParameters._fields])
+    return_coupling, backend = rest.pop("return_coupling", False), rest.pop("backend", None)
+    checked = Options(num_iterations, **rest).checked(VOTES)
+    checks.boolean(VOTES, "return_coupling", return_coupling)
+    return _routed(VOTES, votes, GIVEN, parameters, checked, return_coupling, backend)

@@ -1,19 +1,25 @@
 """The public routing passes: they check the arguments and call the op."""
 
-from typing import TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 from torch import Tensor
 from torch.overrides import has_torch_function
 from typing_extensions import Unpack
 
 from .calls import arguments, checks, keywords
-from .calls.arguments import GIVEN, PassParameters
-from .calls.options import Backend, Normalize, PassOptions
+from .calls.arguments import GIVEN, Call, PassParameters
+from .calls.options import Backend, EMOptions, Normalize, PassOptions
 from .calls.overrides import instead
+from .ops import em_routing as _em_routing
 from .ops import routing_pass as _routing_pass
+from .ops.em_update import call as em_update
 from .reference.routing_pass import Moments
 
-__all__ = ["Moments", "routing_pass", "votes_pass"]
+__all__ = ["Moments", "em_update", "gaussians", "routing_pass", "votes_pass"]
+
+# The names in messages.
+ROUTING, VOTES = "capsfast.routing_pass", "capsfast.votes_pass"
 
 
 class PassKeywords(TypedDict, total=False):
@@ -116,14 +122,27 @@ def routing_pass(
         keywords.refuse(routing_pass, unknown)
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
-    op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
     options = PassOptions(normalize, leaky, second)
+    return _passed(ROUTING, u, weight, parameters, options, return_weights, return_lse, backend)
+
+
+def _passed(
+    op: str,
+    u: Tensor,
+    weight: Any,
+    parameters: PassParameters,
+    options: PassOptions,
+    return_weights: bool,
+    return_lse: bool,
+    backend: Backend | None,
+) -> Moments:
     options.check(op)
-    _check_lse(op, normalize, lse, return_weights, return_lse)
+    _check_lse(op, options.normalize, parameters.lse, return_weights, return_lse)
     call, restore = arguments.check(op, u, weight, parameters, options, J_needed=True)
     mass, first, squares, r, log_sum = _routing_pass.run(call, return_weights, return_lse, backend)
-    asked = (mass, first, squares if second else None, r if return_weights else None, log_sum if return_lse else None)
+    second = squares if options.second else None
+    asked = (mass, first, second, r if return_weights else None, log_sum if return_lse else None)
     if restore is not None:
         return Moments(*[value if value is None else restore(value) for value in asked])  # type: ignore[arg-type]
     return Moments(*asked)
@@ -144,12 +163,37 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
     keywords.check(votes_pass, options, PassKeywords)
     if has_torch_function((votes, *options.values())):
         return instead(votes_pass, {"votes": votes, **options}, 1)  # type: ignore[no-any-return]
-    return routing_pass(votes, GIVEN, **options)
+    rest: dict[str, Any] = {**options}
+    parameters = PassParameters(*[rest.pop(name, None) for name in PassParameters._fields])
+    passed = PassOptions(rest.pop("normalize", "out"), rest.pop("leaky", False), rest.pop("second", False))
+    requests = (rest.pop("return_weights", False), rest.pop("return_lse", False))
+    return _passed(VOTES, votes, GIVEN, parameters, passed, *requests, rest.pop("backend", None))
 
 
-def _check_lse(op: str, normalize: Normalize, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:
-    checks.boolean(op, "return_weights", return_weights)
-    checks.boolean(op, "return_lse", return_lse)
+def gaussians(
+    call: Call,
+    betas: tuple[Tensor, Tensor],
+    inverse_temperatures: tuple[float, ...],
+    update: EMOptions,
+    stride: Callable[[], int],
+    backend: Backend | None,
+) -> tuple[Tensor, Tensor] | None:
+    """All passes and updates of EM routing as one op, ``(poses, activations)``; None if no backend has it for the call.
+
+    Args:
+        call: checked, as a pass with second moments.
+        betas: beta_a and beta_u, ``[J]``.
+        inverse_temperatures: of each iteration. update: what follows a pass, with any inverse temperature.
+        stride: says of how many input capsules one has a part in the first center, which may read the activations.
+    """
+    chosen = _em_routing.backend_of(call, betas, backend)
+    return None if chosen is None else _em_routing.run(call, betas, inverse_temperatures, update, stride(), chosen)
+
+
+def _check_lse(op: str, normalize: str, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:
+    if type(return_weights) is not bool or type(return_lse) is not bool:
+        checks.boolean(op, "return_weights", return_weights)
+        checks.boolean(op, "return_lse", return_lse)
     if (lse is not None) != (normalize == "lse"):
         got = "none" if lse is None else f"one with normalize={normalize!r}"
         raise ValueError(f'{op}: lse must be given for normalize="lse" and for no other, got {got}')

@@ -10,13 +10,13 @@ from torch.autograd import forward_ad
 
 import capsfast
 from capsfast.calls.options import EMOptions
-from capsfast.environment import toolchain
+from capsfast.environment import native, toolchain
 from capsfast.nn import EMRouting
 from capsfast.nn.couplings import RecordedVotes
 from capsfast.nn.routing.votes import PassVotes
 from capsfast.ops import em_update
 
-pytestmark = pytest.mark.skipif(em_update.native.extension is None, reason=em_update.native.why_absent)
+pytestmark = pytest.mark.skipif(native.extension is None, reason=native.why_absent)
 f32, f64 = torch.float32, torch.float64
 NAMES = ("mass", "first", "second", "center", "beta_a", "beta_u", "last", "poses", "precision", "score")
 PLAIN = EMOptions(0.5, 0.0, False, "variance", 0.0, "sigmoid", 1.5, False)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from capsfast import backends
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "capsfast"
 PAGE = ROOT / "docs" / "contributing.md"
@@ -75,6 +77,36 @@ def picture() -> str:
 
 def test_the_page_shows_the_imports() -> None:
     assert f"```text\n{picture()}\n```" in PAGE.read_text(encoding="utf-8")
+
+
+def test_layers_reach_the_ops_by_public_functions() -> None:
+    """nn calls capsfast/functional.py and capsfast/passes.py, which check and choose."""
+    below = graph(name)
+    layers = [file for file in below if file.startswith("nn/")]
+    assert len(layers) >= 30
+    assert [(file, op) for file in layers for op in below[file] if op.startswith("ops/")] == []
+
+
+def names_of_backends_compared(file: Path) -> list[str]:
+    """The comparisons with the name of a backend. "cuda" is also the type of a device."""
+    comparisons = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            sides += [entry for side in sides for entry in getattr(side, "elts", ())]
+            constants = {side.value for side in sides if isinstance(side, ast.Constant)}
+            names = constants & {*backends()}
+            if names - {"cuda"} or (names and "backend" in ast.unparse(node)):
+                comparisons.append(f"{name(file)}: {ast.unparse(node)}")
+    return comparisons
+
+
+def test_backends_are_compared_by_name_in_one_place() -> None:
+    """Elsewhere a table that lists what a backend can answers, so that a new backend is one row."""
+    # A benchmark measures backends by their names.
+    files = [file for file in PACKAGE.rglob("*.py") if part(file) != "bench"]
+    assert [text for file in files if part(file) != "backend" for text in names_of_backends_compared(file)] == []
+    assert names_of_backends_compared(PACKAGE / "backend.py")
 
 
 def test_paths_of_the_page_exist() -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 import capsfast
+from capsfast.calls import arguments
 from capsfast.environment import native
 from capsfast.models import CapsNet
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.names import options_of
-from capsfast.nn.routing.votes import STRIDE, votes_of
+from capsfast.nn.routing.votes import STRIDE, Votes, votes_of
 
 from .support import plain
 from .support.backends import Backend, Largest
@@ -319,3 +321,51 @@ def test_what_votes_lack_is_named() -> None:
     votes = votes_of("test", torch.zeros(2, 3, 4, 5, 3, 2))
     with pytest.raises(ValueError, match=r"capsfast.nn.Votes: query must have votes.B=12 rows, got \[2, 4, 5\]; every"):
         votes.moments(query=torch.zeros(2, 4, 5))
+
+
+@pytest.mark.parametrize("routing", ["dynamic", "em"])
+def test_a_layer_checks_its_arguments_once(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    real = arguments.of_product
+    monkeypatch.setattr(arguments, "of_product", lambda op, *product: checked.append(op) or real(op, *product))
+    layer = RoutedCaps(7, 4, 6, 5, routing=routing)
+    for options in ({}, {"mask": torch.rand(3, 7) > 0.5, "activation": torch.rand(3, 7)}):
+        checked.clear()
+        layer(torch.randn(3, 7, 6), **options)
+        assert checked == ["capsfast.nn.RoutedCaps"]
+
+
+def in_place_of_forward(layer: RoutedCaps, seen: list[int]) -> None:
+    real = layer.routing.forward
+    layer.routing.forward = lambda *args, **options: seen.append(1) or real(*args, **options)
+
+
+def by_a_class_of_its_own(layer: RoutedCaps, seen: list[int]) -> None:
+    class Watched(RoutedCaps):
+        def votes(self, *args: Any) -> Votes:
+            seen.append(1)
+            return super().votes(*args)
+
+    layer.__class__ = Watched
+
+
+WATCHING = {
+    "hook": lambda layer, seen: layer.routing.register_forward_hook(lambda *_: seen.append(1)),
+    "hook before": lambda layer, seen: layer.routing.register_forward_pre_hook(lambda *_: seen.append(1)),
+    "hook of all modules": lambda layer, seen: register_module_forward_hook(
+        lambda module, *_: seen.extend([1] * (module is layer.routing))
+    ),
+    "forward": in_place_of_forward,
+    "votes of a subclass": by_a_class_of_its_own,
+}
+
+
+@pytest.mark.parametrize("way", WATCHING)
+def test_what_others_put_into_a_layer_runs_at_every_call(way: str) -> None:
+    layer, u, seen = RoutedCaps(7, 4, 6, 5), torch.randn(3, 7, 6), list[int]()
+    want = layer(u)
+    handle = WATCHING[way](layer, seen)
+    again = layer(u)
+    if handle is not None:
+        handle.remove()
+    assert seen == [1] and torch.equal(again.poses, want.poses) and torch.equal(again.activations, want.activations)

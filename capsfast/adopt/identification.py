@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..calls.arguments import GIVEN
 from ..calls.options import Options
 from ..compat import averaged_routing, masked_after_routing
-from ..functional import dynamic_routing
+from ..functional import dynamic_routing, route_votes
 from ..kinds import NO_EPS, spelled
 from ..nn import DynamicRouting, RoutingByAgreement
 from .orders import Sizes, Steps, as_code, check, follow, letters, steps_from, steps_to
@@ -129,13 +128,12 @@ class Identification:
 
     def _routed(self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, **more: Any) -> Any:
         (x, *weights), keywords = self.arguments_of_call(parameters, u, *others)
-        weight = weights[0] if weights else GIVEN
         if self.averaged:
             del more["backend"]
             return averaged_routing(x, weights[0] if weights else None, **keywords, **more)
         if "mask_after" in self.arguments:
             return masked_after_routing(x, weights[0] if weights else None, **keywords, **more)
-        return dynamic_routing(x, weight, **keywords, **more)
+        return dynamic_routing(x, weights[0], **keywords, **more) if weights else route_votes(x, **keywords, **more)
 
     def arguments_of_call(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any

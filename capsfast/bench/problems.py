@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import functional, passes
-from ..calls.arguments import GIVEN
 from ..calls.options import STEPS, Options, PassOptions, RoutingOptions, routing_options
 
 
@@ -329,7 +328,7 @@ def call(problem: Problem, inputs: dict[str, Tensor], backend: Any, **other: Any
     """The result of the problem's function. other: arguments that replace arguments of the problem."""
     arguments = {**inputs, **problem.masks, **problem.case.arguments, **problem.overrides, **other}
     if "options" in arguments:  # which the public functions do not have
-        u, weight = (arguments.pop(name, GIVEN) for name in ("votes" if "votes" in inputs else "u", "weight"))
+        u, weight = (arguments.pop(name, None) for name in ("votes" if "votes" in inputs else "u", "weight"))
         return functional.agree(u, weight, **arguments, backend=backend)
     return FUNCTIONS[problem.op](**arguments, backend=backend)
 

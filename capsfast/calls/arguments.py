@@ -261,7 +261,7 @@ def check_parameters(
         if value is None:
             continue
         axes = axes_of(name, value)
-        if _is_usual(value, tuple(symbols[axis] for axis in axes), name.endswith("mask"), anchor_value):
+        if _is_usual(value, tuple([symbols[axis] for axis in axes]), name.endswith("mask"), anchor_value):
             continue
         own = spatial if axes[0] == "B" and isinstance(value, Tensor) and value.dim() > len(axes) else ()
         if not own:

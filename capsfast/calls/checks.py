@@ -281,8 +281,11 @@ def can_be_looked_at(value: Tensor) -> bool:
     return value.device.type == "cpu" and is_eager(value)
 
 
-def is_eager(value: Tensor) -> bool:
-    """Whether the call runs at once (not compiled, traced or transformed) on a tensor with memory."""
-    if torch.compiler.is_compiling() or traced() or value.device.type == "meta":
+def is_eager(*values: Tensor | None) -> bool:
+    """Whether the call runs at once (not compiled, traced or transformed) on tensors with memory."""
+    if torch.compiler.is_compiling() or tracing_state() is not None or transformed():
         return False
-    return type(value) in (Tensor, torch.nn.Parameter) and not transformed()
+    for value in values:
+        if value is not None and (type(value) not in (Tensor, torch.nn.Parameter) or value.device.type == "meta"):
+            return False
+    return True

@@ -152,6 +152,10 @@ class PassOptions(NamedTuple):
         Raises:
             TypeError, ValueError: an option that is not admissible.
         """
+        # The quick check, which nearly every pass has.
+        known = type(self.normalize) is str and self.normalize in NORMALIZE
+        if known and type(self.second) is bool and self.leaky is False:
+            return
         checks.choice(op, "normalize", self.normalize, NORMALIZE)
         checks.boolean(op, "leaky", self.leaky)
         checks.boolean(op, "second", self.second)

@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload as OpOverload  # the type of torch.ops.capsfast.dynamic_routing.default
 from torch.autograd import forward_ad
 from torch.jit._trace import TracerWarning as TracerWarning  # torch.jit.trace warns of comparisons with it
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import _register_namedtuple
 from torch.utils._pytree import tree_flatten as tree_flatten  # the tensors in a result, and back
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -24,6 +25,8 @@ turns_tensors_into_handles = hasattr(torch._C, "_aoti") and all(
     hasattr(torch._C._aoti, name)
     for name in ("unsafe_alloc_void_ptr_from_tensor", "alloc_tensors_by_stealing_from_void_ptrs")
 )
+# Hooks of all modules, which torch's counters and trackers register. torch has no public function that sees them.
+any_global_hook = _has_any_global_hook
 # Whether torch.func (vmap, grad, jvp) runs the call. torch has no public function for it.
 transformed = torch._C._are_functorch_transforms_active
 # Whether a gradient belongs to a batch of gradients (is_grads_batched=True). torch has no public function for it.

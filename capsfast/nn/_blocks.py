@@ -55,8 +55,8 @@ class WindowLayer(Layer):
         """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""
         if self.uses_poses_alone:
             found = self(poses, **given)
-            return Capsules(found, lengths(found, 2))
-        return self(poses, lengths(poses, 2) if activation is None else activation, **given)  # type: ignore[no-any-return]
+            return Capsules(found, lengths(found, dim=2))
+        return self(poses, lengths(poses, dim=2) if activation is None else activation, **given)  # type: ignore[no-any-return]
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         """The positions that these windows cover, which may lie outside the image."""
@@ -95,7 +95,7 @@ class WindowLayer(Layer):
 
         A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
         """
-        if not all(value is None or checks.is_eager(value) for value in tensors) or forward_level() >= 0:
+        if not checks.is_eager(*tensors) or forward_level() >= 0:
             return False
         parts = (part for part in self.modules() if part is not self)
         changed = any(hooked(each) or is_parametrized(each) for each in parts)
@@ -155,7 +155,7 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        blocks = not torch.is_grad_enabled() and all(map(checks.is_eager, upstream))
+        blocks = not torch.is_grad_enabled() and checks.is_eager(*upstream)
         blocks = blocks and not any(map(gradients_in_batches, upstream))
         gradients = ctx.job.backward if blocks else ctx.job.backward_of_all
         return None, *gradients(ctx.saved_tensors, upstream)

@@ -165,7 +165,16 @@ class Node(nn.Module):
                 proxy = _proxy_in((*args, *kwargs.values()))
                 if proxy is not None:
                     return _as_node(self, proxy.tracer, args, kwargs)
-            return checks.in_memory(self._op, "take a smaller batch", nn.Module.__call__, self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return nn.Module.__call__(self, *args, **kwargs)
+            # As checks.in_memory(), without the two frames that it adds to every call of every layer in a network.
+            try:
+                return nn.Module.__call__(self, *args, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                told = checks.without_memory(self._op, error, "take a smaller batch")
+                if told is None:
+                    raise
+                raise told from None
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script before it compiles."""

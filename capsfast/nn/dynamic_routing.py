@@ -139,7 +139,7 @@ class DynamicRouting(RoutedCaps):
         routing, held = self.routing, self.held
         if hooked(routing) or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
-        u, weight = held.product(u, *[getattr(self, name) for name in self._names])
+        u, weight = self._product(u)
         return dynamic_routing(
             u,
             weight,

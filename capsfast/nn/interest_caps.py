@@ -11,7 +11,7 @@ from ..calls.arguments import RoutingParameters, unchecked
 from ..calls.options import Backend, Gradient, Softmax, Squash, routing_options
 from ..calls.precision import as_under_autocast, wide_dtype
 from ..environment.private_torch import result
-from ..ops import factored_routing
+from ..functional import factored
 from . import _arguments
 from ._arguments import Made
 from ._histories import Count, interests_of, of_lengths, padded, sized, within
@@ -205,8 +205,9 @@ class InterestCapsules(Layer):
                 parameters = RoutingParameters(logits, None, mask, out_mask)
                 fused = routing_options(self._op, **options)
                 call = unchecked(u, weight, parameters, fused, self.num_interests, self._op)
-                if factored_routing.serves(call, self.backend):
-                    return factored_routing.run(call)[0]
+                v = factored(call, self.backend)
+                if v is not None:
+                    return v
             J, backend = self.num_interests, self.backend
             votes = PassVotes(self._op, u, weight, J=J, mask=mask, out_mask=out_mask, backend=backend)
             return votes.agree(**options, logits=logits)  # type: ignore[no-any-return]

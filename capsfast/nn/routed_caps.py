@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..calls import arguments, checks
+from ..environment.private_torch import any_autocast, any_global_hook, tracing_state, transformed
 from . import _arguments, weights
-from ._layer import Layer
+from ._layer import Layer, hooked
+from .routing.agreement import AgreementRouting
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
 from .routing.votes import GroupedVotes, Votes, votes_of
@@ -131,15 +133,19 @@ class RoutedCaps(Layer):
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` for the routing; they are not stored."""
-        op, (u, _) = self._op, self.listed(u, None)
-        _arguments.floats(op, "u", u, "[B, I, K]")
-        if u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
-            checks.refuse_capsules(op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
-        if self.pose_rows is not None:
-            u = u.unflatten(2, (self.pose_rows, -1))
+        u = self._poses(self.listed(u, None)[0])
         votes = self._made(u, mask, out_mask)
         votes.u = u  # the input capsules, for routings that use them
         return votes if self.competing is None else self.competing(votes)
+
+    def _poses(self, u: Tensor) -> Tensor:
+        """Checks ``u [B, I, K]``, and gives pose matrices their axes."""
+        # The quick check, which nearly every call passes.
+        usual = isinstance(u, Tensor) and u.dim() == 3 and u.layout == torch.strided and u.dtype in checks.FLOATING
+        if not usual or u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
+            _arguments.floats(self._op, "u", u, "[B, I, K]")
+            checks.refuse_capsules(self._op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
+        return u if self.pose_rows is None else u.unflatten(2, (self.pose_rows, -1))
 
     def _made(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
         op, groups = self._op, self.held.groups
@@ -157,7 +163,7 @@ class RoutedCaps(Layer):
 
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """The arguments of a pass, without groups."""
-        return self.held.product(u, *self._parameters_held())
+        return (u, self.W) if self.held.keeps_all else self.held.product(u, *self._parameters_held())
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The arguments of forward as lists: input capsules ``[B, I, K]`` and activations ``[B, I]``."""
@@ -183,7 +189,28 @@ class RoutedCaps(Layer):
     ) -> Capsules:
         """``activation [B, I]``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
         u, activation = self.listed(u, activation)
+        if activation is None is mask is out_mask and self._runs_at_once(u):
+            routing: AgreementRouting = self.routing  # type: ignore[assignment]
+            capsules = routing.route_product(self._op, *self._product(self._poses(u)))
+            if capsules is not None:
+                return capsules
         return self.routing(self.votes(u, mask, out_mask), activation)
+
+    def _runs_at_once(self, u: Tensor) -> bool:
+        """Whether a fused op gives the result of an eager call without votes that others may look at or replace.
+
+        Traced programs hold the call of the part ``routing``, which users see in them.
+        """
+        routing = self.routing
+        if type(routing) is not AgreementRouting or hooked(routing) or any_global_hook():
+            return False
+        if "forward" in vars(routing) or routing._compiled_call_impl is not None:
+            return False
+        if self.held.groups > 1 or self.competing is not None or type(self).votes is not RoutedCaps.votes:
+            return False
+        if torch.compiler.is_compiling() or tracing_state() is not None or any_autocast() or transformed():
+            return False
+        return type(u) is Tensor
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]

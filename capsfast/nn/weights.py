@@ -49,6 +49,8 @@ class Weight:
     groups: int = 1
     # Whether a pass takes the input capsules unchanged.
     keeps_u: ClassVar[bool] = True
+    # Whether a pass takes input capsules and W unchanged, so that a layer need not call product().
+    keeps_all: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
@@ -94,6 +96,11 @@ class FullWeight(Weight):
     """
 
     positions: int | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keeps_all = self.positions in (1, None) and type(self).product is FullWeight.product
+        object.__setattr__(self, "keeps_all", keeps_all)
 
     @property
     def axes(self) -> dict[str, int | None]:  # type: ignore[override]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import choose
+from ..backend import BACKENDS, choose
 from ..calls import checks
 from ..calls.arguments import Call
 from ..calls.axes import axes_of
@@ -36,7 +36,9 @@ from .contract import Contract
 
 # The remedy for a call that does not fit in memory.
 SMALLER = "take a smaller batch, or fewer threads (torch.set_num_threads)"
-PREFIX = {"cpp": "", "triton": "triton_"}
+# What the name of an op begins with, by the backend that serves it. The CPU and CUDA kernels are of one op.
+TRITON = "triton_"
+PREFIX = {"cpp": "", "triton": TRITON, "cuda": ""}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops = getattr(torch.ops, NAMESPACE)
 
@@ -47,8 +49,7 @@ Outputs = tuple[Tensor, ...]
 class Op:
     """An op of routing with its kernels.
 
-    kernels: for each backend, a function that takes the arguments of the schema. cpp and cuda are one op, which has a
-    kernel for each device.
+    kernels: for each backend with kernels, a function that takes the arguments of the schema.
 
     Args:
         name: the op's name in schemas.inc.
@@ -62,7 +63,7 @@ class Op:
         flops: the formulas of FlopCounterMode for the op and its backward (see flops.py). Without them it counts 0,
             which is right for an op without contractions.
         sharded: whether the op has sharding rules for DTensors.
-        backends: the sets of kernels that the op has.
+        backends: the backends that have kernels of the op.
     """
 
     def __init__(
@@ -81,20 +82,20 @@ class Op:
         self.contract = Contract(name)
         self.public, self.fake, self.cast, self.sharded = public, fake, cast, sharded
         self.definition, self.narrow, self.flops = definition, narrow, flops
-        self.kernels: dict[str, Function] = {backend: self.define(PREFIX[backend]) for backend in backends}
-        self.kernels["cuda"] = self.kernels["cpp"]
-        if "triton" in backends:
+        by_prefix = {prefix: self.define(prefix) for prefix in dict.fromkeys(map(PREFIX.__getitem__, backends))}
+        self.kernels: dict[str, Function] = {backend: by_prefix[PREFIX[backend]] for backend in backends}
+        if TRITON in by_prefix:
             _bind_triton(self.contract)
 
     def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
         """The results of the op from the chosen backend. A result that was not requested is empty."""
         chosen = choose(call, backend, requests[0])
-        if chosen == "reference":
+        kernel = self.kernels.get(chosen)
+        if kernel is None:
             remedy = "take a smaller batch, or a backend that stores no votes"
             return checks.in_memory(call.op, remedy, self.run_definition, call, requests)  # type: ignore[no-any-return]
         J = call.J if call.weight is None else None
-        tf32 = chosen != "cpp" and tf32_allowed()
-        kernel = self.kernels[chosen]
+        tf32 = BACKENDS[chosen].rounds and tf32_allowed()
         found: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests)
         return found
 
@@ -209,8 +210,8 @@ def _bind_triton(contract: Contract) -> None:
         return kernel
 
     for op, function, types, results in (
-        (f"triton_{name}", bound("forward"), contract.types, len(contract.outputs)),
-        (f"triton_{name}_backward", bound("backward"), contract.backward_types, len(contract.needed)),
+        (f"{TRITON}{name}", bound("forward"), contract.types, len(contract.outputs)),
+        (f"{TRITON}{name}_backward", bound("backward"), contract.backward_types, len(contract.needed)),
     ):
         if native.extension is not None and turns_tensors_into_handles:
             native.extension.serve(op, types, results, function)

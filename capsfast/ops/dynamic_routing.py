@@ -37,7 +37,7 @@ from ..reference.dynamic_routing import dynamic_routing as by_definition
 from ..reference.routing_pass import Moments
 from . import factored_routing, flops, routing_pass
 from .define import Op, check_fake, fake_sizes
-from .shared_weights import saves_votes, with_votes, without_votes
+from .shared_weights import ROUTED_BY_PASSES, saves_votes, with_votes, without_votes
 
 
 def _narrow(options: RoutingOptions) -> tuple[int, ...]:
@@ -56,8 +56,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
         if columns != call.J:
             v, c = with_votes(run, _narrow(call.options), call, return_coupling, backend)
             return v, c
-        # On the CPU, where factored_routing does not serve a call, the op with votes is faster than these passes.
-        if saves_votes(call, backend) == "triton":
+        if saves_votes(call, backend, ROUTED_BY_PASSES):
             definition = partial(_by_passes, return_coupling=return_coupling, backend=backend)
             v, c = in_wide_dtype(definition, call, _narrow(call.options))
             return v, c

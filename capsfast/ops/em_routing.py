@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import choose, demanded
+from ..backend import BACKENDS, choose_for_em
 from ..calls import checks
 from ..calls.arguments import Call
 from ..calls.options import EMOptions
@@ -29,28 +29,23 @@ from ..calls.precision import tf32_allowed, wide_dtype
 from ..environment.private_torch import forward_level
 from . import flops
 from .define import Op, check_fake, fake_sizes
-from .em_update import fits_triton
 
 
 def backend_of(call: Call, betas: tuple[Tensor, Tensor], backend: str | None) -> str | None:
     """The backend whose op takes a call, as a pass with second moments; None if the passes have to.
 
-    Compiled programs, transforms and tensors without elements have passes, as the backends "cuda" and "reference" do.
+    Compiled programs, transforms and tensors without elements have passes.
 
     Raises:
         RuntimeError: the demanded backend cannot serve the call.
     """
-    if demanded(call.op, backend) in ("cuda", "reference") or forward_level() >= 0:
-        return None
     parameters = call.parameters
-    given = (call.u, call.weight, parameters.activation, parameters.mask, parameters.out_mask, *betas)
-    if not all(each is None or checks.is_eager(each) for each in given):
+    tensors = (call.u, call.weight, parameters.activation, parameters.mask, parameters.out_mask, *betas)
+    if forward_level() >= 0 or not checks.is_eager(*tensors):
         return None
     if not call.u.numel() * call.J * call.D or (call.weight is not None and call.weight.shape[1] != call.J):
         return None
-    chosen = choose(call, backend)
-    serves = chosen == "cpp" or (chosen == "triton" and fits_triton(call.J, call.D))
-    return chosen if serves else None
+    return choose_for_em(call, backend)
 
 
 def run(
@@ -68,9 +63,10 @@ def run(
     differentiated = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (call.u, call.weight, given.activation, beta_a, beta_u)
     )
+    tf32 = BACKENDS[backend].rounds and tf32_allowed()
     poses, activations, *_ = OP.kernels[backend](
         call.u, call.weight, given.activation, beta_a, beta_u, given.mask, given.out_mask, J, inverse_temperatures,
-        *options[:6], call.options.leaky, stride, backend != "cpp" and tf32_allowed(), differentiated,
+        *options[:6], call.options.leaky, stride, tf32, differentiated,
     )  # fmt: skip
     return poses, activations
 
@@ -99,4 +95,4 @@ def _flops_backward(a: Any) -> Any:
 
 # Errors name the passes, as they do where passes run alone.
 PUBLIC = ("capsfast.routing_pass", "capsfast.votes_pass")
-OP = Op("em_routing", PUBLIC, _fake, flops=(_flops, _flops_backward), sharded=False)
+OP = Op("em_routing", PUBLIC, _fake, flops=(_flops, _flops_backward), sharded=False, backends=("cpp", "triton"))

@@ -12,13 +12,11 @@ if not needed.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..backend import demanded
+from ..backend import choose_for_update
 from ..calls import checks
 from ..calls.options import EMOptions
-from ..environment import native, toolchain
 from ..environment.private_torch import forward_level
 from ..reference.em_update import em_update as reference
 from .define import Op
@@ -43,40 +41,23 @@ def call(
     beta_a, beta_u = (beta if beta.dtype == mass.dtype else beta.to(mass.dtype) for beta in (beta_a, beta_u))
     tensors = (mass, first, second, center, beta_a, beta_u, last)
     chosen = _chosen(tensors[:4], out_mask, backend)
-    if chosen == "reference":
+    if chosen is None:
         return reference(*tensors, out_mask, options)
     poses, precision, score = OP.kernels[chosen](*tensors, out_mask, *options)
     return poses, None if options.final else precision, score
 
 
-def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str | None) -> str:
-    """The kernels for a call: "cpp", "triton", or "reference" if neither can run. Compiled programs never hold the op.
+def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str | None) -> str | None:
+    """The backend of the op for a call, None for the definition. Compiled programs never hold the op.
 
-    A forced backend that cannot run here raises no error, because it concerns the passes. moments: mass, first, second
-    and center; a user's own votes decide their dtypes and shapes.
+    moments: mass, first, second and center; a user's own votes decide their dtypes and shapes.
     """
     mass, first, *_ = moments
     if not checks.is_eager(first) or forward_level() >= 0:
-        return "reference"
-    if first.dtype not in (torch.float32, torch.float64) or any(value.dtype != first.dtype for value in moments):
-        return "reference"
-    if out_mask is not None and out_mask.shape != mass.shape:
-        return "reference"
-    on_cpu = first.device.type == "cpu"
-    name = demanded("capsfast.EMRouting", backend) or ("cpp" if on_cpu else "triton")
-    if name == "cpp" and on_cpu and native.extension is not None:
-        return name
-    _, J, D = first.shape
-    if name != "triton" or first.dtype != torch.float32 or not fits_triton(J, D) or toolchain.why_no_triton():
-        return "reference"
-    if on_cpu:
-        return name if toolchain.interpreting() else "reference"
-    return "reference" if toolchain.too_old_for_triton(first.device) else name
-
-
-def fits_triton(J: int, D: int) -> bool:
-    """Whether one program of Triton can update J output capsules of D components."""
-    return J * D > 0 and 1 << ((J - 1).bit_length() + (D - 1).bit_length()) <= toolchain.LARGEST_UPDATE
+        return None
+    if any(value.dtype != first.dtype for value in moments) or (out_mask is not None and out_mask.shape != mass.shape):
+        return None
+    return choose_for_update("capsfast.EMRouting", first, backend)
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
@@ -84,4 +65,4 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     return a.first.new_empty(shape), a.first.new_empty(0 if a.final else shape), a.mass.new_empty(a.mass.shape)
 
 
-OP = Op("em_update", ("capsfast.EMRouting",), _fake, cast=0, sharded=False)
+OP = Op("em_update", ("capsfast.EMRouting",), _fake, cast=0, sharded=False, backends=("cpp", "triton"))

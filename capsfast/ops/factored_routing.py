@@ -18,7 +18,6 @@ from torch import Tensor
 from ..backend import choose
 from ..calls.arguments import Call
 from ..calls.precision import wide_dtype
-from ..environment import native
 from ..environment.private_torch import tracing_state
 from . import flops
 from .define import Op, check_fake
@@ -36,11 +35,10 @@ def serves(call: Call, backend: str | None) -> bool:
         return False
     if torch.compiler.is_exporting() or tracing_state() is not None:
         return False
-    if u.device.type not in ("cpu", "meta") or native.extension is None:
-        return False
     if type(u) not in (Tensor, torch.nn.Parameter):
         return False
-    return _pays(call) and choose(call, backend) == "cpp"
+    # In this order: on a GPU a comparison of sizes would limit a compiled graph to them for nothing.
+    return choose(call, backend) in OP.kernels and _pays(call)
 
 
 def _pays(call: Call) -> bool:
@@ -59,7 +57,7 @@ def _pays(call: Call) -> bool:
 
 def run(call: Call, return_coupling: bool = False) -> tuple[Tensor, Tensor]:
     """v and c of the op, c empty if it is not wanted. Call it only if :func:`serves` is true."""
-    kernel = OP.kernels["cpp"]
+    (kernel,) = OP.kernels.values()
     v, c, *_ = kernel(call.u, call.weight, *call.parameters, call.J, *call.options, False, return_coupling)
     return v, c
 

@@ -4,7 +4,7 @@ If output capsules share the weight, the votes are one product of matrices. If i
 votes and runs over u: ``(W_j u_i) . q_j = u_i . (W_j^T q_j)`` and ``sum_i c_ij W_j u_i = W_j sum_i c_ij u_i``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..environment.private_torch import surely
 # Saving fewer multiply-adds than this does not pay for the additional steps, by backend. The other backends do not
 # serve votes that output capsules share. The number for Triton is a guess, not measured.
 WORTH_IT = {"cpp": 2**20, "triton": 2**30}
+# On the CPU, where factored_routing does not serve a routing, the op with votes is faster than its passes.
+ROUTED_BY_PASSES = ("triton",)
 
 
 def with_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
@@ -48,21 +50,21 @@ def votes(call: Call) -> Tensor:
     return x.reshape(I, B, 1, D).transpose(0, 1)
 
 
-def saves_votes(call: Call, backend: str | None) -> str | None:
-    """The backend of a call whose passes :func:`without_votes` makes faster; None if it would not."""
+def saves_votes(call: Call, backend: str | None, where: Collection[str] = tuple(WORTH_IT)) -> bool:
+    """Whether :func:`without_votes` makes the passes of a call faster; ``where``: the backends that may do so."""
     u, weight, given = call.u, call.weight, call.parameters
     if weight is None or weight.shape[0] != 1 or call.P != 1:
-        return None
+        return False
     if type(u) not in (Tensor, torch.nn.Parameter) or getattr(call.options, "second", False):
-        return None
+        return False
     if getattr(given, "precision", None) is not None or getattr(given, "center", None) is not None:
-        return None
+        return False
     chosen = choose(call, backend)
-    if chosen not in WORTH_IT:
-        return None
+    if chosen not in where:
+        return False
     (B, I, K), J, D = u.shape, call.J, call.D
     votes = B * I * J * D * (K + 2) if weight.shape[1] == J else B * I * D * (K + 2 * J)
-    return chosen if surely(votes - 2 * B * J * K * (I + D) > WORTH_IT[chosen]) else None
+    return surely(votes - 2 * B * J * K * (I + D) > WORTH_IT[chosen])
 
 
 def without_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:

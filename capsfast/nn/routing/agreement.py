@@ -1,20 +1,25 @@
 """Dynamic routing as a routing class, and as a layer of given votes."""
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from typing_extensions import Unpack
 
-from ...calls import checks
-from ...calls.options import Backend, OptionKeywords, Options
-from ...functional import route_votes
+from ...calls import arguments, checks
+from ...calls.arguments import RoutingParameters
+from ...calls.options import Backend, OptionKeywords, Options, checked_options
+from ...functional import ROUTING, route_votes, routed
 from ...kinds import FORMS
 from .. import _arguments
 from .._arguments import ParameterKeywords
 from .._layer import Layer
 from .base import Capsules, SummingRouting, lengths
 from .votes import Votes
+
+_options_of = attrgetter(*Options._fields)
 
 
 class Agreement(Layer):
@@ -78,6 +83,19 @@ class AgreementRouting(Agreement, SummingRouting):
     def route(self, votes: Votes, activation: Tensor | None, logits: Tensor | None = None) -> Capsules:
         """``logits [I, J]`` or ``[B, I, J]`` are added to the learned logits."""
         v = votes.agree(**self.options(), logits=self.prior(logits), bias=self.bias)
+        return Capsules(v, lengths(v))
+
+    def route_product(self, op: str, u: Tensor, weight: Tensor) -> Capsules | None:
+        """The result of a call with ``(u, weight)`` alone; None if it needs the call. ``op``: what errors name."""
+        logits, bias = self.logits, self.bias
+        call = arguments.of_product(op, u, weight)
+        sizes = (u.shape[0], u.shape[1], call.J, call.D)
+        if sizes[1:] != (self.in_caps, self.out_caps, self.out_dim) or has_torch_function((u, weight, logits, bias)):
+            return None
+        options = checked_options(ROUTING, *_options_of(self))
+        if logits is not None or bias is not None:
+            arguments.check_parameters(ROUTING, "u", u, sizes, {"logits": logits, "bias": bias})
+        v, _ = routed(call, options, RoutingParameters(logits, bias), False, self.backend)
         return Capsules(v, lengths(v))
 
     def prior(self, logits: Tensor | None) -> Tensor | None:

@@ -1,5 +1,7 @@
 """The interface of all routings, which turn votes and activations into poses and activations."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from ...calls import checks
 from ...calls.options import Backend
-from ...environment.private_torch import result
+from ...environment.private_torch import any_autocast, result
 from .._layer import Layer
 from .votes import Votes, votes_of
 
@@ -20,9 +22,8 @@ class Capsules(NamedTuple):
     activations: Tensor
 
 
-def lengths(poses: Tensor, dim: int = -1) -> Tensor:
-    """Lengths as activations: ``[..., D]`` to ``[...]``; ``dim``: the axis D."""
-    return torch.linalg.vector_norm(poses, dim=dim)  # type: ignore[no-any-return]
+# Lengths as activations: ``[..., D]`` to ``[...]``; ``dim``: the axis D.
+lengths: Callable[..., Tensor] = partial(torch.linalg.vector_norm, dim=-1)
 
 
 # Sabour, Frosst, Hinton (2017) route 1152 to 10 capsules of size 16, and their W starts with a deviation of 0.1. Their
@@ -126,7 +127,9 @@ class Routing(Layer):
         Raises:
             ValueError, TypeError: a size, a dtype or a device that does not fit.
         """
-        found = votes_of(self._op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
+        found = votes
+        if mask is not None or out_mask is not None or not isinstance(votes, Votes):
+            found = votes_of(self._op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
         if (self.in_caps, self.out_caps, self.out_dim) != (found.I, found.J, found.D):
             raise ValueError(
                 f"{self._op}: votes must have I=in_caps={self.in_caps}, J=out_caps={self.out_caps} and "
@@ -142,9 +145,12 @@ class Routing(Layer):
         if found.out_mask is not None:
             absent = ~found.out_mask
             poses, activations = poses.masked_fill(absent[..., None], 0.0), activations.masked_fill(absent, 0.0)
-        cast = checks.autocast_dtype(found.device)
-        own = (each if each.dtype == cast else each.to(found.dtype) for each in (poses, activations))
-        return Capsules(*map(found.restore, own))
+        kept = (found.dtype, checks.autocast_dtype(found.device) if any_autocast() else None)
+        if poses.dtype not in kept:
+            poses = poses.to(found.dtype)
+        if activations.dtype not in kept:
+            activations = activations.to(found.dtype)
+        return Capsules(found.restore(poses), found.restore(activations))
 
     def _routed(self, result: Any, votes: Votes) -> tuple[Tensor, Tensor]:
         """The checked result of route, which may be a user's.
@@ -154,7 +160,7 @@ class Routing(Layer):
         """
         poses, activations = (votes.B, votes.J, votes.D), (votes.B, votes.J)
         pair = isinstance(result, (tuple, list)) and len(result) == 2
-        if not pair or not all(isinstance(each, Tensor) for each in result):
+        if not pair or not isinstance(result[0], Tensor) or not isinstance(result[1], Tensor):
             error: type[Exception] = TypeError
         elif result[0].shape != poses or result[1].shape != activations:
             error = ValueError

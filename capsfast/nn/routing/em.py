@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...calls import checks
 from ...calls.options import EMOptions
 from ...calls.precision import wide_dtype
-from ...ops import em_update
+from ...passes import em_update
 from .base import Capsules, IterativeRouting
 from .votes import Votes
 
@@ -125,7 +125,7 @@ class EMRouting(IterativeRouting):
             )
             assert second is not None
             # Precision and prior of the next pass; after the last one None and the activations.
-            center, precision, found = em_update.call(
+            center, precision, found = em_update(
                 mass, first, second, center, self.beta_a, beta_u, last, votes.out_mask, update, votes.backend
             )
             last = center if self.momentum else None

@@ -1,6 +1,7 @@
 """Votes of capsules that were unfolded from an image, with a gradient that needs less memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,22 +30,26 @@ class UnfoldedVotes(PassVotes):
     def __init__(self, votes: PassVotes, image: Tensor, fold: Fold) -> None:
         vars(self).update(vars(votes))
         self._unfolded, self._image, self._fold = votes.tensors[0], image, fold
-        self.u = self._own()
-        self.tensors = (self.u, votes.tensors[1])
+        self._renew()
+        self.u = self.tensors[0]
 
-    def _own(self) -> Tensor:
-        return unfolded(self._image, self._unfolded, self._fold)
+    def _renew(self) -> None:
+        """Gives the next pass a gradient of its own."""
+        u = unfolded(self._image, self._unfolded, self._fold)
+        self.tensors = (u, *self.tensors[1:])
+        if self.call is not None:
+            self.call = replace(self.call, u=u.flatten(2))  # poses of any rank
 
     def moments(self, **arguments: Any) -> Moments:
-        self.tensors = (self._own(), self.tensors[1])
+        self._renew()
         return super().moments(**arguments)
 
     def agree(self, num_iterations: int, **options: Any) -> Any:
-        self.tensors = (self._own(), self.tensors[1])
+        self._renew()
         return super().agree(num_iterations, **options)
 
     def _gaussians(self, *given: Any) -> tuple[Tensor, Tensor] | None:
-        self.tensors = (self._own(), self.tensors[1])
+        self._renew()
         return super()._gaussians(*given)
 
 

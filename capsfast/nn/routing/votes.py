@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,22 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from ... import passes
 from ...calls import arguments, checks, positions
-from ...calls.arguments import GIVEN, PassParameters
+from ...calls.arguments import GIVEN, Call, PassParameters, RoutingParameters
 from ...calls.axes import AXES, axes_of
-from ...calls.options import STEPS, Backend, EMOptions, Normalize, PassOptions, Squash, routing_options
-from ...functional import agree, dynamic_routing
-from ...ops import em_routing
-from ...passes import Moments, routing_pass
+from ...calls.options import (
+    STEPS,
+    Backend,
+    EMOptions,
+    Normalize,
+    Options,
+    PassOptions,
+    Squash,
+    routing_options,
+)
+from ...functional import ROUTING, VOTES, agree, dynamic_routing, route_votes, routed
+from ...passes import Moments, routing_pass, votes_pass
 from ...reference.dynamic_routing import agree as agree_by_passes
 from ...reference.em_update import inverse
 
@@ -190,7 +200,7 @@ class PassVotes(Votes):
 
     Args:
         op: the function that errors name.
-        u, weight: the first arguments of a pass, or votes and GIVEN.
+        u, weight: the first arguments of a pass, or votes and GIVEN. They and the masks are checked here, once.
         J: the number of output capsules if they share the votes.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
         backend: backend of all passes.
@@ -207,40 +217,48 @@ class PassVotes(Votes):
         out_mask: Tensor | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.tensors, self.backend = (u, weight), backend
+        self.backend = backend
         self.spatial: tuple[int, ...] = ()
+        self.tensors: tuple[Tensor, ...]  # the first arguments of public functions
+        call: Call | None
         if weight is GIVEN:
             _, self.spatial = arguments.votes(op, u)
-            self.batch, self.I, own, self.D = u.shape[:4]
+            self.tensors, call = (u,), None if self.spatial else arguments.unchecked(u, None, None, None)
+            self.batch, self.I, columns, self.D = u.shape[:4]
         else:
-            whole = arguments.of_product(op, u, weight)
-            (self.batch, self.I), own, self.D = u.shape[:2], whole.J, whole.D
+            self.tensors, call = (u, weight), arguments.of_product(op, u, weight)
+            (self.batch, self.I), columns, self.D = u.shape[:2], call.J, call.D
             self.u = u
+        # Checked tensors for the ops; None if positions, or other arguments that say J, need another check.
+        self.call = None if columns == 1 else call
         self.dtype, self.device = u.dtype, u.device
         self.places = 1
         for size in self.spatial:
             self.places *= size
         self.B = self.batch * self.places
-        self.J = own if own != 1 or J is None else J
+        self.J = columns if columns != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
-        self._check(op, masks)
-        if own == 1 and out_mask is None:  # tells the passes J
+        if mask is not None or out_mask is not None:
+            self._check(op, masks)
+        if columns == 1 and out_mask is None:  # tells the passes J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
         self.given: dict[str, Any] = {**masks, "backend": backend}
-        self.mask, self.out_mask = self.samples("mask", mask), self.samples("out_mask", out_mask)
+        self.mask, self.out_mask = mask, out_mask
+        if self.spatial:
+            self.mask, self.out_mask = self.samples("mask", mask), self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
         sizes = (self.batch, self.I, self.J, self.D)
-        anchor = "votes" if self.tensors[1] is GIVEN else "u"
+        anchor = "votes" if len(self.tensors) == 1 else "u"
         arguments.check_parameters(op, anchor, self.tensors[0], sizes, given, self.spatial)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self._check(op, {"activation": activation})
 
     def moments(self, **arguments: Any) -> Moments:
-        u, weight = self.tensors
+        by_pass: Callable[..., Moments] = votes_pass if len(self.tensors) == 1 else routing_pass
         if not self.spatial:
-            return routing_pass(u, weight, **arguments, **self.given)
+            return by_pass(*self.tensors, **arguments, **self.given)
         for name, value in arguments.items():
             if isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
                 if value.shape[:1] != (self.B,):
@@ -249,7 +267,7 @@ class PassVotes(Votes):
                         f"every position of an image is a sample"
                     )
                 arguments[name] = self.restore(value)
-        found = routing_pass(u, weight, **arguments, **self.given)
+        found = by_pass(*self.tensors, **arguments, **self.given)
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
     def _stride(self, activation: Tensor | None) -> int:
@@ -259,10 +277,12 @@ class PassVotes(Votes):
         if self.spatial:
             return super()._some(step, activation)
         given = {**self.given, "mask": _every(step, self.given["mask"])}
-        u, weight = self.tensors
-        if weight is not GIVEN and weight.shape[0] != 1:
-            weight = weight[::step]
-        return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
+        given["activation"] = _every(step, activation)
+        u, *weights = self.tensors
+        if not weights:
+            return votes_pass(u[:, ::step], **given)
+        (weight,) = weights
+        return routing_pass(u[:, ::step], weight if weight.shape[0] == 1 else weight[::step], **given)
 
     def agree(
         self,
@@ -273,16 +293,30 @@ class PassVotes(Votes):
         return_coupling: bool = False,
         **options: Any,
     ) -> Any:
-        given: Any = {"logits": logits, "bias": bias, "return_coupling": return_coupling}
+        keywords: Any = {"logits": logits, "bias": bias, "return_coupling": return_coupling}
         if logits is not None and not options.get("accumulate", True):  # the fused op scores every iteration with them
-            return super().agree(num_iterations, **given, **options)
-        u, weight = self.tensors
-        given |= self.given
-        if STEPS.isdisjoint(options):
-            found = dynamic_routing(u, weight, num_iterations, **options, **given)
+            return super().agree(num_iterations, **keywords, **options)
+        call, public = self.call, STEPS.isdisjoint(options)
+        parameters = RoutingParameters(logits, bias, self.given["mask"], self.given["out_mask"])
+        if call is not None and not has_torch_function((*self.tensors, *parameters)):
+            op, anchor = (VOTES, "votes") if call.weight is None else (ROUTING, "u")
+            if public:
+                checked = Options(num_iterations, **options).checked(op)
+            else:
+                checked = routing_options(OP, num_iterations, **options)
+            if logits is not None or bias is not None:
+                sizes = (self.B, self.I, self.J, self.D)
+                arguments.check_parameters(op, anchor, call.u, sizes, {"logits": logits, "bias": bias})
+            v, c = routed(call, checked, parameters, return_coupling, self.backend)
+            return (v, c) if return_coupling else v
+        keywords |= self.given
+        if public:
+            by_op: Callable[..., Any] = route_votes if len(self.tensors) == 1 else dynamic_routing
+            results = by_op(*self.tensors, num_iterations, **options, **keywords)
         else:
-            found = agree(u, weight, routing_options(OP, num_iterations, **options), **given)
-        return tuple(map(self._sampled, found)) if isinstance(found, tuple) else self._sampled(found)
+            u, weight = (*self.tensors, None)[:2]
+            results = agree(u, weight, routing_options(OP, num_iterations, **options), **keywords)  # type: ignore[arg-type]
+        return tuple(map(self._sampled, results)) if isinstance(results, tuple) else self._sampled(results)
 
     def _attended(self, scale: float) -> Tensor:
         # With a mask equal coupling is another share in every sample. torch.jit.trace has tensors for sizes.
@@ -300,25 +334,30 @@ class PassVotes(Votes):
         updates: Sequence[EMOptions],
         leaky: bool,
     ) -> tuple[Tensor, Tensor] | None:
-        u, weight = self.tensors
         mask, out_mask = self.given["mask"], self.given["out_mask"]
         kind = type(self)
         if kind._gaussians is PassVotes._gaussians and kind.moments is not PassVotes.moments:
             return None  # a class that overrides passes wants them
         # The op has a temperature for each iteration, but one of every other option. Who replaces passes gets passes.
         alike = len({update[:-2] for update in updates}) == 1
-        if not alike or has_torch_function((u, weight, activation, mask, out_mask)):
+        if not alike or has_torch_function((*self.tensors, activation, mask, out_mask)):
             return None
-        given = None if activation is None else self.restore(activation)
-        parameters = PassParameters(activation=given, mask=mask, out_mask=out_mask)
-        op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"  # as the passes say
-        call, restore = arguments.check(op, u, weight, parameters, PassOptions("out", leaky, True), J_needed=True)
-        backend = em_routing.backend_of(call, betas, self.backend)
-        if backend is None:
-            return None
-        temperatures = tuple(update.inverse_temperature for update in updates)
-        found = em_routing.run(call, betas, temperatures, updates[0], self._stride(activation), backend)
-        poses, activations = found if restore is None else map(restore, found)
+        at_positions = None if activation is None else self.restore(activation)
+        parameters = PassParameters(activation=at_positions, mask=mask, out_mask=out_mask)
+        options = PassOptions("out", leaky, True)
+        op = passes.VOTES if len(self.tensors) == 1 else passes.ROUTING  # as the passes say
+        restore = None
+        if self.call is None:
+            u, weight = (*self.tensors, GIVEN)[:2]
+            call, restore = arguments.check(op, u, weight, parameters, options, J_needed=True)
+        else:
+            call = replace(self.call, op=op, parameters=parameters, options=options)
+        temperatures = tuple([update.inverse_temperature for update in updates])
+        stride = partial(self._stride, activation)
+        capsules = passes.gaussians(call, betas, temperatures, updates[0], stride, self.backend)
+        if capsules is None or restore is None:
+            return capsules
+        poses, activations = map(restore, capsules)
         return self._sampled(poses), self._sampled(activations)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
@@ -338,8 +377,8 @@ class PassVotes(Votes):
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
 
     def cosines(self, query: Tensor) -> Tensor:
-        votes, weight = self.tensors
-        if weight is not GIVEN:
+        votes, *weights = self.tensors
+        if weights:
             return super().cosines(query)
         for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
             mask = self.given[name]
