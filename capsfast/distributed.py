@@ -231,12 +231,12 @@ def _combined(op: str, ranks: "_Ranks", local: Callable[..., Moments], options: 
     largest = largest.clamp_min(0.0) if leaky else largest.masked_fill(torch.isneginf(largest), 0.0)
     # This rank's share of the softmax over all input capsules, up to a factor that is the same on all ranks.
     share = torch.exp(found.lse - largest)
-    total, *moments = ranks.total(share, share * moments[0], *(share[:, :, None] * each for each in moments[1:]))
+    total, *moments = ranks.total(share, share * moments[0], *(share[:, :, None] * moment for moment in moments[1:]))
     if leaky:
         total = total + torch.exp(-largest)
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
-    mass, first, *rest = (each / total.reshape(total.shape + (1,) * (each.dim() - 2)) for each in moments)
+    mass, first, *rest = (moment / total.reshape(total.shape + (1,) * (moment.dim() - 2)) for moment in moments)
     weights = found.weights
     if weights is not None:
         (divisor,) = ranks.alike(total)
@@ -314,8 +314,8 @@ class _Ranks:
         mine = torch.tensor([*first.shape, checks.FLOATING.index(first.dtype)], device=first.device)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(every, mine, group=self.group)
-        told = [each.tolist() for each in every]
-        if any(each != told[0] for each in told):
+        told = [message.tolist() for message in every]
+        if any(message != told[0] for message in told):
             shown = "; ".join(
                 f"rank {rank}: [{B}, {J}, {D}] {str(checks.FLOATING[dtype]).removeprefix('torch.')}"
                 for rank, (B, J, D, dtype) in enumerate(told)

@@ -199,7 +199,7 @@ def _check_leaves(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         if (node := waiting.pop()) in seen:
             continue
         seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
+        waiting += [inner for inner, _ in node.next_functions]
         if hasattr(node, "variable") and id(node.variable) not in known:
             raise ValueError(
                 f"{OP}: what requires a gradient must be an argument or a parameter of a module, got "

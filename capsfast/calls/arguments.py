@@ -278,8 +278,8 @@ def check_parameters(
         wanted = [*(symbols[axis] for axis in axes), *own]
         if any(size != right for size, right in zip(value.shape, wanted, strict=True)):
             rule = " or ".join(
-                f"[{', '.join(each)}] = [{', '.join(str(symbols[axis]) for axis in each)}]"
-                for each in (("IJ", "BIJ") if name == "logits" else (axes,))
+                f"[{', '.join(axes)}] = [{', '.join(str(symbols[axis]) for axis in axes)}]"
+                for axes in (("IJ", "BIJ") if name == "logits" else (axes,))
             )
             if own:
                 rule += f", and may end in the positions {list(spatial)}"

@@ -162,7 +162,7 @@ def plain(value: Any) -> Any:
     if kind in (tuple, list):
         return kind(map(plain, value))
     if kind is dict:
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if hasattr(kind, "__array_interface__"):
         number = value.item() if value.shape == () else value
         return float(number) if isinstance(number, numbers.Real) and not isinstance(number, int) else number
@@ -254,7 +254,7 @@ def transposed(name: str) -> str:
 
 def refuse_capsules(op: str, name: str, value: Tensor, **sizes: int) -> NoReturn:
     """Raises the error for a ``value [B, I, K]`` without the two ``sizes``, named as the layer names them."""
-    wanted = ", ".join(f"{each}={size}" for each, size in sizes.items())
+    wanted = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
     hint = transposed(name) if list(value.shape[1:]) == [*sizes.values()][::-1] else ""
     raise ValueError(f"{op}: {name} must be [B, {wanted}], got {shape_of(value)}{hint}")
 

@@ -36,9 +36,9 @@ def takes(signature: inspect.Signature) -> str:
     """The signature as text: "(u, weight, num_iterations=3) and options by keyword"."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [
-        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
-        for each in signature.parameters.values()
-        if each.kind in by_position
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in signature.parameters.values()
+        if parameter.kind in by_position
     ]
     options = " and options by keyword" if len(plain) < len(signature.parameters) else ""
     return f"({', '.join(plain)}){options}"
@@ -63,9 +63,13 @@ def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function
 
     def shown(function: Function) -> Function:
         *own, _ = inspect.signature(function).parameters.values()
-        names = [each.name for each in own]
+        names = [parameter.name for parameter in own]
         handed = inspect.signature(other).parameters.values()
-        own += [each for each in handed if each.kind is each.KEYWORD_ONLY and each.name not in names]
+        own += [
+            parameter
+            for parameter in handed
+            if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in names
+        ]
         function.__signature__ = inspect.signature(function).replace(parameters=own)  # type: ignore[attr-defined]
         return function
 

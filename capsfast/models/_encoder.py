@@ -60,15 +60,22 @@ class CapsuleEncoder(DecodedCapsules):
         op = self._op
         size = self._sees(in_channels, image_size)
         kernel = fitting_kernel(*size) if kernel_size is None else kernel_size
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         stride = fitting_stride(*size, kernel, primary_stride) if conv_stride is None else conv_stride
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **place)
-        self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, primary_stride, **place)
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **factory_kwargs)
+        self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, primary_stride, **factory_kwargs)
         features = _arguments.window_grid(op, size, (kernel, kernel), (stride, stride), (0, 0), (1, 1))
         height, width = self.primary.grid(features)
         in_caps = primary_groups * height * width
         self.routing = fully_connected(
-            in_caps, num_caps, primary_dim, caps_dim, routing, num_iterations=num_iterations, **place, **routing_options
+            in_caps,
+            num_caps,
+            primary_dim,
+            caps_dim,
+            routing,
+            num_iterations=num_iterations,
+            **factory_kwargs,
+            **routing_options,
         )
         self.length = Length()
 

@@ -87,5 +87,7 @@ class CapsNet(CapsuleEncoder):
             routing_options,
         )
         hidden = _arguments.sizes(self._op, "decoder_hidden", decoder_hidden, 0)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **place) if reconstruction else None
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.decoder = (
+            Decoder(num_classes, digit_dim, self.image_shape, hidden, **factory_kwargs) if reconstruction else None
+        )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..nn import _arguments
-from ..nn._arguments import Made
+from ..nn._arguments import FactoryKwargs
 from ..nn.decoder import perceptron
 from ..nn.routing.base import Capsules
 from ._images import DecodedCapsules
@@ -48,7 +48,7 @@ class CNN(DecodedCapsules):
         kernel_size: int = 5,
         hidden: Sequence[int] = (328, 192),
         dropout: float = 0.5,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         op = self._op
@@ -59,12 +59,12 @@ class CNN(DecodedCapsules):
         hidden = _arguments.sizes(op, "hidden", hidden)
         if dropout >= 1:
             raise ValueError(f"{op}: dropout must be below 1, got {dropout}")
-        conv = partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2, **made)
+        conv = partial(nn.Conv2d, kernel_size=kernel_size, padding=kernel_size // 2, **factory_kwargs)
         self.convs = perceptron((in_channels, *channels), conv, nn.ReLU())
         features = channels[-1] * height * width
-        self.hidden = perceptron((features, *hidden), partial(nn.Linear, **made), nn.ReLU())
+        self.hidden = perceptron((features, *hidden), partial(nn.Linear, **factory_kwargs), nn.ReLU())
         self.dropout = nn.Dropout(dropout)
-        self.classes = nn.Linear(hidden[-1], num_classes, **made)
+        self.classes = nn.Linear(hidden[-1], num_classes, **factory_kwargs)
         self.decoder = None
 
     def classify(self, images: Tensor) -> Capsules:

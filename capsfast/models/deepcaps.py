@@ -25,18 +25,18 @@ class CapsCell(Layer):
         in_channels: types times size of the capsules before.
         types, dim: types and size of the capsules after each layer.
         skip: makes the layer of the skip connection; None for a convolution.
-        made: options of :class:`capsfast.nn.PrimaryCaps`: every convolution is squashed.
+        factory_kwargs: options of :class:`capsfast.nn.PrimaryCaps`: every convolution is squashed.
 
     Shapes: ``[B, in_channels, H, W]`` to ``[B, types, dim, ceil(H / 2), ceil(W / 2)]``.
     """
 
     def __init__(
-        self, in_channels: int, types: int, dim: int, skip: Callable[[], WindowLayer] | None, **made: Any
+        self, in_channels: int, types: int, dim: int, skip: Callable[[], WindowLayer] | None, **factory_kwargs: Any
     ) -> None:
         super().__init__()
-        made |= {"bias": False, "flatten": False}
-        self.down = PrimaryCaps(in_channels, types, dim, 3, 2, 0, **made)
-        same = partial(PrimaryCaps, types * dim, types, dim, 3, 1, 1, **made)
+        factory_kwargs |= {"bias": False, "flatten": False}
+        self.down = PrimaryCaps(in_channels, types, dim, 3, 2, 0, **factory_kwargs)
+        same = partial(PrimaryCaps, types * dim, types, dim, 3, 1, 1, **factory_kwargs)
         self.first, self.second, self.skip = same(), same(), (skip or same)()
         self.routed = skip is not None
         self._initialise()
@@ -116,8 +116,8 @@ class DeepCaps(DecodedCapsules):
         dims = _arguments.sizes(op, "dims", dims, 2)
         if dims[-1] != dims[-2]:
             raise ValueError(f"{op}: the last two of dims must be alike, got {checks.shown(dims)}")
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **place}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **factory_kwargs}
         dim = dims[-1]
         window: dict[str, Any] = {"kernel_size": 3, "padding": 1, **options}
         if routing == "dynamic":
@@ -127,15 +127,15 @@ class DeepCaps(DecodedCapsules):
             skip: Callable[..., WindowLayer] = SlimConvCaps2d
         else:
             skip, window = ConvCaps2d, {"routing": routing, **window, **routing_options}
-        self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **place)
-        self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **place)
+        self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **factory_kwargs)
+        self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **factory_kwargs)
         widths = [conv_channels, *(types * dim for dim in dims)]
         self.cells = nn.ModuleList(
-            CapsCell(width, types, dim, None, squash=squash, eps=eps, **place)
+            CapsCell(width, types, dim, None, squash=squash, eps=eps, **factory_kwargs)
             for width, dim in zip(widths, dims[:-1], strict=False)
         )
         skip = partial(skip, types, types, dim, dim, **window)
-        self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **place))
+        self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **factory_kwargs))
         places = []
         for _ in self.cells:
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
@@ -148,7 +148,7 @@ class DeepCaps(DecodedCapsules):
             in_caps, num_classes, dim, digit_dim, routing=routing, **options, **routing_options
         )
         self.decoder = (
-            ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **place)
+            ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **factory_kwargs)
             if reconstruction
             else None
         )

@@ -114,18 +114,18 @@ class EfficientCapsNet(DecodedCapsules):
         convs, maps = four_convs(op, self._sees(in_channels, image_size), kernel_sizes, strides)
         if kernel_size is None:
             kernel_size = (min(LARGEST, maps[0]), min(LARGEST, maps[1]))
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         channels = (in_channels, conv_channels, 2 * conv_channels, 2 * conv_channels, primary_groups * primary_dim)
         layers: list[nn.Module] = []
         for (before, after), size in zip(pairwise(channels), convs, strict=True):
-            conv = nn.Conv2d(before, after, size.kernel, size.stride, size.padding, **place)
-            layers += [conv, nn.ReLU(), nn.BatchNorm2d(after, EPS, MOMENTUM, **place)]
+            conv = nn.Conv2d(before, after, size.kernel, size.stride, size.padding, **factory_kwargs)
+            layers += [conv, nn.ReLU(), nn.BatchNorm2d(after, EPS, MOMENTUM, **factory_kwargs)]
             if norm == "instance":
-                layers[-2:] = [nn.LeakyReLU(0.3), nn.InstanceNorm2d(after, EPS, affine=True, **place)]
+                layers[-2:] = [nn.LeakyReLU(0.3), nn.InstanceNorm2d(after, EPS, affine=True, **factory_kwargs)]
         self.convs = nn.Sequential(*layers)
         kernel_size = _arguments.pair(op, "kernel_size", kernel_size)
         primary_stride = _arguments.pair(op, "primary_stride", primary_stride)
-        self.primary = DepthwisePrimaryCaps(primary_groups, primary_dim, kernel_size, primary_stride, **place)
+        self.primary = DepthwisePrimaryCaps(primary_groups, primary_dim, kernel_size, primary_stride, **factory_kwargs)
         height, width = _arguments.window_grid(op, maps, kernel_size, primary_stride, (0, 0), (1, 1))
         self.routing = fully_connected(
             primary_groups * height * width,
@@ -134,11 +134,13 @@ class EfficientCapsNet(DecodedCapsules):
             digit_dim,
             routing,
             num_iterations=num_iterations,
-            **place,
+            **factory_kwargs,
             **routing_options,
         )
         hidden = _arguments.sizes(op, "decoder_hidden", decoder_hidden, 0)
-        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **place) if reconstruction else None
+        self.decoder = (
+            Decoder(num_classes, digit_dim, self.image_shape, hidden, **factory_kwargs) if reconstruction else None
+        )
         self._initialise()
 
     def _initialise(self) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from ..calls import checks
 from ..calls.options import Backend
 from ..nn import ConvCaps2d, Decoder, FlattenCaps, RoutedCaps
-from ..nn._arguments import Made
+from ..nn._arguments import FactoryKwargs
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ._images import DecodedCapsules
@@ -129,7 +129,7 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         scaled: bool = True,
         reconstruction: bool = True,
         backend: Backend | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         op = self._op
@@ -137,20 +137,22 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         checks.integer(op, "primary_dim", primary_dim, 2)
         checks.integer(op, "digit_dim", digit_dim, 2)
         self.num_iterations, self.concurrent = num_iterations, concurrent
-        self.conv = nn.Conv2d(in_channels, conv_channels, 3, stride=2, padding=1, **made)
-        self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)
-        self.norm = nn.LayerNorm(primary_dim, **made)
+        self.conv = nn.Conv2d(in_channels, conv_channels, 3, stride=2, padding=1, **factory_kwargs)
+        self.primary = nn.Conv2d(
+            conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **factory_kwargs
+        )
+        self.norm = nn.LayerNorm(primary_dim, **factory_kwargs)
         self.primary_groups = primary_groups
         size = tuple((n + 1) // 2 for n in self._sees(in_channels, image_size))
-        options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **made}
+        options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **factory_kwargs}
         window = tuple(min(3, n) for n in size)
         image = ConvCaps2d(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
         height, width = image.grid(size)
         hidden = RoutedCaps(types * height * width, num_caps, digit_dim, digit_dim, **options)
         classes = RoutedCaps(num_caps, num_classes, digit_dim, digit_dim, **options)
         self.layers = nn.ModuleList((ConvAttention(image), FullAttention(hidden), FullAttention(classes)))
-        self.classifier = nn.Linear(digit_dim, 1, **made)
-        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **made) if reconstruction else None
+        self.classifier = nn.Linear(digit_dim, 1, **factory_kwargs)
+        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **factory_kwargs) if reconstruction else None
 
     def primary_capsules(self, images: Tensor) -> Tensor:
         """``images [B, C, H, W]`` to poses ``[B, types, dim, H', W']``."""

@@ -139,8 +139,8 @@ class MatrixCapsNet(DecodedCapsules):
         windows = [_arguments.sizes(op, "windows", window) for window in windows]
         if [len(window) for window in windows] != [2, 2, 2]:
             raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {checks.shown(windows)}")
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **place}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **factory_kwargs}
         if num_iterations is not None:
             chosen["num_iterations"] = num_iterations
         chosen |= starting_options(op, routing, pose_rows**2, routing_options) | routing_options
@@ -154,10 +154,10 @@ class MatrixCapsNet(DecodedCapsules):
             glorot = (2 / ((types + more) * kernel_size**2 * dim)) ** 0.5
             return {"init_std": glorot} | chosen if normalized else chosen
 
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **place)
-        self.norm = nn.BatchNorm2d(conv_channels, **place) if normalized else None
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **factory_kwargs)
+        self.norm = nn.BatchNorm2d(conv_channels, **factory_kwargs) if normalized else None
         primary: dict[str, Any] = {"batch_norm": normalized, "activation_std": activation_std}
-        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **primary, **place)
+        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **primary, **factory_kwargs)
         windowed: dict[str, Any] = {"competition": competition, "start": start}
         self.conv_caps = nn.ModuleList(
             ConvCaps2d(types, more, dim, dim, kernel_size, step, **windowed, **of_layer(types, more, kernel_size))

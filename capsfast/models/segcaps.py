@@ -139,16 +139,21 @@ class SegCaps(ImageNetwork):
             raise ValueError(f"{op}: with form='r3' image_size must be divisible by 8, got {size}; pad the images")
         levels = list(zip(types, dims, strict=True))
         layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         if squash is None:
             squash = "paper" if authors else "exp"
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
         window: dict[str, Any] = {"kernel_size": kernel_size, "padding": kernel_size // 2}
         if authors and routing == "dynamic":
             routing_options = {"bias": True, **routing_options}
-        routed: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations, **routing_options, **place}
+        routed: dict[str, Any] = {
+            "routing": routing,
+            "num_iterations": num_iterations,
+            **routing_options,
+            **factory_kwargs,
+        }
         routed |= dynamic if routing == "dynamic" else {"backend": backend}
-        once: dict[str, Any] = {**dynamic, **place, "num_iterations": 1, "bias": authors}
+        once: dict[str, Any] = {**dynamic, **factory_kwargs, "num_iterations": 1, "bias": authors}
 
         def slim(before: Caps, after: Caps, options: dict[str, Any], kind: Any = SlimConvCaps2d) -> SlimConvCaps2d:
             if authors:  # He's initialisation, with the fan-in of the weight as stored
@@ -160,7 +165,7 @@ class SegCaps(ImageNetwork):
         # The authors pad an even side by one more at its end: in classify.
         halved = {"kernel_size": kernel_size, "padding": 0} if authors else window
         doubled = {"kernel_size": 4, "padding": 1} if authors else window
-        self.conv = nn.Conv2d(in_channels, conv_channels, **window, **place)
+        self.conv = nn.Conv2d(in_channels, conv_channels, **window, **factory_kwargs)
         maps = (1, conv_channels)
         self.start = None if layout.start is None else slim(maps, layout.start, {**window, **once})
         whole = [layout.start or maps, *layout.route_down]  # the capsules at each size on the way down
@@ -189,7 +194,7 @@ class SegCaps(ImageNetwork):
         self.decoder: nn.Sequential | None = None
         if reconstruction:
             widths = [num_classes * digit_dim, *hidden, in_channels]
-            self.decoder = perceptron(widths, partial(nn.Conv2d, kernel_size=1, **place), nn.Sigmoid())
+            self.decoder = perceptron(widths, partial(nn.Conv2d, kernel_size=1, **factory_kwargs), nn.Sigmoid())
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""

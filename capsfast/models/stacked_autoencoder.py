@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from ..calls import checks
 from ..environment.private_torch import result
-from ..nn._arguments import Made
+from ..nn._arguments import FactoryKwargs
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
 from ..nn.stacked.set_transformer import SetTransformer
@@ -99,7 +99,7 @@ class StackedCapsuleAutoencoder(ImageNetwork):
         pixel_std: float = 0.2,
         noise: float = 2.0,
         sparsity: Sparsity | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         self._sees(in_channels, image_size)
@@ -109,15 +109,17 @@ class StackedCapsuleAutoencoder(ImageNetwork):
         layers: list[nn.Module] = []
         for n, stride in enumerate((2, 2, 1, 1)):
             channels = in_channels if n == 0 else conv_channels
-            layers += [nn.Conv2d(channels, conv_channels, 3, stride, padding=1, **made), nn.ReLU()]
+            layers += [nn.Conv2d(channels, conv_channels, 3, stride, padding=1, **factory_kwargs), nn.ReLU()]
         self.conv = nn.Sequential(*layers)
-        self.part_caps = PartCaps(conv_channels, num_parts, part_features, noise=noise, **made)
+        self.part_caps = PartCaps(conv_channels, num_parts, part_features, noise=noise, **factory_kwargs)
         self.templates = TemplateMixture(
-            num_parts, part_features, self.image_shape, template_size, pixel_std=pixel_std, **made
+            num_parts, part_features, self.image_shape, template_size, pixel_std=pixel_std, **factory_kwargs
         )
         described = 6 + 1 + part_features + self.templates.templates[0].numel() + self.templates.alpha[0].numel()
-        self.encoder = SetTransformer(described, 256, num_objects, **made)
-        self.object_caps = ObjectCaps(256, num_objects, num_parts, dim=dim, hidden=hidden, noise=noise, **made)
+        self.encoder = SetTransformer(described, 256, num_objects, **factory_kwargs)
+        self.object_caps = ObjectCaps(
+            256, num_objects, num_parts, dim=dim, hidden=hidden, noise=noise, **factory_kwargs
+        )
 
     def find_parts(self, images: Tensor) -> Parts:
         self._check(images)

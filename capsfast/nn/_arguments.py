@@ -16,14 +16,14 @@ FROM_0 = ("m_plus", "m_minus", "lam", "reconstruction_weight", "noise", "momentu
 ANY_SIGN = ("initial_beta_a", "initial_beta_u")
 
 
-class Made(TypedDict, total=False):
+class FactoryKwargs(TypedDict, total=False):
     """Device and dtype of the parameters of a layer."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
-class Backed(Made, total=False):
+class Backed(FactoryKwargs, total=False):
     """The same, and the backend of a routing."""
 
     backend: Backend | None
@@ -50,7 +50,7 @@ def option(op: str, name: str, annotation: Any, value: object) -> None:
     if NoneType in kinds:  # X | None
         if value is None:
             return
-        kinds = tuple(each for each in kinds if each is not NoneType)
+        kinds = tuple(kind for kind in kinds if kind is not NoneType)
         annotation = kinds[0] if len(kinds) == 1 else None
     if get_origin(annotation) is Literal:
         checks.choice(op, name, value, get_args(annotation))
@@ -140,7 +140,7 @@ def window_grid(
         for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
     )
     if min(grid) < 1:
-        window, gaps, image, edge = (" x ".join(map(str, each)) for each in (kernel_size, dilation, size, padding))
+        window, gaps, image, edge = (" x ".join(map(str, values)) for values in (kernel_size, dilation, size, padding))
         raise ValueError(
             f"{op}: a window of {window} (dilation {gaps}) must fit into the input with its padding, "
             f"got {image} with padding {edge}; use a smaller kernel_size"

@@ -27,7 +27,7 @@ AT_ONCE = 5
 
 Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
 Routed = Tensor | Capsules  # the output capsules; without activations from dynamic routing
-Made = Sequence[Any]  # the inputs of a block's routing, tensors and None
+RoutingInputs = Sequence[Any]  # the inputs of a block's routing, tensors and None
 
 
 class WindowLayer(Layer):
@@ -63,14 +63,16 @@ class WindowLayer(Layer):
         start, stop = (n * self.stride[axis] - self.padding[axis] for n in (first, last - 1))
         return start, stop + self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
 
-    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+    def _routing_inputs(
+        self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
+    ) -> RoutingInputs:
         """The inputs of a box's routing, from the positions that the windows cover, padded with zeros.
 
         ``inside``, bool ``[1, 1, *spatial]``, is False in the padding; None without padding.
         """
-        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _made")
+        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _routing_inputs")
 
-    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
+    def _routed(self, box: Box, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The output capsules of a box, with the axes of positions last."""
         raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _routed")
 
@@ -98,7 +100,7 @@ class WindowLayer(Layer):
         if not checks.is_eager(*tensors) or forward_level() >= 0:
             return False
         parts = (part for part in self.modules() if part is not self)
-        changed = any(hooked(each) or is_parametrized(each) for each in parts)
+        changed = any(hooked(part) or is_parametrized(part) for part in parts)
         return not changed and not getattr(self, "_is_replica", False)
 
 
@@ -135,13 +137,13 @@ class _Cut:
         self.part = tuple(part)
         self.layer, self.box = layer, box
 
-    def made(self, poses: Tensor, activation: Tensor | None) -> Made:
+    def inputs(self, poses: Tensor, activation: Tensor | None) -> RoutingInputs:
         """The inputs of the box's routing, from these parts of an image."""
         if not any(self.padding):
-            return self.layer._made(poses, activation, None, self.box)
+            return self.layer._routing_inputs(poses, activation, None, self.box)
         ones = poses.new_ones((1, 1, *poses.shape[3:]), dtype=torch.bool)
         shown = None if activation is None else F.pad(activation, self.padding)
-        return self.layer._made(F.pad(poses, self.padding), shown, F.pad(ones, self.padding), self.box)
+        return self.layer._routing_inputs(F.pad(poses, self.padding), shown, F.pad(ones, self.padding), self.box)
 
 
 class _InBlocks(torch.autograd.Function):
@@ -173,30 +175,30 @@ class _Job:
         poses, activation, *parameters = tensors
         device = poses.device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        differentiated = self.differentiated and any(each is not None and each.requires_grad for each in tensors)
+        differentiated = self.differentiated and any(tensor is not None and tensor.requires_grad for tensor in tensors)
         allowed = max(GROWTH * poses.nbytes, LEAST_GROWTH) - AT_ONCE * BLOCK_BYTES
         whole: list[Tensor] = []
         for box in self.boxes:
             cut = _Cut(self.layer, poses.shape[3:], box)
             with torch.set_grad_enabled(differentiated):
                 # Without gradients a part of a view would not require a gradient, even if the view does.
-                parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
-                made = self.call(parameters, cut.made, *parts)
+                parts = [None if value is None else _of(value, cut.part) for value in (poses, activation)]
+                inputs = self.call(parameters, cut.inputs, *parts)
                 if differentiated:
-                    graph = _Graph(self, box, made, parameters)
-                    found, graph.found, graph.made = graph.found, (), ()
+                    graph = _Graph(self, box, inputs, parameters)
+                    found, graph.found, graph.inputs = graph.found, (), ()
                     allowed -= graph.nbytes
                     differentiated = allowed >= 0
                     if differentiated:
                         self.graphs[box] = graph
                     del graph
                 else:
-                    found = self.call(parameters, self.layer._routed, box, *made)
+                    found = self.call(parameters, self.layer._routed, box, *inputs)
             if not whole:
-                whole = [self._empty(poses.shape[0], each) for each in found]
+                whole = [self._empty(poses.shape[0], result) for result in found]
             for all_blocks, block in zip(whole, found, strict=True):
                 _of(all_blocks, box).copy_(block.detach())
-            del made, found
+            del inputs, found
         return tuple(whole)
 
     def _empty(self, samples: int, found: Tensor) -> Tensor:
@@ -224,33 +226,36 @@ class _Job:
     def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         poses, activation, *parameters = tensors
         images = (poses, activation)
-        sums = [torch.zeros_like(each) if _differentiated(each) else None for each in images]
+        sums = [torch.zeros_like(image) if _differentiated(image) else None for image in images]
         of_parameters: list[Any] = [None] * len(parameters)
         for box in self.boxes:
             cut = _Cut(self.layer, poses.shape[3:], box)
             parts = [
-                None if each is None else _of(each, cut.part).detach().requires_grad_(each.requires_grad)
-                for each in images
+                None if image is None else _of(image, cut.part).detach().requires_grad_(image.requires_grad)
+                for image in images
             ]
             with torch.enable_grad():
-                made = self.call(parameters, cut.made, *parts)
-                graph = self.graphs.pop(box, None) or _Graph(self, box, made, parameters)
-            graph.made = made
-            of_routing = graph.gradients([_of(each, box) for each in upstream], parameters)
+                inputs = self.call(parameters, cut.inputs, *parts)
+                graph = self.graphs.pop(box, None) or _Graph(self, box, inputs, parameters)
+            graph.inputs = inputs
+            of_routing = graph.gradients([_of(gradient, box) for gradient in upstream], parameters)
             del graph
-            of_made, more = of_routing[: len(made)], of_routing[len(made) :]
+            of_inputs, more = of_routing[: len(inputs)], of_routing[len(inputs) :]
             del of_routing
-            of_parts = _gradients(made, [*parts, *parameters], of_made)
-            del made, of_made
+            of_parts = _gradients(inputs, [*parts, *parameters], of_inputs)
+            del inputs, of_inputs
             for image, part in zip(sums, of_parts, strict=False):
                 if image is not None and part is not None:
                     _of(image, cut.part).add_(part)
             for found in (more, of_parts[2:]):
-                for n, each in enumerate(found):
-                    if each is not None:
-                        each = each.to(wide_dtype(each.dtype))
-                        of_parameters[n] = each if of_parameters[n] is None else of_parameters[n].add_(each)
-        own = (None if one is None else one.to(each.dtype) for one, each in zip(of_parameters, parameters, strict=True))
+                for n, tensor in enumerate(found):
+                    if tensor is not None:
+                        tensor = tensor.to(wide_dtype(tensor.dtype))
+                        of_parameters[n] = tensor if of_parameters[n] is None else of_parameters[n].add_(tensor)
+        own = (
+            None if one is None else one.to(parameter.dtype)
+            for one, parameter in zip(of_parameters, parameters, strict=True)
+        )
         return [*sums, *own]
 
 
@@ -276,21 +281,21 @@ def _gradients(
     pairs = [
         (found, one) for found, one in zip(outputs, upstream, strict=True) if found is not None and one is not None
     ]
-    wanted = [each for each in inputs if _differentiated(each)]
+    wanted = [value for value in inputs if _differentiated(value)]
     if not pairs or not wanted:
         return [None] * len(inputs)
     found, given = zip(*pairs, strict=True)
     gradients = iter(torch.autograd.grad(found, wanted, given, allow_unused=True, **options))
-    return [next(gradients) if _differentiated(each) else None for each in inputs]
+    return [next(gradients) if _differentiated(value) else None for value in inputs]
 
 
 class _Graph:
     """The autograd graph of a block's routing. The inputs of the routing are not saved but made again."""
 
-    def __init__(self, job: _Job, box: Box, made: Made, parameters: Sequence[Tensor]) -> None:
-        self.made, self.nbytes = made, 0
-        own = {each.untyped_storage().data_ptr(): n for n, each in enumerate(made) if each is not None}
-        counted = {each.untyped_storage().data_ptr() for each in parameters}
+    def __init__(self, job: _Job, box: Box, inputs: RoutingInputs, parameters: Sequence[Tensor]) -> None:
+        self.inputs, self.nbytes = inputs, 0
+        own = {tensor.untyped_storage().data_ptr(): n for n, tensor in enumerate(inputs) if tensor is not None}
+        counted = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
         def pack(value: Tensor) -> Any:
             storage = value.untyped_storage()
@@ -305,21 +310,22 @@ class _Graph:
             if isinstance(packed, Tensor):
                 return packed
             n, *layout = packed
-            value: Tensor = self.made[n].detach().as_strided(*layout)
+            value: Tensor = self.inputs[n].detach().as_strided(*layout)
             return value
 
         # Leaves without memory of their own.
         self.leaves = [
-            each.new_zeros(()).expand_as(each).requires_grad_() if _differentiated(each) else None for each in made
+            tensor.new_zeros(()).expand_as(tensor).requires_grad_() if _differentiated(tensor) else None
+            for tensor in inputs
         ]
         with saved_tensors_hooks(pack, unpack):
             read = [
-                each if leaf is None else _As.apply(leaf, each.detach())
-                for leaf, each in zip(self.leaves, made, strict=True)
+                tensor if leaf is None else _As.apply(leaf, tensor.detach())
+                for leaf, tensor in zip(self.leaves, inputs, strict=True)
             ]
             found = job.call(parameters, job.layer._routed, box, *read)
-        self.found: Sequence[Tensor] = [each.detach() for each in found]
-        self.edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
+        self.found: Sequence[Tensor] = [tensor.detach() for tensor in found]
+        self.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in found]
 
     def gradients(self, upstream: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the inputs of the routing, then of the parameters."""

@@ -49,16 +49,16 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """With the keywords of ``**options: Unpack[Keywords]`` instead of ``options``."""
     signature, found = inspect.signature(function), []
-    for each in signature.parameters.values():
-        keywords = getattr(each.annotation, "__args__", ()) if each.kind is each.VAR_KEYWORD else ()
+    for parameter in signature.parameters.values():
+        keywords = getattr(parameter.annotation, "__args__", ()) if parameter.kind is parameter.VAR_KEYWORD else ()
         if keywords:
             default = Options._field_defaults
             found += [
-                inspect.Parameter(name, each.KEYWORD_ONLY, default=default.get(name), annotation=annotation)
+                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default.get(name), annotation=annotation)
                 for name, annotation in keywords[0].__annotations__.items()
             ]
         else:
-            found.append(each)
+            found.append(parameter)
     return signature.replace(parameters=found)
 
 
@@ -95,7 +95,7 @@ def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, 
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        open_end = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        open_end = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         unknown = [] if open_end else [name for name in kwargs if name not in known]
         said = keywords.unexpected(unknown[0], known) if unknown else str(error)
         meant = kinds.lead(op, layer._others, args, kwargs) if layer._others else ""
@@ -119,7 +119,7 @@ def _tensors_of(module: nn.Module) -> list[str]:
     if isinstance(module, lists):
         return []
     own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return [name for name, _ in own] + [name for name, each in module.named_children() if isinstance(each, lists)]
+    return [name for name, _ in own] + [name for name, child in module.named_children() if isinstance(child, lists)]
 
 
 def _reset_parts(module: nn.Module) -> None:
@@ -213,12 +213,12 @@ class Layer(Node):
         Raises:
             TypeError: a part holds parameters and has no ``reset_parameters``; nothing is changed.
         """
-        for name, each in self.named_modules():
-            own = _tensors_of(each)
-            if own and _reset_of(each) is None:
+        for name, module in self.named_modules():
+            own = _tensors_of(module)
+            if own and _reset_of(module) is None:
                 raise TypeError(
                     f"{self._op}: reset_parameters needs that of every part, got {name or 'the layer itself'}, a "
-                    f"{type(each).__name__} that holds {', '.join(own)} and has none; define it, or remove a "
+                    f"{type(module).__name__} that holds {', '.join(own)} and has none; define it, or remove a "
                     f"parametrization first"
                 )
         _reset_parts(self)
@@ -227,15 +227,15 @@ class Layer(Node):
     def extra_repr(self) -> str:
         found = []
         # A user's subclass may take other arguments.
-        own: Any = next(each for each in type(self).__mro__ if ours(each))
-        for each in [*inspect.signature(own.__init__).parameters.values()][1:]:
-            required, value = each.default is each.empty, getattr(self, each.name, each.default)
-            if value is each.empty or not (isinstance(value, PLAIN) or (required and value is None)):
+        own: Any = next(kind for kind in type(self).__mro__ if ours(kind))
+        for parameter in [*inspect.signature(own.__init__).parameters.values()][1:]:
+            required, value = parameter.default is parameter.empty, getattr(self, parameter.name, parameter.default)
+            if value is parameter.empty or not (isinstance(value, PLAIN) or (required and value is None)):
                 continue
             if required:
                 found.append(repr(value))
-            elif each.name == "num_iterations" or not (
-                value == each.default or _arguments.for_all_axes(value, each.default)
+            elif parameter.name == "num_iterations" or not (
+                value == parameter.default or _arguments.for_all_axes(value, parameter.default)
             ):
-                found.append(f"{each.name}={value!r}")
+                found.append(f"{parameter.name}={value!r}")
         return ", ".join(found)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..calls.precision import wide_dtype
 from . import _arguments
-from ._blocks import Box, Made, Routed, WindowLayer
+from ._blocks import Box, Routed, RoutingInputs, WindowLayer
 from .dynamic_routing import fully_connected
 from .routed_caps import RoutedCaps, pose_sizes
 from .routing.base import Capsules, starting_std
@@ -202,14 +202,16 @@ class ConvCaps2d(WindowLayer):
                 seen.add_(windows[:, :, :, :, y, x])
         return image.permute(0, 3, 4, 1, 2).to(gradient.dtype)
 
-    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+    def _routing_inputs(
+        self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
+    ) -> RoutingInputs:
         at_windows = None if activation is None else self._unfolded(activation.unsqueeze(2)).squeeze(2)
         # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
         masked = inside is not None and not (self.uses_poses_alone and self.routing.routing.softmax == "out")
         return self._unfolded(poses), at_windows, self._inside(inside, poses.shape[0]) if masked else None  # type: ignore[arg-type]
 
-    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
-        u, activation, mask = made
+    def _routed(self, box: Box, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        u, activation, mask = inputs
         assert u is not None
         places = [last - first for first, last in box]
         found = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
@@ -220,7 +222,7 @@ class ConvCaps2d(WindowLayer):
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
         box = tuple((0, size) for size in (poses.shape[0], *grid))
         shown = None if activation is None else self._padded(activation)
-        return self._routed(box, *self._made(self._padded(poses), shown, self._ones(poses), box))
+        return self._routed(box, *self._routing_inputs(self._padded(poses), shown, self._ones(poses), box))
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._layer import Layer
 from .readout import Mask
 
@@ -18,7 +18,7 @@ FIRST = 16  # feature maps that a ConvDecoder starts from
 
 def perceptron(widths: Sequence[int], layer: Callable[[int, int], nn.Module], last: nn.Module) -> nn.Sequential:
     """Layers between these widths with ReLU between them, and ``last`` behind the last layer."""
-    layers = [each for before, after in pairwise(widths) for each in (layer(before, after), nn.ReLU())]
+    layers = [module for before, after in pairwise(widths) for module in (layer(before, after), nn.ReLU())]
     return nn.Sequential(*layers[:-1], last)
 
 
@@ -78,12 +78,12 @@ class Decoder(_MaskedDecoder):
         *,
         masked: bool = True,
         class_independent: bool = False,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
         C, H, W = self.image_shape
         widths = [self.in_features, *_arguments.sizes(self._op, "hidden", hidden, 0), C * H * W]
-        self.layers = perceptron(widths, partial(nn.Linear, **made), nn.Sigmoid())
+        self.layers = perceptron(widths, partial(nn.Linear, **factory_kwargs), nn.Sigmoid())
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         return self.layers(self._chosen(capsules, labels)).unflatten(1, self.image_shape)  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ class ConvDecoder(_MaskedDecoder):
         *,
         masked: bool = True,
         class_independent: bool = False,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
         C, H, W = self.image_shape
@@ -128,19 +128,19 @@ class ConvDecoder(_MaskedDecoder):
             H, W = (H + 1) // 2, (W + 1) // 2
             sizes.insert(0, (H, W))
         self.sizes = (*sizes, sizes[-1])
-        self.start = nn.Linear(self.in_features, FIRST * H * W, **made)
-        self.norm = nn.BatchNorm2d(FIRST, eps=1e-3, momentum=0.2, **made)
+        self.start = nn.Linear(self.in_features, FIRST * H * W, **factory_kwargs)
+        self.norm = nn.BatchNorm2d(FIRST, eps=1e-3, momentum=0.2, **factory_kwargs)
         same = {0, len(channels)}  # which keep the size
         self.convs = nn.ModuleList(
-            nn.ConvTranspose2d(before, after, 3, 1 if n in same else 2, 1 if n in same else 0, **made)
+            nn.ConvTranspose2d(before, after, 3, 1 if n in same else 2, 1 if n in same else 0, **factory_kwargs)
             for n, (before, after) in enumerate(pairwise([FIRST, *channels, C]))
         )
         self._initialise()
 
     def _initialise(self) -> None:
-        for each in (self.start, *self.convs):
-            nn.init.xavier_uniform_(each.weight)
-            nn.init.zeros_(each.bias)
+        for conv in (self.start, *self.convs):
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         features = F.relu(self.start(self._chosen(capsules, labels)))

@@ -13,7 +13,7 @@ from ..calls.precision import as_under_autocast, wide_dtype
 from ..environment.private_torch import result
 from ..functional import factored
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._histories import Count, interests_of, of_lengths, padded, sized, within
 from ._layer import Layer
 from .routing.votes import PassVotes
@@ -96,7 +96,7 @@ class InterestCapsules(Layer):
         projection: Literal["linear", "relu"] | None = None,
         init_std: float | None = None,
         backend: Backend | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         op = self._op
@@ -111,13 +111,13 @@ class InterestCapsules(Layer):
         self.squash, self.eps = squash, eps
         rows = max_length if weight == "position" and max_length is not None else 1
         columns = 1 if weight == "shared" else num_interests
-        self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, **made))
+        self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, **factory_kwargs))
         drawn = None
         if initial_logits == "fixed" and max_length is not None:
-            drawn = torch.empty(max_length, num_interests, **made)
+            drawn = torch.empty(max_length, num_interests, **factory_kwargs)
         self.register_buffer("logits", drawn)
         self.relu = projection == "relu"
-        self.projection = None if projection is None else nn.Linear(out_dim, out_dim, **made)
+        self.projection = None if projection is None else nn.Linear(out_dim, out_dim, **factory_kwargs)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -156,7 +156,7 @@ class InterestCapsules(Layer):
             ValueError, TypeError: a shape, a value, a dtype or a device that does not fit.
         """
         op = self._op
-        if sum(each is not None for each in (lengths, mask, offsets)) > 1:
+        if sum(value is not None for value in (lengths, mask, offsets)) > 1:
             raise ValueError(f"{op}: at most one of lengths, mask and offsets must be given, got several")
         _arguments.floats(op, "behaviours", behaviours, "[B, I, K]" if offsets is None else "[N, K]")
         if behaviours.shape[-1] != self.in_dim:

@@ -12,7 +12,7 @@ from ..calls.options import Backend
 from ..environment.private_torch import result
 from ..reference.em_update import not_negative
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._layer import Layer
 from .routed_caps import pose_sizes
 from .routing.votes import votes_of
@@ -81,7 +81,7 @@ class MatrixRouting(Layer):
         single_beta: bool = False,
         eps: float = 1e-5,
         backend: Backend | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         checks.integer(self._op, "out_caps", out_caps, 2)
@@ -91,9 +91,9 @@ class MatrixRouting(Layer):
         self.model, self.single_beta, self.eps, self.backend = model, single_beta, eps, backend
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, **made))
+            return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, **factory_kwargs))
 
-        self.register_buffer("CONST_one", torch.empty((), **made))
+        self.register_buffer("CONST_one", torch.empty((), **factory_kwargs))
         self.W, self.B, self.beta_use = parameter(Q, R), parameter(P, R), parameter()
         self.beta_ign = self.beta_use if single_beta else parameter()
         self._initialise()
@@ -101,8 +101,8 @@ class MatrixRouting(Layer):
     def _initialise(self) -> None:
         """W with the author's deviation 1 / Q, all other parameters 0, as there."""
         nn.init.ones_(self.CONST_one)
-        for each in self.parameters():
-            nn.init.zeros_(each)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         nn.init.normal_(self.W, std=1 / self.W.shape[2])
 
     def forward(self, u: Tensor, scores: Tensor, mask: Tensor | None = None) -> ScoredCapsules:

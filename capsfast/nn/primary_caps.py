@@ -12,7 +12,7 @@ from ..calls import checks
 from ..calls.options import Squash
 from ..functional import squash
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._layer import Layer
 
 EACH = ("type", "component")
@@ -79,7 +79,7 @@ class PrimaryCaps(Layer):
         squash: Squash = "paper",
         eps: float = 1e-8,
         flatten: bool = True,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         op = self._op
@@ -97,7 +97,7 @@ class PrimaryCaps(Layer):
             _arguments.pair(op, "dilation", dilation),
             groups=in_channels if self._depthwise else 1,
             bias=bias,
-            **made,
+            **factory_kwargs,
         )
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
@@ -168,7 +168,7 @@ class PrimaryCaps(Layer):
             convs = {match[2]: state_dict.pop(key) for key, match in found.items()}
             first = convs.get("0.weight")
             sizes = (sum(key.endswith("weight") for key in convs), 0 if first is None else len(first))
-            fitting = [each for each in EACH if self._list_sizes(each) == sizes]
+            fitting = [order for order in EACH if self._list_sizes(order) == sizes]
             try:
                 if len(fitting) != 1 and not (fitting and self.order == "view"):
                     raise ValueError(
@@ -212,7 +212,7 @@ class DepthwisePrimaryCaps(PrimaryCaps):
         squash: Squash = "exp",
         eps: float = 1e-8,
         flatten: bool = True,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         options: dict[str, Any] = {"bias": bias, "squash": squash, "eps": eps, "flatten": flatten}
-        super().__init__(types * dim, types, dim, kernel_size, stride, **options, **made)
+        super().__init__(types * dim, types, dim, kernel_size, stride, **options, **factory_kwargs)

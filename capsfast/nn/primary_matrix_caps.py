@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._layer import Layer
 from .routing.base import Capsules
 
@@ -50,7 +50,7 @@ class PrimaryMatrixCaps(Layer):
         *,
         batch_norm: bool = False,
         activation_std: float | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         op = self._op
@@ -63,10 +63,10 @@ class PrimaryMatrixCaps(Layer):
             _arguments.pair(op, "padding", padding, least=0),
         )
         self.in_channels, self.types, self.dim = in_channels, types, dim
-        self.pose = nn.Conv2d(in_channels, types * dim, *window, bias=not batch_norm, **made)
-        self.activation = nn.Conv2d(in_channels, types, *window, bias=not batch_norm, **made)
-        self.pose_norm = nn.BatchNorm3d(types, **made) if batch_norm else nn.Identity()
-        self.activation_norm = nn.BatchNorm2d(types, **made) if batch_norm else nn.Identity()
+        self.pose = nn.Conv2d(in_channels, types * dim, *window, bias=not batch_norm, **factory_kwargs)
+        self.activation = nn.Conv2d(in_channels, types, *window, bias=not batch_norm, **factory_kwargs)
+        self.pose_norm = nn.BatchNorm3d(types, **factory_kwargs) if batch_norm else nn.Identity()
+        self.activation_norm = nn.BatchNorm2d(types, **factory_kwargs) if batch_norm else nn.Identity()
         self._initialise()
 
     def _initialise(self) -> None:

@@ -97,8 +97,8 @@ class RoutedCaps(Layer):
         if identity and ([*shapes] != ["W"] or matrix[0] != matrix[1]):
             got = f"{self.held!r} of {list(matrix)}"
             raise ValueError(f"{op}: identity needs square matrices in W, got {got}; leave it out")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **factory_kwargs)
         if self.routing.needs_votes:
             raise ValueError(
                 f"{op}: routing must take (u, weight), got {checks.shown(self.routing)}, which needs votes in memory; "
@@ -114,7 +114,7 @@ class RoutedCaps(Layer):
         self._std = self.routing.weight_std(products, **sizes) if init_std is None else init_std
         for name in weights.PARAMETERS:
             shape = shapes.get(name)
-            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **made)))
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory_kwargs)))
         self._initialise()
 
     @property
@@ -134,7 +134,7 @@ class RoutedCaps(Layer):
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` for the routing; they are not stored."""
         u = self._poses(self.listed(u, None)[0])
-        votes = self._made(u, mask, out_mask)
+        votes = self._votes_of(u, mask, out_mask)
         votes.u = u  # the input capsules, for routings that use them
         return votes if self.competing is None else self.competing(votes)
 
@@ -147,14 +147,14 @@ class RoutedCaps(Layer):
             checks.refuse_capsules(self._op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
         return u if self.pose_rows is None else u.unflatten(2, (self.pose_rows, -1))
 
-    def _made(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
+    def _votes_of(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
         op, groups = self._op, self.held.groups
         given: dict[str, Any] = {"J": self.out_caps // groups, "backend": self.routing.backend}
         if groups == 1:
             return votes_of(op, self._product(u), mask=mask, out_mask=out_mask, **given)
         sizes = (u.shape[0], self.in_caps, self.out_caps, self.out_dim)
         arguments.check_parameters(op, "u", u, sizes, {"mask": mask, "out_mask": out_mask})
-        runs = [[None] * groups if each is None else each.chunk(groups, 1) for each in (mask, out_mask)]
+        runs = [[None] * groups if keep is None else keep.chunk(groups, 1) for keep in (mask, out_mask)]
         parts = [
             votes_of(op, part, mask=own, out_mask=own_out, **given)
             for part, own, own_out in zip(self.held.products(u, *self._parameters_held()), *runs, strict=True)

@@ -14,7 +14,7 @@ from ..calls.positions import to_samples
 from ..functional import route_votes
 from ..reference.squash import squash
 from . import _arguments
-from ._blocks import Box, Made, Routed, WindowLayer
+from ._blocks import Box, Routed, RoutingInputs, WindowLayer
 from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice, make_routing, routing_name
 from .routing.votes import RecordedVotes, votes_of
@@ -95,7 +95,7 @@ class SlimConvCaps2d(WindowLayer):
         self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
         self.shared, self.conv_bias = shared, conv_bias
         self._hold_window(axes, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         reached = self._reached()
         self.uses_poses_alone = routing == "dynamic"
         self.everywhere = self.uses_poses_alone and options.get("softmax") == EVERYWHERE
@@ -103,7 +103,7 @@ class SlimConvCaps2d(WindowLayer):
             checks.choice(op, "softmax", options["softmax"], (*SOFTMAX, EVERYWHERE))
         if self.everywhere:
             del options["softmax"]
-        options |= {"num_iterations": num_iterations, **made}
+        options |= {"num_iterations": num_iterations, **factory_kwargs}
         self.routing = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options)
         if getattr(self.routing, "needs_inputs", False):
             raise ValueError(
@@ -123,7 +123,7 @@ class SlimConvCaps2d(WindowLayer):
             **self._window(),
             groups=groups,
             bias=conv_bias,
-            **made,
+            **factory_kwargs,
         )
         self._initialise()
 
@@ -238,7 +238,9 @@ class SlimConvCaps2d(WindowLayer):
         out = found[0] if self.uses_poses_alone else Capsules(*found)
         return (out, coupling) if return_coupling else out
 
-    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+    def _routing_inputs(
+        self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
+    ) -> RoutingInputs:
         conv, window = self.conv, {"stride": self.stride, "dilation": self.dilation}
         maps = self._spread(self._channels(poses), conv.weight, conv.bias, groups=conv.groups, **window)
         votes = self._cropped(self._votes_in(maps, poses.shape[0]), box)
@@ -251,8 +253,8 @@ class SlimConvCaps2d(WindowLayer):
         """Only the windows of the box."""
         return value
 
-    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
-        votes, activation = made
+    def _routed(self, box: Box, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        votes, activation = inputs
         assert votes is not None
         return self._from_votes(votes, activation, False)[:-1]
 
@@ -276,22 +278,22 @@ class SlimConvCaps2d(WindowLayer):
             given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
             found: Any = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
             return found if return_coupling else (found, None)
-        made = votes_of(self._op, votes, J=self.out_types, backend=own.backend)
+        checked = votes_of(self._op, votes, J=self.out_types, backend=own.backend)
         if self.everywhere:
-            made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
-        recorded = RecordedVotes(made, last=True)
-        seen = recorded if return_coupling else made
+            checked = WindowVotes(checked, Everywhere(math.prod(votes.shape[4:])))
+        recorded = RecordedVotes(checked, last=True)
+        seen = recorded if return_coupling else checked
         if self.everywhere:
 
             def over_image(s: Tensor) -> Tensor:
-                image = made.restore(s)
+                image = checked.restore(s)
                 return to_samples(squash(image.flatten(2), 2, own.eps, own.squash).view_as(image).flatten(3))
 
             options = {**own.options(), "squash": over_image, "logits": own.logits, "bias": own.bias}
-            out = (made.restore(seen.agree(**options)),)
+            out = (checked.restore(seen.agree(**options)),)
         else:
             out = tuple(own(seen, activation))
-        return *out, made.restore(recorded.weights[-1]) if return_coupling else None
+        return *out, checked.restore(recorded.weights[-1]) if return_coupling else None
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", softmax='everywhere'" if self.everywhere else "")

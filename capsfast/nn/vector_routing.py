@@ -9,7 +9,7 @@ from .. import passes
 from ..calls import arguments, checks
 from ..calls.options import Backend
 from . import _arguments
-from ._arguments import Made
+from ._arguments import FactoryKwargs
 from ._layer import Layer
 
 
@@ -67,7 +67,7 @@ class VectorRouting(Layer):
         *,
         normalize: bool = True,
         backend: Backend | None = None,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         checks.integer(self._op, "out_caps", out_caps, 2)
@@ -75,17 +75,17 @@ class VectorRouting(Layer):
         self.num_iterations, self.normalize, self.backend = num_iterations, normalize, backend
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, **made))
+            return nn.Parameter(torch.empty(shape, **factory_kwargs))
 
         I, J, K, D = in_caps or 1, out_caps, in_dim, out_dim
-        self.register_buffer("CONST_ones_over_n_out", torch.empty(J, **made))
+        self.register_buffer("CONST_ones_over_n_out", torch.empty(J, **factory_kwargs))
         self.W_A, self.B_A = parameter(I, K), parameter(I)
         self.W_F1, self.W_F2, self.B_F2 = parameter(J, K), parameter(K, D), parameter(J, D)
         self.W_G1, self.W_G2, self.B_G2 = parameter(D, K), parameter(J, K), parameter(J, K)
         self.W_S, self.B_S = parameter(I, J), parameter(I, J)
         if in_caps is None:
-            self.compute_beta_use = nn.Linear(K, J, **made)
-            self.compute_beta_ign = nn.Linear(K, J, **made)
+            self.compute_beta_use = nn.Linear(K, J, **factory_kwargs)
+            self.compute_beta_ign = nn.Linear(K, J, **factory_kwargs)
         else:
             self.beta_use, self.beta_ign = parameter(I, J), parameter(I, J)
         self._initialise()
@@ -95,8 +95,8 @@ class VectorRouting(Layer):
         nn.init.constant_(self.CONST_ones_over_n_out, 1 / self.out_caps)
         K, D = self.in_dim, self.out_dim
         deviations = {"W_A": 2 * K**-0.5, "W_F2": 2 * K**-0.5, "W_G1": D**-0.5, "W_S": K**-0.5}
-        for name, each in self.named_parameters(recurse=False):
-            nn.init.normal_(each, std=0.0 if name.startswith("B_") else deviations.get(name, 1.0))
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.0 if name.startswith("B_") else deviations.get(name, 1.0))
 
     def forward(self, u: Tensor, mask: Tensor | None = None) -> Tensor:
         """See the class."""

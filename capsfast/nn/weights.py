@@ -53,10 +53,10 @@ class Weight:
     keeps_all: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = checks.plain(getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
-            _arguments.option(f"capsfast.nn.{type(self).__name__}", each.name, each.type, value)
+        for option in fields(self):  # type: ignore[arg-type]
+            value = checks.plain(getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+            _arguments.option(f"capsfast.nn.{type(self).__name__}", option.name, option.type, value)
 
     def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
         """Shapes of the parameters for matrices of shape ``(D, K)``, or ``(Q, R)`` for pose matrices.
@@ -222,8 +222,8 @@ class Groups(Weight):
     def products(self, u: Tensor, *parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         axes = self.axes.values()
         parts = [
-            [each] * self.groups if axis is None else each.chunk(self.groups, axis)
-            for each, axis in zip(parameters, axes, strict=True)
+            [parameter] * self.groups if axis is None else parameter.chunk(self.groups, axis)
+            for parameter, axis in zip(parameters, axes, strict=True)
         ]
         for run, *own in zip(u.chunk(self.groups, 1), *parts, strict=True):
             yield self.weight.product(run, *own)

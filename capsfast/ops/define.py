@@ -132,15 +132,15 @@ class Op:
         backward = _backward_by(contract, fused_backward)
         torch.library.register_fake(op)(self._fake)
         torch.library.register_fake(op_backward)(self._fake_backward)
-        for each in (op, op_backward):
-            torch.library.register_vmap(each, _vmap(each))
+        for direction in (op, op_backward):
+            torch.library.register_vmap(direction, _vmap(direction))
         for device in ("CPU", "CUDA"):
             _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
         if self.flops is not None:
-            for each, arguments, formula in zip(
+            for direction, arguments, formula in zip(
                 (op, op_backward), (contract.arguments, contract.backward), self.flops, strict=True
             ):
-                flops.announce(each, arguments, formula)
+                flops.announce(direction, arguments, formula)
         if self.sharded:
             sharding.announce(contract, op, op_backward)
         return _called(op, self.public, save, backward, self.cast, 0, contract.tensors, first)

@@ -61,7 +61,8 @@ def run(
     beta_a, beta_u = (beta if beta.dtype == wide else beta.to(wide) for beta in betas)
     J = call.J if call.weight is None else None
     differentiated = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in (call.u, call.weight, given.activation, beta_a, beta_u)
+        tensor is not None and tensor.requires_grad
+        for tensor in (call.u, call.weight, given.activation, beta_a, beta_u)
     )
     tf32 = BACKENDS[backend].rounds and tf32_allowed()
     poses, activations, *_ = OP.kernels[backend](

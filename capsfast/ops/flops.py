@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.searching = True
         try:
             found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((each for each in found if each is not None), None)
+            spec = next((flops for flops in found if flops is not None), None)
         finally:
             self.searching = False
         if spec is None or spec.loader is None:

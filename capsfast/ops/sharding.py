@@ -41,12 +41,12 @@ def register() -> None:
     """Registers the rules of all ops that have none yet."""
     while _pending:
         contract, op, backward = _pending[-1]
-        for each, rule, names in (
+        for direction, rule, names in (
             (op, _forward_rule, contract.arguments),
             (backward, _backward_rule, contract.backward),
         ):
             options = names.index(contract.arguments[contract.tensors])
-            register_sharding_rule(each, _rules(rule, contract, names, options), options)
+            register_sharding_rule(direction, _rules(rule, contract, names, options), options)
         _pending.pop()
 
 

@@ -44,7 +44,7 @@ MOST = 256
 BYTES = {"u64": 8, "b64": 8, "s64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4, "i64": 8, "i32": 4, "fp32": 4}
 LARGEST = torch.finfo(torch.float32).max
 # The dtypes of tensors that C++ makes.
-MADE = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+NEW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # Options of every launch. Triton 3.10 and newer fuse products and sums into multiply-adds only on request.
 ALWAYS = {"enable_fp_fusion": True}
 
@@ -402,7 +402,7 @@ class Plan:
                 return None
             forms[index] = form
             outputs.append(index)
-        if len({*outputs}) < len(outputs) or not {dtype for dtype, *_ in forms} <= {*MADE}:
+        if len({*outputs}) < len(outputs) or not {dtype for dtype, *_ in forms} <= {*NEW_DTYPES}:
             return None
         return (
             self.device.type == "cuda",

@@ -43,9 +43,9 @@ class AttentionRouting(Routing):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **factory_kwargs)
         self.query = nn.Parameter(torch.empty(out_caps, out_dim, device=device, dtype=dtype))
         self.A = nn.Parameter(torch.empty(out_caps, out_dim, out_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_caps, out_dim, device=device, dtype=dtype))
@@ -94,9 +94,9 @@ class SelfAttentionRouting(Routing):
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **factory_kwargs)
         self.squash, self.eps = squash, eps
         self.bias = nn.Parameter(torch.empty(in_caps, out_caps, device=device, dtype=dtype))
         self._initialise()
@@ -151,9 +151,9 @@ class InvertedAttentionRouting(IterativeRouting):
         learned_readout: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **factory_kwargs)
         if out_dim < 2:
             raise ValueError(f"{self._op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
         self.scaled = scaled

@@ -190,9 +190,9 @@ class IterativeRouting(Routing):
     """
 
     def __init__(
-        self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, num_iterations: int = 3, **made: Any
+        self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, num_iterations: int = 3, **factory_kwargs: Any
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **factory_kwargs)
         self.num_iterations = num_iterations
 
 

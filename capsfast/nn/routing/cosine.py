@@ -41,9 +41,9 @@ class KMeansRouting(SummingRouting):
         softmax: Softmax = "out",
         squash: Squash = "paper",
         eps: float = 1e-8,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **factory_kwargs)
         self.sharpness, self.softmax = float(sharpness), softmax
         self.squash, self.eps = squash, eps
 
@@ -101,9 +101,9 @@ class CosineRouting(SummingRouting):
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **factory_kwargs)
         self.exact = self.needs_votes = exact
         self.squash, self.eps = squash, eps
         of_sum = torch.empty(out_caps, out_dim, device=device, dtype=dtype) if bias else None

@@ -82,9 +82,9 @@ class EMRouting(IterativeRouting):
         leaky: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **factory_kwargs)
         op = self._op
         self.inverse_temperatures = schedule(op, inverse_temperature, final, num_iterations)
         if momentum >= 1:

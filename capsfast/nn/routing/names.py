@@ -31,7 +31,7 @@ ROUTINGS: dict[str, type[Routing]] = {
 RoutingChoice = str | Callable[..., Routing]
 OF_ONES_OWN = "; docs/passes.md shows how to write your own routing"
 # A layer adds these options, for the routing's own parameters.
-MADE = ("device", "dtype")
+FACTORY_KEYWORDS = ("device", "dtype")
 
 
 def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
@@ -71,24 +71,32 @@ def make_routing(
     if inspect.isclass(make):
         known = options_of(make)
         options = {
-            name: value for name, value in options.items() if name in known or name not in MADE or value is not None
+            name: value
+            for name, value in options.items()
+            if name in known or name not in FACTORY_KEYWORDS or value is not None
         }
         for name in options:
             if name not in known:
-                remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
+                remedy = (
+                    "; its __init__ must take **factory_kwargs and hand it on"
+                    if name in (*FACTORY_KEYWORDS, "backend")
+                    else ""
+                )
                 there, hint = ", ".join(known) if known else "none", keywords.meant(name, known)
                 raise TypeError(
                     f"{op}: routing {routing_name(routing)} has no option {name}{hint}; it has {there}{remedy}"
                 )
-    made = make(in_caps, out_caps, in_dim, out_dim, **options)
-    if not isinstance(made, Routing):
-        raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}{OF_ONES_OWN}")
-    if "backend" not in vars(made):
+    routing_layer = make(in_caps, out_caps, in_dim, out_dim, **options)
+    if not isinstance(routing_layer, Routing):
         raise TypeError(
-            f"{op}: routing must be made by Routing.__init__, got {type(made).__name__} without it; call "
-            f"super().__init__(in_caps, out_caps, in_dim, out_dim, **made) in its __init__"
+            f"{op}: routing must make a capsfast.nn.Routing, got {type(routing_layer).__name__}{OF_ONES_OWN}"
         )
-    return made
+    if "backend" not in vars(routing_layer):
+        raise TypeError(
+            f"{op}: routing must be made by Routing.__init__, got {type(routing_layer).__name__} without it; call "
+            f"super().__init__(in_caps, out_caps, in_dim, out_dim, **factory_kwargs) in its __init__"
+        )
+    return routing_layer
 
 
 def options_of(routing: Callable[..., Any]) -> list[str]:
@@ -96,10 +104,10 @@ def options_of(routing: Callable[..., Any]) -> list[str]:
     if not inspect.isclass(routing):
         return []
     found: list[str] = []
-    for each in routing.__mro__:
-        if not issubclass(each, Routing) or "__init__" not in vars(each):
+    for base in routing.__mro__:
+        if not issubclass(base, Routing) or "__init__" not in vars(base):
             continue
-        parameters = inspect.signature(each.__init__).parameters.values()
+        parameters = inspect.signature(base.__init__).parameters.values()
         found += [what.name for what in parameters if what.kind == what.KEYWORD_ONLY and what.name not in found]
         if not any(what.kind == what.VAR_KEYWORD for what in parameters):
             break

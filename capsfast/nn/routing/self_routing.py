@@ -50,9 +50,9 @@ class SelfRouting(Routing):
         learned_logits: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **factory_kwargs)
         self.shared_route = shared_route
         rows = 1 if shared_route else in_caps
         self.W_route = nn.Parameter(torch.empty(rows, out_caps, in_dim, device=device, dtype=dtype))

@@ -63,9 +63,9 @@ class VariationalRouting(IterativeRouting):
         batch_norm: bool | str = "both",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
-        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **factory_kwargs)
         self.nu = float(out_dim + 1) if nu is None else nu
         if self.nu <= out_dim - 1:
             raise ValueError(f"{self._op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")

@@ -466,13 +466,13 @@ class GroupedVotes(Votes):
 
     def moments(self, **arguments: Any) -> Moments:
         found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
-        return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
+        return Moments(*(None if field[0] is None else torch.cat(field, 1) for field in zip(*found, strict=True)))  # type: ignore[arg-type]
 
     def agree(self, num_iterations: int, **options: Any) -> Any:
         """Routes each group by the fused op."""
         found = [part.agree(num_iterations, **own) for part, own in zip(self.parts, self._cut(options), strict=True)]
         if options.get("return_coupling"):
-            return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
+            return tuple(torch.cat(field, 1) for field in zip(*found, strict=True))
         return torch.cat(found, 1)
 
     def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:

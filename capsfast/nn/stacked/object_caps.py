@@ -44,12 +44,12 @@ class _EachLinear(Layer):
     """A linear layer for each object capsule, ``[B, K, n] -> [B, K, m]``."""
 
     def __init__(
-        self, count: int, inputs: int, outputs: int, bias: bool = True, std: float | None = None, **made: Any
+        self, count: int, inputs: int, outputs: int, bias: bool = True, std: float | None = None, **factory_kwargs: Any
     ) -> None:
         super().__init__()
         self.std = std or inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(count, inputs, outputs, **made))
-        self.bias = nn.Parameter(torch.empty(count, outputs, **made)) if bias else None
+        self.weight = nn.Parameter(torch.empty(count, inputs, outputs, **factory_kwargs))
+        self.bias = nn.Parameter(torch.empty(count, outputs, **factory_kwargs)) if bias else None
         self._initialise()
 
     def _initialise(self) -> None:
@@ -88,25 +88,25 @@ class ObjectCaps(Layer):
         dim: int = 32,
         hidden: int = 128,
         noise: float = 2.0,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
         self.num_parts, self.noise = num_parts, noise
         K, M = num_objects, num_parts
         self.describe = nn.Sequential(
-            _EachLinear(K, in_dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, dim, **made)
+            _EachLinear(K, in_dim, hidden, **factory_kwargs), nn.ReLU(), _EachLinear(K, hidden, dim, **factory_kwargs)
         )
         # The last layer has no bias, because `relations` holds the constant part, which the deformation does not count.
         # The layer starts small, so that relations are nearly constant and presences near 1/2.
         self.predict = nn.Sequential(
-            _EachLinear(K, dim, hidden, **made),
+            _EachLinear(K, dim, hidden, **factory_kwargs),
             nn.ReLU(),
-            _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **made),
+            _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **factory_kwargs),
         )
-        self.relations = nn.Parameter(torch.empty(K, M, 6, **made))
-        self.pose = nn.Parameter(torch.empty(K, 6, **made))
-        self.presence = nn.Parameter(torch.empty(K, 1 + M, **made))
-        self.scale = nn.Parameter(torch.empty(K, M, **made))
+        self.relations = nn.Parameter(torch.empty(K, M, 6, **factory_kwargs))
+        self.pose = nn.Parameter(torch.empty(K, 6, **factory_kwargs))
+        self.presence = nn.Parameter(torch.empty(K, 1 + M, **factory_kwargs))
+        self.scale = nn.Parameter(torch.empty(K, M, **factory_kwargs))
         self._initialise()
 
     def _initialise(self) -> None:

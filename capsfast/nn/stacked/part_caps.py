@@ -37,12 +37,12 @@ class PartCaps(Layer):
     """
 
     def __init__(
-        self, in_channels: int, num_parts: int = 24, features: int = 16, *, noise: float = 2.0, **made: Any
+        self, in_channels: int, num_parts: int = 24, features: int = 16, *, noise: float = 2.0, **factory_kwargs: Any
     ) -> None:
         super().__init__()
         self.num_parts, self.features, self.noise = num_parts, features, noise
         # For each part: a pose of 6 numbers, presence, features, attention.
-        self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **made)
+        self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **factory_kwargs)
 
     def forward(self, maps: Tensor) -> Parts:
         found = self.conv(maps).flatten(2).unflatten(1, (self.num_parts, -1))  # [B, M, 8 + F, places]
@@ -85,20 +85,23 @@ class TemplateMixture(Layer):
         template_size: int | Sequence[int] = 11,
         *,
         pixel_std: float = 0.2,
-        **made: Any,
+        **factory_kwargs: Any,
     ) -> None:
         super().__init__()
         h, w = _arguments.pair(self._op, "template_size", template_size)
         self.image_shape = _arguments.image_shape(self._op, image_shape)
         self.pixel_std = pixel_std
         channels = self.image_shape[0]
-        self.templates = nn.Parameter(torch.empty(num_parts, channels, h, w, **made))
-        self.alpha = nn.Parameter(torch.empty(num_parts, 1, h, w, **made))
+        self.templates = nn.Parameter(torch.empty(num_parts, channels, h, w, **factory_kwargs))
+        self.alpha = nn.Parameter(torch.empty(num_parts, 1, h, w, **factory_kwargs))
         self.colour = nn.Sequential(
-            nn.Linear(features, 32, **made), nn.ReLU(), nn.Linear(32, channels, **made), nn.Sigmoid()
+            nn.Linear(features, 32, **factory_kwargs),
+            nn.ReLU(),
+            nn.Linear(32, channels, **factory_kwargs),
+            nn.Sigmoid(),
         )
-        self.background = nn.Parameter(torch.empty(channels, **made))
-        self.background_weight = nn.Parameter(torch.empty((), **made))
+        self.background = nn.Parameter(torch.empty(channels, **factory_kwargs))
+        self.background_weight = nn.Parameter(torch.empty((), **factory_kwargs))
         self._initialise()
 
     def _initialise(self) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from .._arguments import Made
+from .._arguments import FactoryKwargs
 from .._layer import Layer
 
 
@@ -34,21 +34,21 @@ class SetTransformer(Layer):
         dim: int = 16,
         num_layers: int = 3,
         num_heads: int = 1,
-        **made: Unpack[Made],
+        **factory_kwargs: Unpack[FactoryKwargs],
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{self._op}: num_heads must divide dim={dim}, got {num_heads}")
-        self.embed = nn.Linear(in_dim, dim, **made)
+        self.embed = nn.Linear(in_dim, dim, **factory_kwargs)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True, **made)
+            nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True, **factory_kwargs)
             for _ in range(num_layers)
         )
-        self.expand = nn.Linear(dim, out_dim, **made)
-        self.queries = nn.Parameter(torch.empty(num_outputs, out_dim, **made))
-        self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **made)
-        self.norm = nn.LayerNorm(out_dim, **made)
-        self.out = nn.Linear(out_dim, out_dim, **made)
+        self.expand = nn.Linear(dim, out_dim, **factory_kwargs)
+        self.queries = nn.Parameter(torch.empty(num_outputs, out_dim, **factory_kwargs))
+        self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **factory_kwargs)
+        self.norm = nn.LayerNorm(out_dim, **factory_kwargs)
+        self.out = nn.Linear(out_dim, out_dim, **factory_kwargs)
         self._initialise()
 
     def _initialise(self) -> None:
