@@ -36,27 +36,26 @@ FORMS = [form for form in kinds.FORMS if not form.instead]
 
 def test_every_class_is_in_the_table_with_its_arguments() -> None:
     listed = [(code(name)[0], code(arguments)[0].split(", ")) for arguments, _, name, _ in CLASSES]
-    assert listed == [(form.name, list(form.letters)) for form in FORMS]
+    assert listed == [(form.name, list(form.published().parameters)) for form in FORMS]
 
 
 @pytest.mark.parametrize(("row", "form"), [*zip(CLASSES, FORMS, strict=True)], ids=[each[2] for each in CLASSES])
 def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[str], form: kinds.Form) -> None:
     _, parameters, _, options = row
-    weight, *orders = form.weight.split() or [None]
-    assert {*map(kinds.spelled, orders)} <= {*re.findall(r"\[.*?\]", parameters)}
-    assert weight is None or f"`{weight} [" in parameters
+    weight, axes = form.layout.weight or None, [*form.layout.loads(), form.layout.shared]
+    assert weight is None or f"`{weight} {kinds.spelled(form.layout.axes)}`" in parameters or form.layout.shared
+    assert not form.layout.shared or f"{kinds.spelled(form.layout.shared)}`" in parameters
     published = min(
         (
             each
             for each in PUBLISHED
             if each.compat and re.split(r" of votes|,", each.name)[0] == form.name
-            if (each.weight or each.logits) == weight and (each.order is None or each.order in orders)
+            if (each.weight or each.logits) == weight and (each.order is None or kinds.axes(each.order) in axes)
         ),
-        key=lambda each: orders.index(each.order) if each.order else 0,
+        key=lambda each: axes.index(kinds.axes(each.order)) if each.order else 0,
     )
     assert options_of(options) == deviations(published)
     assert ("`logits`" in options) == (published.logits is not None)
-    assert form.options.items() <= deviations(published).items()
 
 
 def test_weights_are_those_that_errors_speak_of() -> None:

@@ -66,7 +66,7 @@ def test_a_weight_with_one_more_axis_of_length_1_loads() -> None:
         assert torch.equal(layer[0].W, W[0, :rows])
 
 
-SHAPES = {order: kinds.shape_of(order, SIZES) for order in kinds.CONVERSIONS if order != "1IJDK"}
+SHAPES = {order: kinds.shape_of(kinds.axes(order), SIZES) for order in kinds.CONVERSIONS if order != "1IJDK"}
 
 
 @pytest.mark.parametrize("order", SHAPES)
@@ -90,10 +90,10 @@ def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) ->
 
 # Weights that do not load as they are.
 OTHERS = [
-    (form, form.weight.split()[0], order)
+    (form, form.layout.weight, order)
     for form in kinds.FORMS
-    for order in form.weight.split()[1:]
-    if order in SHAPES and order != "IJDK"
+    for order in SHAPES
+    if kinds.axes(order) in form.layout.loads() and order != "IJDK"
 ]
 
 

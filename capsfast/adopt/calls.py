@@ -93,15 +93,15 @@ class Signature:
         given: dict[str, Any] = dict(self.defaults)
         given.update(zip(self.order, args, strict=False))
         given.update(kwargs)
-        if len(given) != len(self.values) or any(name not in given for name in self.values):
+        if len(given) != len(self.values):
             return None
-        u, like = given[self.names[0]], self.values[self.names[0]]
+        u, like = given.get(self.names[0]), self.values[self.names[0]]
         if not isinstance(u, Tensor) or tuple(u.shape[1:]) != like.shape or self.batch not in (None, u.shape[0]):
             return None
         for name, wanted in self.values.items():
-            if name != self.names[0] and not _fits(given[name], wanted, u):
+            if name not in given or (name != self.names[0] and not _fits(given[name], wanted, u)):
                 return None
-        return tuple(given[name] for name in self.names)
+        return tuple([given[name] for name in self.names])
 
 
 def _fits(given: Any, wanted: Any, u: Tensor) -> bool:

@@ -140,7 +140,7 @@ class FusedLayer(Node):
 def _count(layer: nn.Module, found: Any) -> None:
     count: Calls = vars(layer).get(COUNT, Calls())
     if not isinstance(found, str):
-        vars(layer)[COUNT] = replace(count, fused=count.fused + 1)
+        vars(layer)[COUNT] = Calls(count.fused + 1, count.own, count.why)
         return
     if not count.own:
         warnings.warn(

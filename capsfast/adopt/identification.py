@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,10 +11,23 @@ from ..compat import averaged_routing, masked_after_routing
 from ..functional import dynamic_routing, route_votes
 from ..kinds import NO_EPS, spelled
 from ..nn import DynamicRouting, RoutingByAgreement
-from .orders import Sizes, Steps, as_code, check, follow, letters, steps_from, steps_to
+from .orders import Sizes, Steps, as_code, axes, check, follow, letters, steps_from, steps_to
 
 # Roles of further arguments of a forward that the call does not read.
 UNREAD = ("unused", "constant")
+
+
+# Roles that the function takes by position.
+BY_POSITION = ("votes", "input", "weight", "weight, all J")
+
+
+class Read(NamedTuple):
+    """A tensor that the call reads: its role and name, its axes in the layer, the steps to the function's axes."""
+
+    role: str
+    name: str
+    axes: tuple[str, ...]
+    steps: Steps
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Identification:
         sizes: sizes of the axes.
         num_iterations, softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
         options: the options of the call that differ from the defaults.
+        names: names of the parameters and buffers that the call reads.
         averaged: the call is :func:`capsfast.compat.averaged_routing`, which averages the logits over the batch.
         logits, logits_order, bias, bias_order: names and axes of the layer's logits and bias, if it has them.
         arguments, argument_orders: roles of the layer's further arguments, and their axes. Roles are ``"mask"``,
@@ -72,16 +86,23 @@ class Identification:
     gradient_difference: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     options: dict[str, Any] = field(init=False, repr=False, compare=False)
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    # Bound here, not in each call: a call of a small batch takes less time than finding the steps.
+    _reads: tuple[Read, ...] = field(init=False, repr=False, compare=False)
+    _output_steps: Steps = field(init=False, repr=False, compare=False)
+    _coupling_steps: Steps = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name, default) for name, default in DEFAULTS.items()}
         options = {name: value for name, value in given.items() if value != DEFAULTS[name]}
-        object.__setattr__(self, "options", options)  # the class is frozen
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that the call reads."""
-        return tuple(name for name in (self.weight, self.logits, self.bias) if name is not None)
+        bound = {
+            "options": options,
+            "names": tuple(name for name in (self.weight, self.logits, self.bias) if name is not None),
+            "_reads": self._bound_reads(),
+            "_output_steps": steps_to(self.output_order, "BJD"),
+            "_coupling_steps": steps_to(self.coupling_order, "BIJ"),
+        }
+        vars(self).update(bound)  # the class is frozen
 
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
         """The tensors that the call reads, by name, from this layer. Parametrized tensors are computed as in the layer.
@@ -89,7 +110,8 @@ class Identification:
         Raises:
             AttributeError: the layer lacks the parameter: it is a different layer, or makes it in its first forward.
         """
-        return {name: tensor_of(unwrapped(layer), name) for name in self.names}
+        layer = unwrapped(layer)
+        return {name: tensor_of(layer, name) for name in self.names}
 
     def __call__(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, backend: str | None = None
@@ -107,7 +129,7 @@ class Identification:
             ValueError, TypeError: a tensor has other axes, or :func:`capsfast.dynamic_routing` raises the error.
         """
         found: Tensor = self._routed(parameters, u, *others, backend=backend)
-        return follow(found, steps_to(self.output_order, "BJD"))
+        return follow(found, self._output_steps)
 
     def results(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any, backend: str | None = None
@@ -119,11 +141,11 @@ class Identification:
         results: list[Tensor] = []
         for entry in self.entries or ("output",):
             if entry == "output":
-                results.append(follow(v, steps_to(self.output_order, "BJD")))
+                results.append(follow(v, self._output_steps))
             elif entry == "lengths":
                 results.append(v.norm(dim=-1))
             elif entry == "coupling":
-                results.append(follow(c, steps_to(self.coupling_order, "BIJ")))
+                results.append(follow(c, self._coupling_steps))
         return tuple(results)
 
     def _routed(self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, **more: Any) -> Any:
@@ -139,22 +161,20 @@ class Identification:
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """The arguments of the function, by position and by name."""
-        op = "capsfast.adopt.Identification"
-        given: dict[str, Any] = dict(self.options)
-        values = [value for role, value in zip(self.arguments, others, strict=False) if role not in UNREAD]
-        reads = [(*read, parameters[read[1]]) for read in self._read_tensors()]
-        reads += [(*read, value) for read, value in zip(self._read_arguments(), values, strict=False)]
-        for role, name, order, value in reads:
-            if value is not None:
-                value = follow(check(op, name, value, order), self._steps(role, order))
+        values = [u, *[parameters[name] for name in self.names]]
+        values += [value for role, value in zip(self.arguments, others, strict=False) if role not in UNREAD]
+        tensors: list[Tensor] = []
+        keywords = dict(self.options)
+        for (role, name, order, steps), value in zip(self._reads, values, strict=False):
+            if value is None:
+                continue
+            value = follow(check("capsfast.adopt.Identification", name, value, order), steps)
+            if role in BY_POSITION:
+                tensors.append(value)
+            else:
                 # A factor keeps its values; of a mask only the zeros count.
-                given[role.removesuffix("_after")] = value != 0 if role == "mask" else value
-        u = follow(check(op, "u", u, self.input_order), self._input_steps())
-        if self.weight is None:
-            return (u,), given
-        weight = check(op, self.weight, parameters[self.weight], self.weight_order)
-        weight = follow(weight, self._weight_steps("logits" in given or "bias" in given))
-        return (u, weight), given
+                keywords[role.removesuffix("_after")] = value != 0 if role == "mask" else value
+        return tuple(tensors), keywords
 
     def layer(self, own: nn.Module, u: Tensor) -> tuple[nn.Module, Tensor]:
         """A layer of capsfast that routes like ``own``, with copies of its parameters; and u in the layout it takes.
@@ -176,27 +196,20 @@ class Identification:
         made.load_state_dict({name: value.detach() for name, value in state.items()})
         return made, u
 
-    def _read_tensors(self) -> list[tuple[str, str, str]]:
-        """Role, name and axes of the layer's tensors besides the weight that the call reads."""
+    def _bound_reads(self) -> tuple[Read, ...]:
+        """What the call reads: the input, the layer's tensors in the order of names, further arguments."""
+        wanted = [("votes" if self.weight is None else "input", "u", self.input_order)]
+        if self.weight is not None:
+            # J is expanded if no other tensor gives its size.
+            expanded = "J" not in letters(self.weight_order) and self.logits is None and self.bias is None
+            wanted.append(("weight, all J" if expanded else "weight", self.weight, self.weight_order))
         tensors = (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order))
-        return [(role, name, order) for role, name, order in tensors if name is not None]
-
-    def _read_arguments(self) -> list[tuple[str, str, str]]:
-        """The same for the further arguments of the forward; their role is their name."""
-        given = zip(self.arguments, self.argument_orders, strict=True)
-        return [(role, role, order) for role, order in given if role not in UNREAD]
-
-    def _steps(self, role: str, order: str) -> Steps:
-        """Steps from the layer's axes to the function's axes."""
-        return steps_from(order, *AXES[role], self.sizes)
-
-    def _weight_steps(self, outputs_known: bool) -> Steps:
-        """Steps from the layer's weight to the function's; expands J if no other argument gives its size."""
-        expanded = "J" not in letters(self.weight_order) and not outputs_known
-        return self._steps("weight, all J" if expanded else "weight", self.weight_order)
-
-    def _input_steps(self) -> Steps:
-        return self._steps("votes" if self.weight is None else "input", self.input_order)
+        wanted += [(role, name, order) for role, name, order in tensors if name is not None]
+        further = zip(self.arguments, self.argument_orders, strict=True)
+        wanted += [(role, role, order) for role, order in further if role not in UNREAD]
+        return tuple(
+            Read(role, name, axes(order), steps_from(order, *AXES[role], self.sizes)) for role, name, order in wanted
+        )
 
     def summary(self) -> list[str]:
         """What the layer computes, in words."""
@@ -214,26 +227,27 @@ class Identification:
 
     def code(self, layer: str = "layer", u: str = "u") -> str:
         """The call as Python, for a layer and an input of these names."""
-        lines, given = [], []
+        lines, given, reads = [], [], [*self._reads]
+        source = u + as_code(reads.pop(0).steps)
         if self.weight is not None:
-            steps = self._weight_steps(self.logits is not None or self.bias is not None)
+            steps = reads.pop(0).steps
             lines.append(f"weight = {layer}.{self.weight}{as_code(steps)}  # {spelled(self.weight_order)}")
             given.append("weight")
         if self.num_iterations != DEFAULTS["num_iterations"]:
             given.append(str(self.num_iterations))
-        for role, name, order in self._read_tensors():
-            given.append(f"{role}={layer}.{name}{as_code(self._steps(role, order))}")
-        for role, _, order in self._read_arguments():
-            name, truth = role.removesuffix("_after"), " != 0" if role == "mask" else ""
-            given.append(f"{name}={name}{as_code(self._steps(role, order))}{truth}")
+        for role, name, _, steps in reads:
+            if role in ("logits", "bias"):
+                given.append(f"{role}={layer}.{name}{as_code(steps)}")
+            else:
+                name, truth = role.removesuffix("_after"), " != 0" if role == "mask" else ""
+                given.append(f"{name}={name}{as_code(steps)}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
         if self.averaged or "mask_after" in self.arguments:
             function = f"compat.{'averaged' if self.averaged else 'masked_after'}_routing"
             given = given if self.weight is not None else ["None", *given]
-        source = u + as_code(self._input_steps())
         call = f"capsfast.{function}({', '.join([source, *given])})"
-        return "\n".join([*lines, f"v = {call}{as_code(steps_to(self.output_order, 'BJD'))}"])
+        return "\n".join([*lines, f"v = {call}{as_code(self._output_steps)}"])
 
     def _source(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes._asdict().items() if size)

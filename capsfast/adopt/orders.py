@@ -104,13 +104,12 @@ def as_code(steps: Steps) -> str:
     return "".join(f".{method}({', '.join(map(repr, arguments))})" for method, arguments in steps)
 
 
-def check(op: str, name: str, tensor: object, order: str) -> Tensor:
-    """The tensor, if its axes fit the order; raises an error otherwise."""
+def check(op: str, name: str, tensor: object, axes: tuple[str, ...]) -> Tensor:
+    """The tensor, if it has these axes; raises an error otherwise."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor {spelled(order)}, got {type(tensor).__name__}")
-    found = axes(order)
-    if tensor.dim() != len(found) or any(
-        axis == "1" and size != 1 for axis, size in zip(found, tensor.shape, strict=True)
+        raise TypeError(f"{op}: {name} must be a torch.Tensor {spelled(axes)}, got {type(tensor).__name__}")
+    if tensor.dim() != len(axes) or (
+        "1" in axes and any(axis == "1" and size != 1 for axis, size in zip(axes, tensor.shape, strict=True))
     ):
-        raise ValueError(f"{op}: {name} must be {spelled(order)}, got {checks.shape_of(tensor)}")
+        raise ValueError(f"{op}: {name} must be {spelled(axes)}, got {checks.shape_of(tensor)}")
     return tensor

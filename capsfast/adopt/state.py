@@ -117,7 +117,12 @@ class State:
             if kind is not None and (type(module) is not kind or hooked(module)):
                 return path
             for name, value in held.items():
-                if not same(getattr(module, name, None), value, module):
+                now = getattr(module, name, None)
+                # Most options are tensors or plain, and need no look at what they hold.
+                if value is Tensor and isinstance(now, Tensor):
+                    continue
+                plain = type(now) is type(value) and type(now) in (int, float, bool, str, type(None))
+                if not (now == value if plain else same(now, value, module)):
                     return name
             for name in methods:
                 # Reading a method makes torch.compile compile again if the method is replaced on the object.

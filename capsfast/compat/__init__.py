@@ -4,7 +4,7 @@ A network keeps its code and its checkpoints and changes only the import. docs/m
 lists their deviations from the paper.
 """
 
-from .forms import (
+from .layers import (
     AgreementRouting,
     CapsLayer,
     CapsuleLayer,

@@ -3,14 +3,15 @@
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import overload
 
 from .. import nn as capsules
-from ..kinds import LOSSES
+from ..kinds import LOSSES, Layout
 from ..nn._layer import Layer
-from .forms import FormLayer
+from .published import SharedName
 
 
-class MarginLoss(FormLayer):
+class MarginLoss(SharedName):
     """Margin loss (Sabour, Frosst, Hinton 2017, eq. 4), in one of four forms.
 
     * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: the mean over batch and classes; with
@@ -25,21 +26,38 @@ class MarginLoss(FormLayer):
     """
 
     _others = LOSSES
+    _layouts = (
+        Layout(inputs=("lengths", "targets", "size_average")),
+        *(Layout(J="n_labels", inputs=("v", "labels")),) * 2,
+        Layout(inputs=("y_pred", "y_true")),
+    )
 
-    def _start(self, given: dict[str, Any]) -> None:
+    @overload
+    def __init__(self, m_pos: float, m_neg: float, lambda_: float) -> None: ...
+    @overload
+    def __init__(self, n_labels: int, m_positive: float, m_negative: float, lambda_: float = 0.5) -> None: ...
+    @overload
+    def __init__(
+        self, *, n_labels: int, lambda_: float = 0.5, m_positive: float = 0.9, m_negative: float = 0.1
+    ) -> None: ...
+    @overload
+    def __init__(self, *, m_plus: float = 0.9, m_minus: float = 0.1, lambda_: float = 0.5) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        arguments = self._take(args, kwargs)
         # In every form the alphabet sorts the names so: lambda_, m_minus or m_neg, m_plus or m_pos.
-        lam, m_minus, m_plus = (given[name] for name in sorted(given.keys() - {"n_labels"}))
-        self._by_hand = "m_pos" in given
+        lam, m_minus, m_plus = (arguments[name] for name in sorted(arguments.keys() - {"n_labels"}))
+        self._mean_of_all = "m_pos" in arguments
         self._loss = capsules.MarginLoss(
-            m_plus, m_minus, lam, squared="n_labels" not in given, reduction="sum" if self._by_hand else "mean"
+            m_plus, m_minus, lam, squared="n_labels" not in arguments, reduction="sum" if self._mean_of_all else "mean"
         )
 
-    def forward(self, *given: Any, **named: Any) -> Tensor:
-        lengths, targets, *more = self._inputs(given, named)
-        if "J" in self._named and lengths.dim() > 1 and lengths.shape[1] != self.n_labels:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        lengths, targets, *more = self._inputs(args, kwargs)
+        if self._layout.J and lengths.dim() > 1 and lengths.shape[1] != self.n_labels:
             raise ValueError(f"{self._op}: v must be [B, n_labels={self.n_labels}, D], got {list(lengths.shape)}")
         loss: Tensor = self._loss(lengths, targets)
-        average = self._by_hand and (not more or more[0])
+        average = self._mean_of_all and (not more or more[0])
         return loss / (lengths.shape[0] * lengths.shape[1]) if average else loss
 
 

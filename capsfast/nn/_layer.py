@@ -191,7 +191,7 @@ class Layer(Node):
 
     _op = "capsfast.Layer"
     # Layers of other code that an error of the constructor may suggest.
-    _others: tuple[kinds.Form, ...] = ()
+    _others: kinds.Forms | None = None
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
