@@ -73,8 +73,8 @@ class Form(NamedTuple):
 
     def published(self) -> inspect.Signature:
         """The signature of the published class, which takes no eps."""
-        parameters = [each.replace(annotation=each.empty) for each in self.call.parameters.values()]
-        return inspect.Signature([each for each in parameters if each.name != "eps"])
+        parameters = [parameter.replace(annotation=parameter.empty) for parameter in self.call.parameters.values()]
+        return inspect.Signature([parameter for parameter in parameters if parameter.name != "eps"])
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments of a call by name, None if the constructor does not take the call."""

@@ -50,17 +50,17 @@ class Beside:
         args, kwargs = self.signature.fill(*given)
         try:
             with _under(autocast, given):
-                found = self.layer.forward(*args, **kwargs)
+                output = self.layer.forward(*args, **kwargs)
         except Exception as error:  # other people's code may raise anything: it becomes the reason
             raise LeftAloneError(f"its forward failed on {list(given[0].shape)}: {first_line(error)}") from error
         entries = self.identification.entries
-        if type(found) is not tuple and entries:
-            raise LeftAloneError(f"it gives a {type(found).__name__} of {len(found)}")
+        if type(output) is not tuple and entries:
+            raise LeftAloneError(f"it gives a {type(output).__name__} of {len(output)}")
         if "other" in entries:
             other = f"entry {entries.index('other')} is neither the output, nor its lengths or last coupling"
             raise LeftAloneError(f"it gives a tuple of {len(entries)}, of which {other}")
-        results = tuple(each for each in found if each is not None) if entries else (found,)
-        self.contiguous = (found[entries.index("output")] if entries else found).is_contiguous()
+        results = tuple(result for result in output if result is not None) if entries else (output,)
+        self.contiguous = (output[entries.index("output")] if entries else output).is_contiguous()
         return results
 
     def fused(self, given: Given, autocast: torch.dtype | None) -> Results:
@@ -75,7 +75,7 @@ class Beside:
         """
         with torch.no_grad():
             own, fused = self.own(given, autocast), self.fused(given, autocast)
-        return max(map(relative, fused, own)), tuple(each.dtype for each in own)
+        return max(map(relative, fused, own)), tuple(tensor.dtype for tensor in own)
 
     def few(self, given: Given, samples: int) -> Given:
         """The first samples; all of them if the layer takes no other number."""
@@ -83,8 +83,8 @@ class Beside:
             return given
         sizes = {n for n, name in enumerate(self.signature.names) if self.signature.values[name] is Size}
         return tuple(
-            samples if n in sizes else each[:samples] if isinstance(each, Tensor) else each
-            for n, each in enumerate(given)
+            samples if n in sizes else tensor[:samples] if isinstance(tensor, Tensor) else tensor
+            for n, tensor in enumerate(given)
         )
 
     def results(self, given: Given) -> dict[Dtypes, tuple[torch.dtype, ...]]:
@@ -92,15 +92,15 @@ class Beside:
 
         Casts the copy to all dtypes in turn.
         """
-        found: dict[Dtypes, tuple[torch.dtype, ...]] = {}
+        dtypes: dict[Dtypes, tuple[torch.dtype, ...]] = {}
         for cast in (None, *LOW):
-            self._try(found, given, cast)
+            self._try(dtypes, given, cast)
         for cast in LOW:
-            self._try(found, _to(given, cast), cast)
+            self._try(dtypes, _to(given, cast), cast)
         for dtype in TOLERANCE:
             self.layer.to(dtype)
-            self._try(found, _to(given, dtype), None)
-        return found
+            self._try(dtypes, _to(given, dtype), None)
+        return dtypes
 
     def _try(self, found: dict[Dtypes, tuple[torch.dtype, ...]], given: Given, autocast: torch.dtype | None) -> None:
         try:
@@ -108,12 +108,14 @@ class Beside:
         except Exception:  # the layer or capsfast does not take these dtypes; the layer's own forward will report it
             return
         if difference <= TOLERANCE[autocast or given[0].dtype]:
-            weight = next((each.dtype for each in self.identification.tensors(self.layer).values()), None)
+            weight = next((tensor.dtype for tensor in self.identification.tensors(self.layer).values()), None)
             found[given[0].dtype, weight, autocast] = dtypes
 
 
 def _to(given: Given, dtype: torch.dtype) -> Given:
-    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in given)
+    return tuple(
+        tensor.to(dtype) if isinstance(tensor, Tensor) and tensor.is_floating_point() else tensor for tensor in given
+    )
 
 
 def _under(autocast: torch.dtype | None, given: Given) -> torch.autocast:
@@ -139,15 +141,15 @@ class Speed:
 
 def speed(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> Speed:
     """Times both in turns; on the whole batch if a few samples give no clear result."""
-    found = _speed(beside, beside.few(given, TIMED), autocast, seconds)
-    if 1 / CLEAR < found.ratio < CLEAR and found.samples < len(given[0]):
-        found = _speed(beside, given, autocast, seconds)
-    return found
+    timed = _speed(beside, beside.few(given, TIMED), autocast, seconds)
+    if 1 / CLEAR < timed.ratio < CLEAR and timed.samples < len(given[0]):
+        timed = _speed(beside, given, autocast, seconds)
+    return timed
 
 
 def _speed(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> Speed:
     given = (given[0].detach().clone().requires_grad_(), *given[1:])
-    inputs = [each for each in (given[0], *beside.layer.parameters()) if each.requires_grad]
+    inputs = [parameter for parameter in (given[0], *beside.layer.parameters()) if parameter.requires_grad]
 
     def step(run: Any) -> None:
         with torch.enable_grad():

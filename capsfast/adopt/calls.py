@@ -50,28 +50,34 @@ class Signature:
             LeftAloneError: the call can't be fused.
         """
         parameters = inspect.signature(layer.forward).parameters.values()
-        by_place = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        by_place = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
         # Arguments in *args have no names.
         order = (*by_place, *(f"*{n}" for n in range(len(by_place), len(args))))
-        given = dict(zip(order, args, strict=False)) | dict(kwargs)
-        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        passed = dict(zip(order, args, strict=False)) | dict(kwargs)
+        tensors = {name: tensor for name, tensor in passed.items() if isinstance(tensor, Tensor)}
         first, u = next(iter(tensors.items()), ("", None))
         if u is None or not u.is_floating_point() or u.dim() < 3 or not u.numel():
             raise LeftAloneError("it is called with no tensor that holds capsules in front")
-        if len({id(each) for each in tensors.values()}) < len(tensors):
+        if len({id(tensor) for tensor in tensors.values()}) < len(tensors):
             raise LeftAloneError("it is called with one tensor twice")
         for other in tensors.values():
             if other.shape[:1] != u.shape[:1]:
                 raise LeftAloneError(
                     f"it is called with a second tensor {list(other.shape)} without the batch in front"
                 )
-        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        defaults = {
+            parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty
+        }
         said = "it is called with {}, which cannot be compared between calls"
         values = {
             name: Like(tuple(value.shape[1:]), value.dtype) if name in tensors else kept(value, said)
-            for name, value in (defaults | given).items()
+            for name, value in (defaults | passed).items()
         }
-        names = (first, *(name for name in given if name != first))
+        names = (first, *(name for name in passed if name != first))
         copies = (tensors[name].detach().clone() if name in tensors else values[name] for name in names)
         return Signature(order, names, defaults, values), tuple(copies)
 
@@ -90,26 +96,26 @@ class Signature:
         """The arguments of a call that differs from this call in the batch only; None for any other call."""
         if len(args) > len(self.order):
             return None
-        given: dict[str, Any] = dict(self.defaults)
-        given.update(zip(self.order, args, strict=False))
-        given.update(kwargs)
-        if len(given) != len(self.values):
+        passed: dict[str, Any] = dict(self.defaults)
+        passed.update(zip(self.order, args, strict=False))
+        passed.update(kwargs)
+        if len(passed) != len(self.values):
             return None
-        u, like = given.get(self.names[0]), self.values[self.names[0]]
+        u, like = passed.get(self.names[0]), self.values[self.names[0]]
         if not isinstance(u, Tensor) or tuple(u.shape[1:]) != like.shape or self.batch not in (None, u.shape[0]):
             return None
         for name, wanted in self.values.items():
-            if name not in given or (name != self.names[0] and not _fits(given[name], wanted, u)):
+            if name not in passed or (name != self.names[0] and not _fits(passed[name], wanted, u)):
                 return None
-        return tuple([given[name] for name in self.names])
+        return tuple([passed[name] for name in self.names])
 
 
-def _fits(given: Any, wanted: Any, u: Tensor) -> bool:
+def _fits(value: Any, wanted: Any, u: Tensor) -> bool:
     if wanted is Size:
         # torch.export passes a size that may differ between calls as a SymInt.
-        return type(given) in (int, torch.SymInt) and given == u.shape[0]
+        return type(value) in (int, torch.SymInt) and value == u.shape[0]
     if isinstance(wanted, Like):
-        if not isinstance(given, Tensor) or tuple(given.shape) != (u.shape[0], *wanted.shape):
+        if not isinstance(value, Tensor) or tuple(value.shape) != (u.shape[0], *wanted.shape):
             return False
-        return given.dtype == wanted.dtype or (wanted.dtype.is_floating_point and given.dtype == u.dtype)
-    return same(given, wanted)
+        return value.dtype == wanted.dtype or (wanted.dtype.is_floating_point and value.dtype == u.dtype)
+    return same(value, wanted)

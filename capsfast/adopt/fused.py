@@ -64,31 +64,33 @@ class Fused:
 
     def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """The result of the fused call, or a text that says why the layer's own forward must run."""
-        given = self.signature.match(args, kwargs)
-        if given is None:
+        arguments = self.signature.match(args, kwargs)
+        if arguments is None:
             return "it was called with arguments or sizes that differ from the example"
-        u = given[0]
+        u = arguments[0]
         if u.shape[0] == 1 and not self.single:
             return "it was called with one sample, where its output has another shape"
         changed = self.state.changed(layer)
         if changed is not None:
             return f"its `{changed}` is not what it was"
         tensors = self.identification.tensors(layer)
-        found = [each.dtype for each in tensors.values()]
+        held = [tensor.dtype for tensor in tensors.values()]
         for shape, tensor in zip(self.shapes, tensors.values(), strict=True):
-            if tensor.shape != shape or tensor.dtype != found[0]:
+            if tensor.shape != shape or tensor.dtype != held[0]:
                 return "a parameter has another shape or dtype than it had"
-        dtypes = self.results.get((u.dtype, found[0] if found else None, autocast_of(u)))
+        dtypes = self.results.get((u.dtype, held[0] if held else None, autocast_of(u)))
         if dtypes is None:
             return f"its own forward does not run on {u.dtype}, or capsfast differs from it there".replace("torch.", "")
-        results = self.identification.results(tensors, *given)
-        cast = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(results, dtypes, strict=True)]
+        results = self.identification.results(tensors, *arguments)
+        cast = [
+            tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor, dtype in zip(results, dtypes, strict=True)
+        ]
         entries = self.identification.entries
         output = entries.index("output") - entries[: entries.index("output")].count("None") if entries else 0
         if self.contiguous:
             cast[output] = cast[output].contiguous()
         rest = iter(cast)
-        return tuple(None if each == "None" else next(rest) for each in entries) if entries else cast[0]
+        return tuple(None if entry == "None" else next(rest) for entry in entries) if entries else cast[0]
 
 
 class FusedLayer(Node):
@@ -107,10 +109,10 @@ class FusedLayer(Node):
         followed = compiling or tracing_state() is not None
         if fused is None or (followed and torch.onnx.is_in_onnx_export()):  # ONNX knows only torch's operations
             return super().forward(*args, **kwargs)
-        found = fused.output(self, args, kwargs)
+        result = fused.output(self, args, kwargs)
         if not compiling:
-            _count(self, found)
-        return super().forward(*args, **kwargs) if isinstance(found, str) else found
+            _count(self, result)
+        return super().forward(*args, **kwargs) if isinstance(result, str) else result
 
     def as_capsfast(self, u: Tensor) -> tuple[nn.Module, Tensor]:
         """For :func:`capsfast.diagnose`: see :meth:`capsfast.adopt.Identification.layer`."""
@@ -127,33 +129,37 @@ class FusedLayer(Node):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the original class; unpickling makes the fused class again."""
         reduced: Any = super().__reduce_ex__(protocol)
-        made = type(self)
+        fused_kind = type(self)
         if not is_fused(self) or not isinstance(reduced, tuple):
             return reduced
         function, arguments, *state = reduced
-        if all(each is not made for each in (function, *arguments)):
+        if all(argument is not fused_kind for argument in (function, *arguments)):
             return reduced
-        own = original_class(made)
-        return (_restored, (own, *(own if each is made else each for each in (function, *arguments))), *state)
+        original = original_class(fused_kind)
+        return (
+            _restored,
+            (original, *(original if argument is fused_kind else argument for argument in (function, *arguments))),
+            *state,
+        )
 
 
-def _count(layer: nn.Module, found: Any) -> None:
+def _count(layer: nn.Module, result: Any) -> None:
     count: Calls = vars(layer).get(COUNT, Calls())
-    if not isinstance(found, str):
+    if not isinstance(result, str):
         vars(layer)[COUNT] = Calls(count.fused + 1, count.own, count.why)
         return
     if not count.own:
         warnings.warn(
-            f"capsfast.accelerate: {original_class(type(layer)).__name__} runs its own forward, because {found}; "
+            f"capsfast.accelerate: {original_class(type(layer)).__name__} runs its own forward, because {result}; "
             f"report.calls() counts such calls; each layer warns once",
             stacklevel=5,
         )
-    vars(layer)[COUNT] = replace(count, own=count.own + 1, why=found)
+    vars(layer)[COUNT] = replace(count, own=count.own + 1, why=result)
 
 
-def _restored(own: type[nn.Module], function: Any, *arguments: Any) -> nn.Module:
+def _restored(original: type[nn.Module], function: Any, *arguments: Any) -> nn.Module:
     layer: nn.Module = function(*arguments)
-    _set_class(layer, fused_class(own))
+    _set_class(layer, fused_class(original))
     return layer
 
 
@@ -165,17 +171,19 @@ def _set_class(layer: nn.Module, kind: type[nn.Module]) -> None:
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def fused_class(own: type[nn.Module]) -> type[nn.Module]:
+def fused_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of all fused layers whose own class is ``own``."""
-    if own not in _classes:
+    if original not in _classes:
 
-        @functools.wraps(own.forward)  # with the signature that export and others look at
+        @functools.wraps(original.forward)  # with the signature that export and others look at
         def forward(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
             return FusedLayer.forward(self, *args, **kwargs)
 
-        body = {"__module__": own.__module__, "__doc__": own.__doc__, "forward": forward}
-        _classes[own] = types.new_class(f"Fused{own.__name__}", (FusedLayer, own), {}, lambda new: new.update(body))
-    return _classes[own]
+        body = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
+        _classes[original] = types.new_class(
+            f"Fused{original.__name__}", (FusedLayer, original), {}, lambda new: new.update(body)
+        )
+    return _classes[original]
 
 
 def is_fused(layer: object) -> bool:
@@ -183,9 +191,9 @@ def is_fused(layer: object) -> bool:
     return type(layer).__bases__[:1] == (FusedLayer,)
 
 
-def original_class(made: type) -> type[nn.Module]:
+def original_class(fused_kind: type) -> type[nn.Module]:
     """The class before the layer was fused; ``made`` itself if it is not a fused class."""
-    return next((each.__bases__[1] for each in made.__mro__ if each.__bases__[:1] == (FusedLayer,)), made)
+    return next((kind.__bases__[1] for kind in fused_kind.__mro__ if kind.__bases__[:1] == (FusedLayer,)), fused_kind)
 
 
 def fuse(layer: nn.Module, fused: Fused) -> None:
@@ -195,9 +203,9 @@ def fuse(layer: nn.Module, fused: Fused) -> None:
 
 def can_be_fused(layer: nn.Module) -> None:
     """Replaces the class of the layer and restores it; raises the error if that is impossible."""
-    own = type(layer)
-    _set_class(layer, fused_class(own))
-    _set_class(layer, own)
+    original = type(layer)
+    _set_class(layer, fused_class(original))
+    _set_class(layer, original)
 
 
 def restore(layer: nn.Module) -> None:

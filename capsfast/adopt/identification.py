@@ -93,8 +93,8 @@ class Identification:
     _coupling_steps: Steps = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name, default) for name, default in DEFAULTS.items()}
-        options = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+        held = {name: getattr(self, name, default) for name, default in DEFAULTS.items()}
+        options = {name: value for name, value in held.items() if value != DEFAULTS[name]}
         bound = {
             "options": options,
             "names": tuple(name for name in (self.weight, self.logits, self.bias) if name is not None),
@@ -128,16 +128,16 @@ class Identification:
             KeyError: a parameter is missing.
             ValueError, TypeError: a tensor has other axes, or :func:`capsfast.dynamic_routing` raises the error.
         """
-        found: Tensor = self._routed(parameters, u, *others, backend=backend)
-        return follow(found, self._output_steps)
+        v: Tensor = self._routed(parameters, u, *others, backend=backend)
+        return follow(v, self._output_steps)
 
     def results(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any, backend: str | None = None
     ) -> tuple[Tensor, ...]:
         """The entries of the layer's tuple that the call computes, in the layer's orders of axes."""
         pair = "coupling" in self.entries
-        found = self._routed(parameters, u, *others, backend=backend, return_coupling=pair)
-        v, c = found if pair else (found, found)
+        routed = self._routed(parameters, u, *others, backend=backend, return_coupling=pair)
+        v, c = routed if pair else (routed, routed)
         results: list[Tensor] = []
         for entry in self.entries or ("output",):
             if entry == "output":
@@ -191,10 +191,10 @@ class Identification:
         I, J, D, K = self.sizes
         weight = weights[0].expand(-1, J, -1, -1)
         learned: dict[str, Any] = {"learned_logits": self.logits is not None, "bias": self.bias is not None}
-        made = DynamicRouting(I, J, K, D, **options, **learned, shared_weight=weight.shape[0] == 1).to(u)
+        routing = DynamicRouting(I, J, K, D, **options, **learned, shared_weight=weight.shape[0] == 1).to(u)
         state = {"W": weight} | {f"routing.{name}": keywords[name] for name in ("logits", "bias") if name in keywords}
-        made.load_state_dict({name: value.detach() for name, value in state.items()})
-        return made, u
+        routing.load_state_dict({name: value.detach() for name, value in state.items()})
+        return routing, u
 
     def _bound_reads(self) -> tuple[Read, ...]:
         """What the call reads: the input, the layer's tensors in the order of names, further arguments."""
@@ -214,8 +214,8 @@ class Identification:
     def summary(self) -> list[str]:
         """What the layer computes, in words."""
         first = f"{self._source()}, {self.num_iterations} iteration{'s' if self.num_iterations > 1 else ''}"
-        said = [*(self._deviations() or ["all options are as in the paper"]), *(f"note: {each}" for each in self.notes)]
-        return [first, *(f"  {each}" for each in said)]
+        said = [*(self._deviations() or ["all options are as in the paper"]), *(f"note: {note}" for note in self.notes)]
+        return [first, *(f"  {line}" for line in said)]
 
     def describe(self) -> str:
         """What the layer computes, in words, and the call as code."""
@@ -227,26 +227,26 @@ class Identification:
 
     def code(self, layer: str = "layer", u: str = "u") -> str:
         """The call as Python, for a layer and an input of these names."""
-        lines, given, reads = [], [], [*self._reads]
+        lines, arguments, reads = [], [], [*self._reads]
         source = u + as_code(reads.pop(0).steps)
         if self.weight is not None:
             steps = reads.pop(0).steps
             lines.append(f"weight = {layer}.{self.weight}{as_code(steps)}  # {spelled(self.weight_order)}")
-            given.append("weight")
+            arguments.append("weight")
         if self.num_iterations != DEFAULTS["num_iterations"]:
-            given.append(str(self.num_iterations))
+            arguments.append(str(self.num_iterations))
         for role, name, _, steps in reads:
             if role in ("logits", "bias"):
-                given.append(f"{role}={layer}.{name}{as_code(steps)}")
+                arguments.append(f"{role}={layer}.{name}{as_code(steps)}")
             else:
                 name, truth = role.removesuffix("_after"), " != 0" if role == "mask" else ""
-                given.append(f"{name}={name}{as_code(steps)}{truth}")
-        given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
+                arguments.append(f"{name}={name}{as_code(steps)}{truth}")
+        arguments += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
         if self.averaged or "mask_after" in self.arguments:
             function = f"compat.{'averaged' if self.averaged else 'masked_after'}_routing"
-            given = given if self.weight is not None else ["None", *given]
-        call = f"capsfast.{function}({', '.join([source, *given])})"
+            arguments = arguments if self.weight is not None else ["None", *arguments]
+        call = f"capsfast.{function}({', '.join([source, *arguments])})"
         return "\n".join([*lines, f"v = {call}{as_code(self._output_steps)}"])
 
     def _source(self) -> str:
@@ -261,24 +261,24 @@ class Identification:
 
     def _deviations(self) -> list[str]:
         """Deviations from procedure 1 of Sabour, Frosst, Hinton 2017, in words."""
-        found = [words for (name, value), words in DEVIATIONS.items() if getattr(self, name) == value]
+        deviations = [words for (name, value), words in DEVIATIONS.items() if getattr(self, name) == value]
         if self.squash != "paper":
-            found.append(f'squash "{self.squash}": not the paper\'s')
+            deviations.append(f'squash "{self.squash}": not the paper\'s')
         if self.eps != DEFAULTS["eps"] and self.squash != "identity":
             none = " (the layer adds none)" if self.eps <= NO_EPS else ""
-            found.append(f"eps of the squash {self.eps:g}{none}; the default is {DEFAULTS['eps']:g}")
+            deviations.append(f"eps of the squash {self.eps:g}{none}; the default is {DEFAULTS['eps']:g}")
         if self.logits is not None:
-            found.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
+            deviations.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
         if self.bias is not None:
-            found.append(f"`{self.bias}` {spelled(self.bias_order)} is added to the weighted sum")
+            deviations.append(f"`{self.bias}` {spelled(self.bias_order)} is added to the weighted sum")
         for n, (role, order) in enumerate(zip(self.arguments, self.argument_orders, strict=True), 2):
             words = {"unused": "has no effect", "constant": "counts as a constant"}
             words["mask_after"] = f"{spelled(order)} multiplies the coupling behind the softmax"
-            found.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
+            deviations.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
         words = {"output": "output", "lengths": "lengths of the output"}
         words["coupling"] = f"coupling {spelled(self.coupling_order)}"
-        return found + [
-            f"entry {n} of the tuple is the {words[each]}" for n, each in enumerate(self.entries) if each in words
+        return deviations + [
+            f"entry {n} of the tuple is the {words[entry]}" for n, entry in enumerate(self.entries) if entry in words
         ]
 
 
@@ -308,9 +308,9 @@ def unwrapped(layer: nn.Module) -> nn.Module:
 
 def tensor_of(layer: nn.Module, name: str) -> Tensor:
     """A parameter or buffer by its name, with dots for the modules in between."""
-    found: Any = layer
+    value: Any = layer
     for part in name.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, Tensor):
+        value = getattr(value, part)
+    if not isinstance(value, Tensor):
         raise AttributeError(f"capsfast.adopt: {type(layer).__name__} has no tensor {name!r}")
-    return found
+    return value

@@ -62,7 +62,7 @@ class Inputs:
         return self.batch(next(size for size in SAMPLES if size != self.u.shape[0]))
 
     def double(self) -> "Inputs":
-        return self.mapped(lambda each: each.detach().double() if _floats(each) else each)
+        return self.mapped(lambda value: value.detach().double() if _floats(value) else value)
 
     def random(self, draw: Draw) -> "Inputs":
         """Replaces all floats by random numbers, and tensors of 0 and 1 by a random choice."""
@@ -86,7 +86,7 @@ class Inputs:
             # Integers may be indices, and 0 may mean something.
             return torch.zeros_like(value) if _floats(value) else value
 
-        return replace(self, others=tuple(each if n in but else still(each) for n, each in enumerate(self.others)))
+        return replace(self, others=tuple(other if n in but else still(other) for n, other in enumerate(self.others)))
 
     def _is_size(self, value: Any) -> bool:
         return self.sized and isinstance(value, int) and not isinstance(value, bool) and value == self.u.shape[0]
@@ -121,7 +121,7 @@ class Inputs:
 
     def sizes(self, size: Any) -> list[Any]:
         """The further arguments for ``size`` samples; tensors are left unchanged."""
-        return [size if self._is_size(each) else each for each in self.others]
+        return [size if self._is_size(other) else other for other in self.others]
 
     def roles(self, n: int, sizes: dict[str, int], read: bool) -> Iterator[tuple[str, str]]:
         """Possible roles of a further argument, with its order of axes. read: whether the output depends on it."""

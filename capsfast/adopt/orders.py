@@ -58,40 +58,40 @@ def letters(order: str) -> str:
 def steps_from(order: str, wanted: str, expanded: str, sizes: Sizes) -> Steps:
     """Views that turn ``order`` into the axes ``wanted``. Missing axes in ``expanded`` get their size, others 1."""
     lengths = sizes._asdict()
-    found: list[tuple[str, tuple[object, ...]]] = []
+    steps: list[tuple[str, tuple[object, ...]]] = []
     place = 0
     for axis in axes(order):
         if axis == "1":
-            found.append(("squeeze", (place,)))
+            steps.append(("squeeze", (place,)))
             continue
         if len(axis) > 1:
             # One length can be left open: B or I, which may differ between calls.
-            opened = next((each for each in "BI" if each in axis), axis[0])
-            found.append(("unflatten", (place, tuple(-1 if each == opened else lengths[each] for each in axis))))
+            opened = next((letter for letter in "BI" if letter in axis), axis[0])
+            steps.append(("unflatten", (place, tuple(-1 if axi == opened else lengths[axi] for axi in axis))))
         place += len(axis)
-    present = [each for each in wanted if each in letters(order)]
-    turn = tuple(letters(order).index(each) for each in present)
+    present = [wanted_one for wanted_one in wanted if wanted_one in letters(order)]
+    turn = tuple(letters(order).index(letter) for letter in present)
     if turn != tuple(range(len(turn))):
-        found.append(("permute", turn))
-    found += [("unsqueeze", (n,)) for n, each in enumerate(wanted) if each not in present]
+        steps.append(("permute", turn))
+    steps += [("unsqueeze", (n,)) for n, wanted_one in enumerate(wanted) if wanted_one not in present]
     if missing := {*expanded} - {*present}:
-        found.append(("expand", tuple(lengths[each] if each in missing else -1 for each in wanted)))
-    return tuple(found)
+        steps.append(("expand", tuple(lengths[wanted_one] if wanted_one in missing else -1 for wanted_one in wanted)))
+    return tuple(steps)
 
 
 @kept
 def steps_to(order: str, given: str) -> Steps:
     """Views that turn the axes ``given`` into ``order``."""
-    found: list[tuple[str, tuple[object, ...]]] = []
-    turn = tuple(given.index(each) for each in letters(order))
+    steps: list[tuple[str, tuple[object, ...]]] = []
+    turn = tuple(given.index(letter) for letter in letters(order))
     if turn != tuple(range(len(turn))):
-        found.append(("permute", turn))
+        steps.append(("permute", turn))
     for place, axis in enumerate(axes(order)):
         if axis == "1":
-            found.append(("unsqueeze", (place,)))
+            steps.append(("unsqueeze", (place,)))
         elif len(axis) > 1:
-            found.append(("flatten", (place, place + len(axis) - 1)))
-    return tuple(found)
+            steps.append(("flatten", (place, place + len(axis) - 1)))
+    return tuple(steps)
 
 
 def follow(tensor: Tensor, steps: Steps) -> Tensor:

@@ -30,11 +30,15 @@ class InFloat64(TorchFunctionMode):
     ) -> Any:
         if func in CASTS:
             func = Tensor.double
-        args = tuple(_wide(each) for each in args)
-        found = func(*args, **{name: _wide(value) for name, value in (kwargs or {}).items()})
-        if isinstance(found, Tensor) and found.dtype in NARROW and not _holds_tensor((*args, *(kwargs or {}).values())):
-            return found.double()
-        return found
+        args = tuple(_wide(value) for value in args)
+        result = func(*args, **{name: _wide(value) for name, value in (kwargs or {}).items()})
+        if (
+            isinstance(result, Tensor)
+            and result.dtype in NARROW
+            and not _holds_tensor((*args, *(kwargs or {}).values()))
+        ):
+            return result.double()
+        return result
 
 
 def _wide(value: Any) -> Any:
@@ -43,7 +47,8 @@ def _wide(value: Any) -> Any:
 
 def _holds_tensor(values: tuple[Any, ...]) -> bool:
     return any(
-        isinstance(each, Tensor) or (isinstance(each, (tuple, list)) and _holds_tensor((*each,))) for each in values
+        isinstance(tensor, Tensor) or (isinstance(tensor, (tuple, list)) and _holds_tensor((*tensor,)))
+        for tensor in values
     )
 
 
@@ -122,43 +127,45 @@ class Probe:
         """The output, or the entries of the layer's tuple whose meaning is known."""
         if not entries:
             return (self(inputs),)
-        found = zip(self.outputs(inputs), entries, strict=True)
-        return tuple(value for value, entry in found if entry not in ("None", "other"))
+        results = zip(self.outputs(inputs), entries, strict=True)
+        return tuple(value for value, entry in results if entry not in ("None", "other"))
 
-    def _part_of(self, found: Any) -> Tensor:
+    def _part_of(self, result: Any) -> Tensor:
         if self._output is not None:
-            found = self._output(found)
-        elif isinstance(found, (tuple, list)):
-            tensors = [n for n, each in enumerate(found) if isinstance(each, Tensor)]
-            part = next((n for n in tensors if found[n].dim() > 2), next(iter(tensors), 0))
-            self.part, found = part, found[part]
-        if not isinstance(found, Tensor):
-            raise TypeError(f"the output is a {type(found).__name__}, not a tensor; output= says which part is meant")
-        return found
+            result = self._output(result)
+        elif isinstance(result, (tuple, list)):
+            tensors = [n for n, tensor in enumerate(result) if isinstance(tensor, Tensor)]
+            part = next((n for n in tensors if result[n].dim() > 2), next(iter(tensors), 0))
+            self.part, result = part, result[part]
+        if not isinstance(result, Tensor):
+            raise TypeError(f"the output is a {type(result).__name__}, not a tensor; output= says which part is meant")
+        return result
 
     def trace(self, inputs: Inputs, *parts: int, symbolic: bool = False) -> Trace:
         """Traces the layer in its current mode. Further arguments are named ``argument 2`` and so on.
 
         parts: indices in the layer's tuple that count as results besides the output.
         """
-        given = {"u": inputs.u.detach().requires_grad_()}
-        given |= {f"argument {n}": each for n, each in enumerate(inputs.others, 2) if isinstance(each, Tensor)}
+        tensors_in = {"u": inputs.u.detach().requires_grad_()}
+        tensors_in |= {
+            f"argument {n}": tensor for n, tensor in enumerate(inputs.others, 2) if isinstance(tensor, Tensor)
+        }
         kept = {name: place[key] for name, (place, key) in self.places.items()}
         # An argument of 0 and 1 may be a mask. The layer computes with all other tensors.
-        numbers = ["u", *kept, *(name for name, each in given.items() if not binary(each))]
+        numbers = ["u", *kept, *(name for name, value in tensors_in.items() if not binary(value))]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
             for name, (place, key) in self.places.items():
                 place[key] = tensors[name]
             u = tensors["u"]
-            others = [tensors.get(f"argument {n}", each) for n, each in enumerate(inputs.sizes(u.shape[0]), 2)]
-            found = self._run(self.layer, u, *others)
-            return [self._part_of(found), *(found[part] for part in parts)]
+            others = [tensors.get(f"argument {n}", size) for n, size in enumerate(inputs.sizes(u.shape[0]), 2)]
+            result = self._run(self.layer, u, *others)
+            return [self._part_of(result), *(result[part] for part in parts)]
 
         before = Snapshot(self.layer)
         try:
             with random_state_kept(self.layer), InFloat64():
-                return trace(run, given | kept, numbers, "u", symbolic)
+                return trace(run, tensors_in | kept, numbers, "u", symbolic)
         finally:
             before.restore()
 
@@ -181,24 +188,24 @@ def private_copy(layer: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for module in layer.modules():
         for value in vars(module).values():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(each, Tensor) and not each.is_leaf:
-                    memo[id(each)] = each.detach().clone()
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    memo[id(tensor)] = tensor.detach().clone()
     with torch.no_grad():
         return copy.deepcopy(layer, memo)
 
 
 def held(layer: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """The place of each tensor that the layer holds by name: parameters, buffers and plain attributes."""
-    found = {}
+    places = {}
     for prefix, module in layer.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
         for place in (module._parameters, module._buffers, attributes):
             for name, value in place.items():
                 if isinstance(value, Tensor):
                     where = vars(module) if place is attributes else place
-                    found[f"{prefix}.{name}" if prefix else name] = (where, name)
-    return found
+                    places[f"{prefix}.{name}" if prefix else name] = (where, name)
+    return places
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -112,11 +112,20 @@ def _accelerated(
     if only_faster:
         slow = _slow(model, reports)
         stays: dict[str, Any] = {"status": report.LEFT_ALONE, "reason": SLOWER}
-        reports = [replace(each, **stays) if each.name in slow else each for each in reports]
-    layers = {each.name: model.get_submodule(each.name) for each in reports if each.status == report.FUSED}
+        reports = [
+            replace(layer_report, **stays) if layer_report.name in slow else layer_report for layer_report in reports
+        ]
+    layers = {
+        layer_report.name: model.get_submodule(layer_report.name)
+        for layer_report in reports
+        if layer_report.status == report.FUSED
+    }
     if dry_run:
         before.restore()
-        planned = (replace(each, status=report.TO_BE_FUSED) if each.name in layers else each for each in reports)
+        planned = (
+            replace(layer_report, status=report.TO_BE_FUSED) if layer_report.name in layers else layer_report
+            for layer_report in reports
+        )
         return Acceleration(tuple(planned))
     for layer in layers.values():
         fuse(layer, chosen[layer])
@@ -125,7 +134,9 @@ def _accelerated(
 
 def _slow(model: nn.Module, reports: list[LayerReport]) -> list[str]:
     """Names of the layers that would take longer, by the times of the first rank if there are several."""
-    slow = [each.name for each in reports if each.speed is not None and each.speed.ratio < 1]
+    slow = [
+        layer_report.name for layer_report in reports if layer_report.speed is not None and layer_report.speed.ratio < 1
+    ]
     if isinstance(model, nn.parallel.DistributedDataParallel) and dist.is_initialized():
         group = model.process_group
         heard = [slow]
@@ -170,9 +181,9 @@ def _looked_at(
         done.update(layer.modules())
     # A module around a fused layer needs no report: it does more than the layer.
     return [
-        each
-        for layer, each in reports.items()
-        if each.status != report.LEFT_ALONE or not any(inner in chosen for inner in layer.modules())
+        layer_report
+        for layer, layer_report in reports.items()
+        if layer_report.status != report.LEFT_ALONE or not any(inner in chosen for inner in layer.modules())
     ], chosen
 
 
@@ -197,7 +208,7 @@ def _found(candidate: Candidate, seconds: float) -> tuple[Fused, LayerReport]:
     _check_layer(candidate)
     signature, identification, search = _identified(candidate)
     saved = {name for name, _ in (*layer.named_buffers(), *layer.named_parameters())} | {*identification.names}
-    kept = [each for each in search.probe.written if each in saved]
+    kept = [name for name in search.probe.written if name in saved]
     if kept:
         raise LeftAloneError(f"its forward keeps {', '.join(kept)} in the layer, which a fused one would not")
     state = State.of(layer, search.probe.written)
@@ -211,11 +222,11 @@ def _found(candidate: Candidate, seconds: float) -> tuple[Fused, LayerReport]:
     if not difference <= TOLERANCE[dtype]:
         raise LeftAloneError(f"capsfast's call differs from it by {difference:.1e} in {dtype}".replace("torch.", ""))
     speed = timing.speed(beside, candidate.given, autocast, seconds)
-    shapes = tuple(tuple(each.shape) for each in identification.tensors(layer).values())
+    shapes = tuple(tuple(tensor.shape) for tensor in identification.tensors(layer).values())
     # Last, because this casts the copy.
     results = beside.results(few)
     fused = Fused(identification, signature, results, state, shapes, beside.contiguous, search.single)
-    names = ", ".join(f"`{each}`" for each in search.probe.written)
+    names = ", ".join(f"`{name}`" for name in search.probe.written)
     said = [f"its own forward writes {names}, which a fused one leaves as it is"] if names else []
     said += [VOTES_IN_MEMORY] if identification.weight is None else []
     reason, kind = "\n".join(said), type(layer).__name__
@@ -261,7 +272,7 @@ def _identified(candidate: Candidate) -> tuple[Signature, Identification, Search
         return layer.forward(*args, **kwargs)
 
     try:
-        found, search = searched(candidate.layer, u, tuple(others), run, names=call.names)
+        identification, search = searched(candidate.layer, u, tuple(others), run, names=call.names)
     except NotReproduced as error:
         nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
         raise LeftAloneError(f"it is not reproduced: {error.reason}{nearest}") from error
@@ -270,4 +281,4 @@ def _identified(candidate: Candidate) -> tuple[Signature, Identification, Search
     if search.doubts:
         raise LeftAloneError(search.doubts[0])
     call = call.with_size(len(u)) if search.given.sized else call
-    return replace(call, batch=len(u) if search.fixed else None), found, search
+    return replace(call, batch=len(u) if search.fixed else None), identification, search

@@ -42,8 +42,8 @@ class LayerReport:
         return "\n".join([*lines, *([self.reason] if self.reason else [])])
 
     def cells(self) -> tuple[str, ...]:
-        found = "" if self.difference is None else f"{self.difference:.0e}"
-        return (self.name or "(the model)", self.kind, self.status, str(self.speed or ""), found)
+        difference = "" if self.difference is None else f"{self.difference:.0e}"
+        return (self.name or "(the model)", self.kind, self.status, str(self.speed or ""), difference)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Acceleration:
     @property
     def fused(self) -> tuple[str, ...]:
         """Names of the layers that this call fused, or would fuse if it is a dry run."""
-        return tuple(each.name for each in self.layers if each.status in (FUSED, TO_BE_FUSED))
+        return tuple(layer.name for layer in self.layers if layer.status in (FUSED, TO_BE_FUSED))
 
     @property
     def left_alone(self) -> dict[str, str]:
         """Names of the layers that were left alone, with the reasons."""
-        return {each.name: each.reason for each in self.layers if each.status == LEFT_ALONE}
+        return {layer.name: layer.reason for layer in self.layers if layer.status == LEFT_ALONE}
 
     def __getitem__(self, name: str) -> LayerReport:
         """The report of the layer with this name.
@@ -73,10 +73,10 @@ class Acceleration:
         Raises:
             KeyError: no such layer looked like routing.
         """
-        for each in self.layers:
-            if each.name == name:
-                return each
-        raise KeyError(f"no layer {name!r} in the report, which has {[each.name for each in self.layers]}")
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"no layer {name!r} in the report, which has {[layer.name for layer in self.layers]}")
 
     def __str__(self) -> str:
         if not self.layers:
@@ -84,17 +84,17 @@ class Acceleration:
                 "The example called no layer that takes and gives capsules or votes as routing does. Give routing that "
                 "is part of a larger forward a module of its own; scripted modules are not looked at."
             )
-        rows = [HEADER, *(each.cells() for each in self.layers)]
+        rows = [HEADER, *(layer.cells() for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        for each in self.layers:
-            if each.words:
-                lines += ["", f"{each.cells()[0]}:", *(f"  {line}" for line in each.words.splitlines())]
+        for layer in self.layers:
+            if layer.words:
+                lines += ["", f"{layer.cells()[0]}:", *(f"  {line}" for line in layer.words.splitlines())]
         return "\n".join(lines)
 
     def calls(self) -> dict[str, Calls]:
         """For each layer that this call fused: how often it ran fused and its own forward, and the last reason."""
-        names = [each.name for each in self.layers if each.status == FUSED]
+        names = [layer.name for layer in self.layers if layer.status == FUSED]
         return {name: vars(layer).get(COUNT, Calls()) for name, layer in zip(names, self._fused, strict=True)}
 
     def undo(self) -> None:

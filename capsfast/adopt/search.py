@@ -80,8 +80,8 @@ def identify(
         raise ValueError(f"{OP}: u must be input capsules [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)}")
     layer = unwrapped(layer)
     names = () if call or isinstance(layer, torch.jit.ScriptModule) else inspect.signature(layer.forward).parameters
-    found, _ = searched(layer, u, others, call, output, tuple(names))
-    return found
+    identification, _ = searched(layer, u, others, call, output, tuple(names))
+    return identification
 
 
 def searched(
@@ -157,14 +157,14 @@ class Search(Trial):
         routed = self._first_routed(mattering)
         if routed is None:
             raise self.refused(self._why_argument(reads, mattering) or self._why_none(mattering))
-        found = self._with_arguments(self._with_parameters(routed, mattering), reads)
-        self._check_reads(found, reads)
-        found, reads = self._with_entries(self._with_gradient(found), reads)
-        self._check_reads(found, reads)
-        return self._verified(found)
+        identification = self._with_arguments(self._with_parameters(routed, mattering), reads)
+        self._check_reads(identification, reads)
+        identification, reads = self._with_entries(self._with_gradient(identification), reads)
+        self._check_reads(identification, reads)
+        return self._verified(identification)
 
-    def _check_reads(self, found: Identification, reads: frozenset[str]) -> None:
-        unread = [name for name in self.probe.places if name in reads and name not in found.names]
+    def _check_reads(self, identification: Identification, reads: frozenset[str]) -> None:
+        unread = [name for name in self.probe.places if name in reads and name not in identification.names]
         if unread:
             raise self.refused(f"its output depends on `{unread[0]}`, which the call does not read")
         if self.thresholds:
@@ -180,7 +180,7 @@ class Search(Trial):
             NotReproduced: the layer does something that probing can't show: random numbers, branches, other tensors.
         """
         try:
-            own = self.probe.trace(self.inputs, *parts)
+            program = self.probe.trace(self.inputs, *parts)
             with modes_swapped(self.probe.layer):
                 other = self.probe.trace(self.inputs, *parts)
             conditions = () if self.fixed else self._conditions()
@@ -190,31 +190,31 @@ class Search(Trial):
             ) from error
         except UntraceableError as error:
             raise self.refused(f"torch cannot trace it, so numbers may hide what it does: {error}") from error
-        if own.random or other.random:
+        if program.random or other.random:
             raise self.refused("it draws random numbers (logits that start at random, or dropout)")
-        if own.program != other.program:
+        if program.program != other.program:
             raise self.refused("it computes something else in training mode than in evaluation mode, as dropout does")
         if conditions:
             raise self.refused(f"its forward goes by the number B of samples: {' and '.join(conditions)}")
-        if own.outside:
+        if program.outside:
             raise self.refused(
                 "its output depends on a tensor in a list, a mapping, an array or outside of it; make that a buffer"
             )
-        self.thresholds |= dict.fromkeys(own.thresholds)
-        return own.reads
+        self.thresholds |= dict.fromkeys(program.thresholds)
+        return program.reads
 
     def _conditions(self) -> tuple[str, ...]:
         """The forward's conditions on the number of samples, if they change the operations."""
         lengths = {size for name in self.probe.places for size in self.probe.tensor(name).shape}
-        for each in (self.inputs.u, *self.inputs.others):
-            lengths |= set(each.shape[1:]) if isinstance(each, Tensor) else set()
+        for tensor in (self.inputs.u, *self.inputs.others):
+            lengths |= set(tensor.shape[1:]) if isinstance(tensor, Tensor) else set()
         apart = self.inputs.batch(next(size for size in itertools.count(5) if size not in lengths))
-        found = self.probe.trace(apart, symbolic=True).conditions
+        conditions = self.probe.trace(apart, symbolic=True).conditions
         # Code such as a loop over samples is traced for one number of samples but does the same for other numbers.
-        named = {int(number) + more for each in found for number in re.findall(r"\d+", each) for more in (0, 1)}
+        named = {int(number) + more for line in conditions for number in re.findall(r"\d+", line) for more in (0, 1)}
         sizes = {2, 17, 64, 300, *(size for size in named if 1 < size <= BATCHES[-1])}
         several = (self.inputs, self.given.double(), *map(self.inputs.batch, sorted(sizes)))
-        return found if found and len({self.probe.trace(each).operations for each in several}) > 1 else ()
+        return conditions if conditions and len({self.probe.trace(inputs).operations for inputs in several}) > 1 else ()
 
     def _first_routed(self, mattering: list[str]) -> Identification | None:
         for weight in [*sorted(mattering, key=lambda name: -self.probe.true[name].numel()), None]:
@@ -263,9 +263,9 @@ class Search(Trial):
             total, v = self.votes(candidate, neutral.u).sum(1), capsules(candidate, output)
             off = off_direction(v, total)
             if off < SAME_DIRECTION:
-                found = self._with_options(candidate, neutral, total)
-                if found is not None:
-                    return found
+                identification = self._with_options(candidate, neutral, total)
+                if identification is not None:
+                    return identification
             else:
                 self._missed((1 - min(off, 2) / 4, OTHER_DIRECTION), candidate)
         self.draw_again(rest)
@@ -280,19 +280,19 @@ class Search(Trial):
         sizes = candidate.sizes
         length = float(total.square().sum(-1).mean().sqrt()) / sizes.J
         levels = [inputs.scaled(scale / length).spread() for scale in LENGTHS]
-        sums = [self.votes(candidate, each.u).sum(1) for each in levels]
-        results = [capsules(candidate, self.run(each)).detach() for each in levels]
+        sums = [self.votes(candidate, level.u).sum(1) for level in levels]
+        results = [capsules(candidate, self.run(level)).detach() for level in levels]
         fitting = squashes.fits(sums, results, sizes.I, sizes.J)
         tries = (replace(candidate, **options) for options in squashes.options(fitting))
-        found = self._first_equal(tries, self.moderate(candidate).neutral(self.still))
-        if found is None:
+        equal = self._first_equal(tries, self.moderate(candidate).neutral(self.still))
+        if equal is None:
             self._missed(no_options(sums, results, bool(fitting)), candidate)
-        return found
+        return equal
 
     def _first_equal(self, tries: Iterable[Identification], inputs: Inputs) -> Identification | None:
         """The first of the calls that gives what the layer gives."""
         output = self.run(inputs)
-        return next((each for each in tries if self.difference(each, inputs, output) < SAME), None)
+        return next((candidate for candidate in tries if self.difference(candidate, inputs, output) < SAME), None)
 
     def _why_none(self, mattering: list[str]) -> str:
         depends = ", ".join(f"`{name}` {checks.shape_of(self.probe.true[name])}" for name in mattering)
@@ -309,56 +309,62 @@ class Search(Trial):
             self._first_equal(tries, self.moderate(candidate))
         return reason + (f" (its output depends on {depends})" if len(mattering) > 1 else "")
 
-    def _with_parameters(self, found: Identification, mattering: list[str]) -> Identification:
+    def _with_parameters(self, identification: Identification, mattering: list[str]) -> Identification:
         """Adds the roles of the tensors besides the weight, one after the other."""
-        inputs = self.moderate(found).neutral()
-        for name in (name for name in mattering if name != found.weight):
+        inputs = self.moderate(identification).neutral()
+        for name in (name for name in mattering if name != identification.weight):
             self.draw_again([name])
-            self._start_anew(found, inputs)
+            self._start_anew(identification, inputs)
             shape = self.probe.true[name].shape
-            role = self._first_equal(structures.roles(name, tuple(shape), found), inputs)
+            role = self._first_equal(structures.roles(name, tuple(shape), identification), inputs)
             if role is None:
                 raise self.refused(
                     f"its output depends on `{name}` {list(shape)}, which is neither logits, nor a bias of the "
                     "weighted sum"
                 )
-            found = role
-        return found
+            identification = role
+        return identification
 
-    def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
+    def _with_arguments(self, identification: Identification, reads: frozenset[str]) -> Identification:
         """Adds the roles of the further arguments of the forward."""
         for n, value in enumerate(self.inputs.others):
-            inputs = self.moderate(found).neutral(range(n + 1))
-            self._start_anew(found, inputs)
-            for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
-                if found.averaged and (role == "mask_after" or (role == "mask" and found.softmax == "in")):
+            inputs = self.moderate(identification).neutral(range(n + 1))
+            self._start_anew(identification, inputs)
+            for role, order in self.inputs.roles(n, identification.sizes._asdict(), f"argument {n + 2}" in reads):
+                if identification.averaged and (
+                    role == "mask_after" or (role == "mask" and identification.softmax == "in")
+                ):
                     continue  # with averaged logits all samples must have the same softmax
                 tried = replace(
-                    found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
+                    identification,
+                    arguments=(*identification.arguments, role),
+                    argument_orders=(*identification.argument_orders, order),
                 )
                 factor = role == "mask_after" and value.is_floating_point()
                 if self._first_equal([tried], inputs.with_other(n, 0.7 * value) if factor else inputs):
-                    found = tried
+                    identification = tried
                     break
             else:
                 added = isinstance(value, Tensor) and value.is_floating_point() and not binary(value)
                 reason = COUNTS if self.inputs.counts(n) else ADDITIVE if added else UNKNOWN
                 raise self.refused(self._of_argument(n, f"changes its output and {reason}"))
-        return found
+        return identification
 
     def _start_anew(self, candidate: Identification, inputs: Inputs) -> None:
         """Forgets the nearest call, because differences on new numbers can't be compared with earlier ones."""
         self.nearest = None
         self._first_equal([candidate], inputs)
 
-    def _with_entries(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
+    def _with_entries(
+        self, identification: Identification, reads: frozenset[str]
+    ) -> tuple[Identification, frozenset[str]]:
         """Adds the meanings of the entries of the layer's tuple, and the tensors that they depend on."""
-        outputs = self.probe.outputs(inputs := self.moderate(found))
+        outputs = self.probe.outputs(inputs := self.moderate(identification))
         if not isinstance(outputs, (tuple, list)) or self.probe.part is None:
-            return found, reads
-        asked = replace(found, entries=("lengths", "coupling"))
+            return identification, reads
+        asked = replace(identification, entries=("lengths", "coupling"))
         lengths, c = asked.results(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
-        known = {**found.sizes._asdict(), "B": self.B}
+        known = {**identification.sizes._asdict(), "B": self.B}
         entries = ["other"] * len(outputs)
         for n, value in enumerate(outputs):
             if n == self.probe.part or value is None:
@@ -368,24 +374,24 @@ class Search(Trial):
                     entries[n] = "lengths"
                 for order, _ in structures.orders(tuple(value.shape), "BIJ", known):
                     if relative(follow(c, steps_to(order, "BIJ")), value) < SAME and "coupling" not in entries:
-                        entries[n], found = "coupling", replace(found, coupling_order=order)
-        tried = replace(found, entries=tuple(entries))
-        more = [n for n, each in enumerate(entries) if each in ("lengths", "coupling")]
+                        entries[n], identification = "coupling", replace(identification, coupling_order=order)
+        tried = replace(identification, entries=tuple(entries))
+        more = [n for n, entry in enumerate(entries) if entry in ("lengths", "coupling")]
         if more and not self.gradient_difference(tried, inputs) < SAME:  # an entry may be detached
             more, tried = (
                 [],
-                replace(tried, entries=tuple("other" if n in more else each for n, each in enumerate(entries))),
+                replace(tried, entries=tuple("other" if n in more else entry for n, entry in enumerate(entries))),
             )
         return tried, reads | self._traced(*more) if more else reads
 
-    def _with_gradient(self, found: Identification) -> Identification:
-        inputs = self.moderate(found)
+    def _with_gradient(self, identification: Identification) -> Identification:
+        inputs = self.moderate(identification)
         differences = {}
         for gradient in ("full", "last"):
-            tried = replace(found, gradient=gradient)
+            tried = replace(identification, gradient=gradient)
             difference = self.gradient_difference(tried, inputs)
             if difference < SAME:
-                for n, role in enumerate(found.arguments):
+                for n, role in enumerate(identification.arguments):
                     if "mask" in role:
                         self._doubt_mask(tried, n, inputs)
                 return replace(tried, gradient_difference=difference)
@@ -397,13 +403,13 @@ class Search(Trial):
             "last one alone"
         )
 
-    def _doubt_mask(self, found: Identification, n: int, inputs: Inputs) -> None:
+    def _doubt_mask(self, identification: Identification, n: int, inputs: Inputs) -> None:
         """Records a doubt if layer and call differ for masks of other numbers, or of zeros only."""
 
         def differs(mask: Tensor) -> bool:
             changed = inputs.with_other(n, mask)
             output = self.run(changed)
-            return bool(output.isfinite().all()) and not relative(self.evaluate(found, changed), output) < SAME
+            return bool(output.isfinite().all()) and not relative(self.evaluate(identification, changed), output) < SAME
 
         mask = inputs.others[n]
         numbers = (2, -1, 0.3) if mask.is_floating_point() else () if mask.dtype == torch.bool else (2, -1)
@@ -418,62 +424,67 @@ class Search(Trial):
                 "the call"
             )
 
-    def _verified(self, found: Identification) -> Identification:
+    def _verified(self, identification: Identification) -> Identification:
         """Compares with the layer's own parameters on u, on a single sample, and on special numbers."""
-        moderate = self.moderate(found)
-        forward, gradient = [self.difference(found, moderate, self.run(moderate))], [found.gradient_difference]
+        moderate = self.moderate(identification)
+        forward, gradient = (
+            [self.difference(identification, moderate, self.run(moderate))],
+            [identification.gradient_difference],
+        )
         self.probe.set(self.probe.true)
         # As many samples of u as run quickly, but at least self.B.
-        quick = QUICK // (found.sizes.I * found.sizes.J * found.sizes.D)
+        quick = QUICK // (identification.sizes.I * identification.sizes.J * identification.sizes.D)
         real = self.given.batch(max(self.B, min(self.given.u.shape[0], quick))).double()
         if bool(self.run(real).isfinite().all()):
-            forward.append(self._difference_of_finite(found, real, "with its parameters and on u"))
-            gradient.append(self.gradient_difference(found, real))
+            forward.append(self._difference_of_finite(identification, real, "with its parameters and on u"))
+            gradient.append(self.gradient_difference(identification, real))
         else:
             self.notes.append("on u the layer gives numbers that are not finite, so only random ones were compared")
-        self._check_one_sample(found, real.batch(1))
+        self._check_one_sample(identification, real.batch(1))
         self.draw_again(self.probe.names)
         first = torch.zeros_like(moderate.u, dtype=torch.bool)
         first[0] = True
         for words, number in (("0", 0.0), ("NaN", float("nan")), ("infinite", float("inf"))):
             special = replace(moderate, u=moderate.u.masked_fill(first, number))
-            self._difference_of_finite(found, special, f"with a sample that is {words}", zero=number == 0)
+            self._difference_of_finite(identification, special, f"with a sample that is {words}", zero=number == 0)
         if not gradient[-1] < SAME_ON_REAL:
-            self.nearest = gradient[-1], found
+            self.nearest = gradient[-1], identification
             raise self.refused("with its parameters and on u it has a different gradient than on random numbers")
         return replace(
-            found,
+            identification,
             forward_difference=max(forward),
             gradient_difference=max(gradient),
             notes=(*self.notes, *self.doubts),
         )
 
-    def _difference_of_finite(self, found: Identification, inputs: Inputs, where: str, zero: bool = False) -> float:
+    def _difference_of_finite(
+        self, identification: Identification, inputs: Inputs, where: str, zero: bool = False
+    ) -> float:
         """The difference of the layer's finite results. Where they are not, the call's may be finite for zeros only.
 
         Raises:
             NotReproduced: layer and call differ.
         """
-        output, ours = self.run(inputs).detach(), self.evaluate(found, inputs).detach()
+        output, ours = self.run(inputs).detach(), self.evaluate(identification, inputs).detach()
         finite = output.isfinite()
         difference = relative(ours[finite], output[finite])
         if not difference < SAME_ON_REAL or not (zero or bool((finite | ~ours.isfinite()).all())):
-            self.nearest = difference, found
+            self.nearest = difference, identification
             raise self.refused(f"{where} it computes something else than on random numbers")
         return difference
 
-    def _check_one_sample(self, found: Identification, one: Inputs) -> None:
+    def _check_one_sample(self, identification: Identification, one: Inputs) -> None:
         try:
             output = self.probe(one)
         except Exception as error:
             self.single = False
             self.notes.append(f"the layer fails on a single sample, with {type(error).__name__}")
             return
-        ours = self.evaluate(found, one)
+        ours = self.evaluate(identification, one)
         self.single = ours.shape == output.shape
         if not self.single:
             self.notes.append(
                 f"for a single sample the layer gives {checks.shape_of(output)}, the call {checks.shape_of(ours)}"
             )
         elif bool(output.isfinite().all()):
-            self._difference_of_finite(found, one, "with its parameters and on one sample of u")
+            self._difference_of_finite(identification, one, "with its parameters and on one sample of u")

@@ -64,10 +64,10 @@ class Snapshot:
             value = vars(value)
         if type(value) in MAPPINGS:
             self._contents.append((value, dict(value)))
-            return [each for each in value.values() if type(each) not in ATOMS]
+            return [inner for inner in value.values() if type(inner) not in ATOMS]
         if type(value) in (list, set, deque):
             self._contents.append((value, list(value)))
-        return [each for each in value if type(each) not in ATOMS] if type(value) in (list, tuple, deque) else []
+        return [inner for inner in value if type(inner) not in ATOMS] if type(value) in (list, tuple, deque) else []
 
     def built(self) -> bool:
         """Whether parameters, buffers or modules are where nothing was, or tensors got their shape."""

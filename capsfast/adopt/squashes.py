@@ -47,10 +47,10 @@ class Fit(NamedTuple):
 
 def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]:
     """The squashes that turn sums of all votes, of different lengths, into results ``[B, J, D]`` by equal coupling."""
-    found = []
+    fitting = []
     for softmax, leaky in (("out", False), ("in", False), ("out", True), ("in", True)):
         coupling = 1 / ((J if softmax == "out" else I) + leaky)
-        squared = [(coupling * each).square().sum(-1) for each in sums]
+        squared = [(coupling * weighted).square().sum(-1) for weighted in sums]
         factors = [(v * s).sum(-1) / (coupling * s.square().sum(-1)) for v, s in zip(results, sums, strict=True)]
         for kind in RADIAL:
             eps = DEFAULTS["eps"] if kind == "identity" else _eps(kind, squared[0], factors[0])
@@ -60,19 +60,19 @@ def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]
             )
             # "eps_outside" without eps is "paper".
             if off < CLOSE and (kind, eps) != ("eps_outside", SMALLEST_EPS):
-                found.append((off, Fit(softmax, leaky, kind, eps)))
+                fitting.append((off, Fit(softmax, leaky, kind, eps)))
     # Equally good fits keep their order: the paper first.
-    return [fit for _, fit in sorted(found, key=lambda each: round(each[0], 6))]
+    return [fit for _, fit in sorted(fitting, key=lambda fit: round(fit[0], 6))]
 
 
-def options(found: list[Fit]) -> Iterator[dict[str, Any]]:
+def options(fitting: list[Fit]) -> Iterator[dict[str, Any]]:
     """Options to try, common ones first."""
     kinds: list[dict[str, Any]] = []
-    for each in found:
-        kinds.append(each._asdict())
-        if each.squash == "identity":
+    for fit in fitting:
+        kinds.append(fit._asdict())
+        if fit.squash == "identity":
             kinds += [
-                {**each._asdict(), "squash": kind, "eps": eps, "squash_last": False}
+                {**fit._asdict(), "squash": kind, "eps": eps, "squash_last": False}
                 for kind, eps in product((kind for kind in RADIAL if kind != "identity"), USUAL_EPS)
             ]
     for num_iterations, averaged, kind in product((3, 2, 4, 1, *range(5, MOST_ITERATIONS + 1)), (False, True), kinds):
@@ -94,7 +94,7 @@ def _round(eps: float) -> float:
     if eps < 1e3 * SMALLEST_EPS:
         return SMALLEST_EPS
     written = [float(f"{eps:.0e}"), torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps]
-    return next((each for each in written if abs(eps / each - 1) < 1e-3), eps)
+    return next((number for number in written if abs(eps / number - 1) < 1e-3), eps)
 
 
 def off_direction(v: Tensor, total: Tensor) -> float:

@@ -40,14 +40,14 @@ def kept(value: Any, reason: str) -> Any:
     """
     memo: dict[int, Any] = {}
     try:
-        found = copy.deepcopy(value, memo)
+        copied_value = copy.deepcopy(value, memo)
     except Exception:  # other people's classes
-        found = None
+        copied_value = None
     # deepcopy keeps there what it made copies of.
-    inner = [each for each in memo.get(id(memo), []) if isinstance(each, (Tensor, nn.Module))]
-    if inner or not same(value, found):
+    inner = [copied for copied in memo.get(id(memo), []) if isinstance(copied, (Tensor, nn.Module))]
+    if inner or not same(value, copied_value):
         raise LeftAloneError(reason.format(f"a {type(inner[0] if inner else value).__name__}"))
-    return found
+    return copied_value
 
 
 def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
@@ -142,6 +142,6 @@ def _dotted(path: str, name: str) -> str:
 
 def _of_class(kind: type[nn.Module], wanted: Any) -> list[str]:
     """Names of the attributes of a class and its bases that are of this type, without torch's classes."""
-    own = [each for each in kind.__mro__ if each is not object and not each.__module__.startswith("torch.")]
-    names = {name: None for each in own for name in vars(each) if not name.startswith(("__", "_abc_", "_capsfast"))}
+    bases = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
+    names = {name: None for base in bases for name in vars(base) if not name.startswith(("__", "_abc_", "_capsfast"))}
     return [name for name in names if isinstance(inspect.getattr_static(kind, name), wanted)]

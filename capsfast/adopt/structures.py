@@ -25,21 +25,21 @@ def orders(
         return
     length, rest = shape[0], shape[1:]
     if length == 1:
-        for order, found in orders(rest, wanted, sizes, optional, merged):
-            yield "1" + order, found
+        for order, rest_of_order in orders(rest, wanted, sizes, optional, merged):
+            yield "1" + order, rest_of_order
     for letter in wanted:
         if sizes.get(letter, length) == length:
             known = {**sizes, letter: length}
-            for order, found in orders(rest, wanted.replace(letter, ""), known, optional, merged):
-                yield letter + order, found
+            for order, rest_of_order in orders(rest, wanted.replace(letter, ""), known, optional, merged):
+                yield letter + order, rest_of_order
     if not merged:
         return
     inner = wanted.replace("B", "")
-    for group in (each for count in (2, 3) for each in permutations(inner, count)):
+    for group in (permutation for count in (2, 3) for permutation in permutations(inner, count)):
         left = "".join(letter for letter in wanted if letter not in group)
         for known in _factors(length, group, sizes):
-            for order, found in orders(rest, left, known, optional, merged - 1):
-                yield f"({''.join(group)}){order}", found
+            for order, rest_of_order in orders(rest, left, known, optional, merged - 1):
+                yield f"({''.join(group)}){order}", rest_of_order
 
 
 def _factors(length: int, group: tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -64,28 +64,30 @@ def calls(
     name: str | None, weight: tuple[int, ...], u: tuple[int, ...], output: tuple[int, ...]
 ) -> list[Identification]:
     """Calls that fit the shapes of weight, input and output; the simplest first. Without a name u are votes."""
-    found = [
-        Identification(name, weight_order, input_order, output_order, Sizes(*(sizes.get(each, 0) for each in "IJDK")))
+    identifications = [
+        Identification(
+            name, weight_order, input_order, output_order, Sizes(*(sizes.get(letter, 0) for letter in "IJDK"))
+        )
         for output_order, of_output in orders(output, "BJD", {"B": u[0]})
         for input_order, of_input in orders(u, "BIJD" if name is None else "BIK", of_output)
         if input_order.startswith("B")
         for weight_order, sizes in orders(weight, "" if name is None else "IJDK", of_input, optional="IJ")
     ]
-    return sorted(dict.fromkeys(found), key=_simplicity)
+    return sorted(dict.fromkeys(identifications), key=_simplicity)
 
 
-def roles(name: str, shape: tuple[int, ...], found: Identification) -> Iterator[Identification]:
+def roles(name: str, shape: tuple[int, ...], identification: Identification) -> Iterator[Identification]:
     """The call with this tensor as logits or as bias, in every order that its shape allows."""
     for role, wanted in (("logits", "IJ"), ("bias", "JD")):
-        if getattr(found, role) is None:
-            for order, _ in orders(shape, wanted, found.sizes._asdict(), optional=wanted):
+        if getattr(identification, role) is None:
+            for order, _ in orders(shape, wanted, identification.sizes._asdict(), optional=wanted):
                 named: dict[str, Any] = {role: name, f"{role}_order": order}
-                yield replace(found, **named)
+                yield replace(identification, **named)
 
 
-def _simplicity(found: Identification) -> tuple[int, ...]:
+def _simplicity(identification: Identification) -> tuple[int, ...]:
     """Sort key: fewest merged and missing axes first, then larger D: any direction fits a capsule of one number."""
-    orders_of = (found.weight_order, found.input_order, found.output_order)
+    orders_of = (identification.weight_order, identification.input_order, identification.output_order)
     merged = sum(len(axis) > 1 for order in orders_of for axis in axes(order))
-    missing = 0 if found.weight is None else sum(letter not in found.weight_order for letter in "IJ")
-    return merged + missing, -found.sizes.D
+    missing = 0 if identification.weight is None else sum(letter not in identification.weight_order for letter in "IJ")
+    return merged + missing, -identification.sizes.D

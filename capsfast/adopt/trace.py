@@ -112,20 +112,20 @@ def trace(
     def both(upstream: Tensor, *tensors: Tensor) -> Any:
         with torch.enable_grad():
             leaves = {
-                name: each.detach().requires_grad_(given[name].requires_grad)
-                for name, each in zip(names, tensors, strict=True)
+                name: tensor.detach().requires_grad_(given[name].requires_grad)
+                for name, tensor in zip(names, tensors, strict=True)
             }
             outputs = run(leaves)
             if symbolic:
                 return outputs, ()
-            wanted = [each for each in leaves.values() if each.requires_grad]
+            wanted = [leave for leave in leaves.values() if leave.requires_grad]
             direction = upstream.expand(outputs[0].shape)
             return outputs, torch.autograd.grad(outputs[0], wanted, direction, allow_unused=True)
 
     mode: Literal["symbolic", "fake"] = "symbolic" if symbolic else "fake"
     try:
-        made = make_fx(both, tracing_mode=mode, _allow_non_fake_inputs=True)(
-            upstream, *(each.detach() for each in given.values())
+        program = make_fx(both, tracing_mode=mode, _allow_non_fake_inputs=True)(
+            upstream, *(tensor.detach() for tensor in given.values())
         )
     except GuardOnDataDependentSymNode as error:
         raise BranchError from error
@@ -135,7 +135,7 @@ def trace(
         raise UntraceableError(first_line(error)) from error
     except Exception as error:  # other people's code on tensors without numbers; TorchScript
         raise UntraceableError(first_line(error)) from error
-    graph = made.graph
+    graph = program.graph
     first, *rest = graph.find_nodes(op="placeholder")
     places = dict(zip(rest, names, strict=True))
     ends: Any = graph.output_node().args[0]
@@ -144,7 +144,7 @@ def trace(
     needed = forward | _behind(gradients)
     data = {first, *(node for node, name in places.items() if name in set(numbers))}
     for node in graph.nodes:
-        if any(each in data for each in node.all_input_nodes):
+        if any(source in data for source in node.all_input_nodes):
             data.add(node)
     ours = [node for node in graph.nodes if node in needed and isinstance(node.target, OpOverload)]
     thresholds = [_name(node) for node in ours if _has_threshold(node, data, node not in forward)]
@@ -152,10 +152,10 @@ def trace(
     return Trace(
         frozenset(name for node, name in places.items() if node in needed),
         any(_name(node) in RANDOM for node in ours),
-        any(node in needed and not _is_literal(made, node) for node in graph.find_nodes(op="get_attr")),
+        any(node in needed and not _is_literal(program, node) for node in graph.find_nodes(op="get_attr")),
         tuple(dict.fromkeys(thresholds)),
         tuple(_conditions(symbol.meta["val"])) if symbolic else (),
-        tuple(_program(made, [node for node in graph.nodes if node in needed])),
+        tuple(_program(program, [node for node in graph.nodes if node in needed])),
         tuple(name for name, _ in itertools.groupby(map(_name, ours))),
     )
 
@@ -167,14 +167,14 @@ def first_line(error: BaseException) -> str:
 
 def _behind(ends: Any) -> set[fx.Node]:
     """All nodes that the ends depend on, and the ends."""
-    left = [each for each in ends if isinstance(each, fx.Node)]
-    found: set[fx.Node] = set()
+    left = [end for end in ends if isinstance(end, fx.Node)]
+    behind: set[fx.Node] = set()
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in behind:
+            behind.add(node)
             left += node.all_input_nodes
-    return found
+    return behind
 
 
 def _name(node: fx.Node) -> str:
@@ -184,20 +184,20 @@ def _name(node: fx.Node) -> str:
     return name.removesuffix("_") if library == "aten" else f"{library}::{name}"
 
 
-def _program(made: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[str]:
+def _program(program: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[str]:
     """The nodes as text, with numbers instead of names, which depend on operations that nothing needs."""
     numbers = {node: f"%{n}" for n, node in enumerate(nodes)}
     for node in nodes:
         if node.op == "placeholder":
             yield node.name
         else:
-            given = fx.map_arg((node.args, node.kwargs), lambda each: numbers[each])
-            yield f"{node.target}{given}"
+            arguments = fx.map_arg((node.args, node.kwargs), lambda source: numbers[source])
+            yield f"{node.target}{arguments}"
 
 
 def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:
     name = _name(node)
-    if not any(each in data for each in node.all_input_nodes) or name.startswith(f"{NAMESPACE}::"):
+    if not any(source in data for source in node.all_input_nodes) or name.startswith(f"{NAMESPACE}::"):
         return False
     if name == "_to_copy":
         dtype: Any = node.kwargs.get("dtype", torch.float32)
@@ -205,15 +205,15 @@ def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:
     if name == "div" and node.kwargs.get("rounding_mode") is not None:
         return True
     if name in WITH_BOUND:
-        bounds = [each for each in node.args[1:] if each is not None]
-        return not all(isinstance(each, (int, float)) and 0 < each <= TINY for each in bounds)
+        bounds = [value for value in node.args[1:] if value is not None]
+        return not all(isinstance(bound, (int, float)) and 0 < bound <= TINY for bound in bounds)
     return not (name in SMOOTH or name in RANDOM or (backward and name in IN_BACKWARD))
 
 
-def _is_literal(made: fx.GraphModule, node: fx.Node) -> bool:
+def _is_literal(program: fx.GraphModule, node: fx.Node) -> bool:
     """Whether the node is a literal number such as ``torch.tensor(0.5)``; several numbers may come from an array."""
     copied = all(isinstance(user.target, OpOverload) and _name(user) == "lift_fresh_copy" for user in node.users)
-    return copied and getattr(made, str(node.target)).numel() == 1
+    return copied and getattr(program, str(node.target)).numel() == 1
 
 
 def _conditions(u: Tensor) -> Iterator[str]:
@@ -227,7 +227,7 @@ def _conditions(u: Tensor) -> Iterator[str]:
     for guard in shapes.guards:
         if symbol not in guard.expr.free_symbols:
             continue
-        others = {each: hints[each] for each in guard.expr.free_symbols - {symbol}}
+        others = {other: hints[other] for other in guard.expr.free_symbols - {symbol}}
         asked = guard.expr.subs(others)
         if any(not operator.truth(asked.subs({symbol: number})) for number in BATCHES):
             yield str(asked).replace(str(symbol), "B")

@@ -109,8 +109,8 @@ class Trial:
         # A hook such as torch.nn.utils.weight_norm computes a tensor from parameters. The probe has no hooks, so this
         # tensor is a leaf there.
         read = (self.probe.tensor(name) for name in candidate.names)
-        computed = [each.requires_grad_() for each in read if each.is_leaf and each.is_floating_point()]
-        parameters = [each for each in self.probe.layer.parameters() if each.requires_grad]
+        computed = [tensor.requires_grad_() for tensor in read if tensor.is_leaf and tensor.is_floating_point()]
+        parameters = [parameter for parameter in self.probe.layer.parameters() if parameter.requires_grad]
         leaves = [*dict.fromkeys([inputs.u, *parameters, *computed])]
         own = self.probe.results(inputs, candidate.entries)
         ours = candidate.results(self.probe.tensors(), inputs.u, *inputs.others, backend=backend_for(inputs))
@@ -118,11 +118,11 @@ class Trial:
         gradients = []
         for results in (own, ours):
             # A coupling may have none: it is detached, or there is one iteration.
-            ends = [(each, way) for each, way in zip(results, directions, strict=True) if each.requires_grad]
+            ends = [(tensor, way) for tensor, way in zip(results, directions, strict=True) if tensor.requires_grad]
             outputs, ways = zip(*ends, strict=True)
             gradients.append(torch.autograd.grad(outputs, leaves, ways, allow_unused=True, materialize_grads=True))
         wanted, got = gradients
-        return max(relative(mine, right) for mine, right in zip(got, wanted, strict=True))
+        return max(relative(of_layer, right) for of_layer, right in zip(got, wanted, strict=True))
 
 
 def backend_for(inputs: Inputs) -> str | None:
@@ -141,5 +141,5 @@ def relative(one: Tensor, other: Tensor) -> float:
     if one.numel() == 0:
         return 0.0
     one, other = one.detach().double(), other.detach().double()
-    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
-    return found if found == found else float("inf")
+    difference = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
+    return difference if difference == difference else float("inf")

@@ -65,20 +65,20 @@ class Candidate:
 
 def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Candidate]:
     """Modules whose calls look like routing, outer modules first. Runs the model in evaluation mode."""
-    found: dict[nn.Module, Candidate] = {}
+    by_layer: dict[nn.Module, Candidate] = {}
     running: list[nn.Module] = []
     # A hook on a module inside a fused layer would make the layer run its own forward.
-    inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.modules()}
-    watched = {each for each in inside if not isinstance(each, FusedLayer)}
+    inside = {module for fused in model.modules() if isinstance(fused, FusedLayer) for module in fused.modules()}
+    watched = {module for module in inside if not isinstance(module, FusedLayer)}
     handles: list[RemovableHandle] = []
     thread = threading.get_ident()
 
     def watch(module: nn.Module) -> None:
-        for each in module.modules():
-            if each not in watched and _may_route(each):
-                watched.add(each)
-                handles.append(each.register_forward_pre_hook(enter))
-                handles.append(each.register_forward_hook(see, with_kwargs=True))
+        for inner in module.modules():
+            if inner not in watched and _may_route(inner):
+                watched.add(inner)
+                handles.append(inner.register_forward_pre_hook(enter))
+                handles.append(inner.register_forward_hook(see, with_kwargs=True))
 
     def register(module: nn.Module, name: str, value: object) -> None:
         if threading.get_ident() == thread:
@@ -93,13 +93,15 @@ def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Cand
             return
         while layer in running and running.pop() is not layer:  # a call that failed, whose error the model caught
             pass
-        u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        results = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
-        likely = [each for each in results if u is not None and looks_like_routing(u, each)]
-        if u is None or not likely or layer in found:
+        u = next((tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)), None)
+        results = [
+            tensor for tensor in (output if isinstance(output, tuple) else (output,)) if isinstance(tensor, Tensor)
+        ]
+        likely = [result for result in results if u is not None and looks_like_routing(u, result)]
+        if u is None or not likely or layer in by_layer:
             return
-        v = max(likely, key=lambda each: each.dim() > 2)  # rather capsules than their lengths
-        candidate = found[layer] = Candidate(layer, (tuple(u.shape), tuple(v.shape)), autocast_of(u))
+        v = max(likely, key=lambda tensor: tensor.dim() > 2)  # rather capsules than their lengths
+        candidate = by_layer[layer] = Candidate(layer, (tuple(u.shape), tuple(v.shape)), autocast_of(u))
         candidate.around = tuple(running)
         try:
             candidate.signature, candidate.given = Signature.of(layer, args, kwargs)
@@ -110,7 +112,7 @@ def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Cand
         for module in before.modules:
             watch(module)
         # The run may build modules, or call modules that it makes each time.
-        handles += [each(register) for each in REGISTRATIONS]
+        handles += [registration(register) for registration in REGISTRATIONS]
         # Compiled parts run eagerly: a hook inside one would compile it again.
         with random_state_kept(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model.eval()
@@ -124,14 +126,18 @@ def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Cand
     before.keep_built()
     ordered = []
     named = {module: name for name, module in model.named_modules()}
-    nameless = sorted((each for each in found if each not in named), key=lambda each: len(found[each].around))
+    nameless = sorted(
+        (layer for layer in by_layer if layer not in named), key=lambda layer: len(by_layer[layer].around)
+    )
     for module in (*named, *nameless):
-        inner = [found[each] for each in module.modules() if each is not module and each in found]
+        inner = [by_layer[part] for part in module.modules() if part is not module and part in by_layer]
         # Around a layer of capsfast there is nothing to fuse.
-        around = not ours(type(module)) and any(ours(type(each.layer)) and _routes(each) for each in inner)
-        if module in found and not around and _routes(found[module]):
-            found[module].name, found[module].nameless = named.get(module, ""), module not in named
-            ordered.append(found[module])
+        around = not ours(type(module)) and any(
+            ours(type(candidate.layer)) and _routes(candidate) for candidate in inner
+        )
+        if module in by_layer and not around and _routes(by_layer[module]):
+            by_layer[module].name, by_layer[module].nameless = named.get(module, ""), module not in named
+            ordered.append(by_layer[module])
     return ordered
 
 
@@ -151,12 +157,12 @@ def looks_like_routing(u: Tensor, v: Tensor) -> bool:
     if not (u.is_floating_point() and v.is_floating_point()) or u.dim() < 3 or u.numel() == 0:
         return False
     B = u.shape[0]
-    given, made = axes_of(u.shape[1:]), axes_of(v.shape)
+    sizes_in, sizes_out = axes_of(u.shape[1:]), axes_of(v.shape)
     if B != 1:
-        if B not in made:
+        if B not in sizes_out:
             return False
-        made.remove(B)
-    return len(made) in (1, 2) and len(given) in (1, 2, 3)
+        sizes_out.remove(B)
+    return len(sizes_out) in (1, 2) and len(sizes_in) in (1, 2, 3)
 
 
 def _routes(candidate: Candidate) -> bool:
@@ -166,11 +172,13 @@ def _routes(candidate: Candidate) -> bool:
         return True
     if any(isinstance(module, NO_ROUTING) for module in layer.modules()):
         return False
-    shapes = {tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()) if len(axes_of(each.shape)) > 1}
+    shapes = {
+        tuple(tensor.shape) for tensor in (*layer.parameters(), *layer.buffers()) if len(axes_of(tensor.shape)) > 1
+    }
     for shape in shapes:
-        for found in structures.calls("", shape, *candidate.shapes):
+        for call in structures.calls("", shape, *candidate.shapes):
             # A shared weight with I = J is probably a linear layer or attention, not routing.
-            if set("IJ") & set(found.weight_order) or found.sizes.I != found.sizes.J:
+            if set("IJ") & set(call.weight_order) or call.sizes.I != call.sizes.J:
                 return True
     votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.calls(None, (), *candidate.shapes)
-    return any(found.sizes.I > 1 for found in votes)
+    return any(call.sizes.I > 1 for call in votes)

@@ -145,10 +145,10 @@ def open_learner(path: Path | str, content: dict[str, Any] | None = None) -> Lea
     """
     content = content or read_checkpoint(path)
     held, tensors = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY], content["state_dict"]
-    return _votes_of("capsfast.train.open_checkpoint", str(path), held, tensors)
+    return _built("capsfast.train.open_checkpoint", str(path), held, tensors)
 
 
-def _votes_of(op: str, source: str, held: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
+def _built(op: str, source: str, held: dict[str, Any], tensors: dict[str, Tensor]) -> Learner:
     with made_from(op, source):
         learner = Learner(**held)
     load_weights(op, source, learner, tensors)
@@ -220,4 +220,4 @@ def open_pretrained(model: str, name: str) -> Learner:
             that are not square.
     """
     op = "capsfast.train.open_pretrained"
-    return _votes_of(op, name, *read_pretrained(op, model, name))
+    return _built(op, name, *read_pretrained(op, model, name))
