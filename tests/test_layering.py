@@ -114,3 +114,12 @@ def test_paths_of_the_page_exist() -> None:
     paths = set(re.findall(r"`((?:capsfast|csrc|tests|benchmarks|docs|examples)/[\w/.*]*)`", text))
     assert len(paths) >= 20
     assert [path for path in sorted(paths) if not list(ROOT.glob(path))] == []
+
+
+def test_the_page_names_tests_of_every_part() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("### I changed this file")[2].partition("\n## ")[0]
+    changed = "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    parts = {node for node in graph(part) if not node.startswith("_")}
+    assert sorted(node for node in parts if not re.search(rf"capsfast/{node}[/.`]", changed)) == []
+    folders = {folder.name for folder in (ROOT / "csrc").iterdir() if folder.is_dir()}
+    assert sorted(folder for folder in folders if f"csrc/{folder}/" not in changed) == []
