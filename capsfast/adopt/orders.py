@@ -108,8 +108,7 @@ def check(op: str, name: str, tensor: object, axes: tuple[str, ...]) -> Tensor:
     """The tensor, if it has these axes; raises an error otherwise."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor {spelled(axes)}, got {type(tensor).__name__}")
-    if tensor.dim() != len(axes) or (
-        "1" in axes and any(axis == "1" and size != 1 for axis, size in zip(axes, tensor.shape, strict=True))
-    ):
+    sizes = [size for axis, size in zip(axes, tensor.shape, strict=False) if axis == "1"]
+    if tensor.dim() != len(axes) or sizes.count(1) < len(sizes):
         raise ValueError(f"{op}: {name} must be {spelled(axes)}, got {checks.shape_of(tensor)}")
     return tensor
