@@ -142,8 +142,8 @@ class Scaled(Routing):
 
 
 class Optional(Routing):
-    def __init__(self, *sizes: int, **made: Any) -> None:
-        super().__init__(*sizes, **made)
+    def __init__(self, *sizes: int, **factory_kwargs: Any) -> None:
+        super().__init__(*sizes, **factory_kwargs)
         self.register_parameter("scale", None)
         self.register_buffer("shift", None)
 

@@ -255,7 +255,7 @@ class Mean(Routing):
 
 
 def test_a_routing_of_ones_own() -> None:
-    for routing in (Mean, lambda *sizes, **made: Mean(*sizes, **made)):
+    for routing in (Mean, lambda *sizes, **factory_kwargs: Mean(*sizes, **factory_kwargs)):
         layer = RoutedCaps(I, J, K, D, routing=routing, dtype=torch.float64)
         u, _ = inputs()
         plain.assert_same(layer(u).poses, plain.votes(u, layer.W).mean(1) / J)
@@ -276,7 +276,7 @@ class Bare(Mean):
 
 def test_a_routing_without_the_options_that_a_layer_adds() -> None:
     assert isinstance(RoutedCaps(I, J, K, D, routing=Bare, device=None).routing, Bare)
-    message = r"has no option dtype; it has backend; its __init__ must take \*\*made and hand it on"
+    message = r"has no option dtype; it has backend; its __init__ must take \*\*factory_kwargs and hand it on"
     with pytest.raises(TypeError, match=message):
         RoutedCaps(I, J, K, D, routing=Bare, dtype=torch.float64)
 

@@ -15,12 +15,12 @@ def takes_iterations(name: str) -> bool:
     return "num_iterations" in options_of(ROUTINGS[name])
 
 
-def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Routing:
+def make(name: str, I: int, J: int, K: int, D: int, r: int, **factory_kwargs: Any) -> Routing:
     """The routing for these sizes; r is the number of iterations, 0 for a routing without iterations."""
     options: dict[str, Any] = {"num_iterations": r} if r else {}
     if "batch_norm" in options_of(ROUTINGS[name]):
         options["batch_norm"] = False  # it can't train on one sample, which the tables have
-    return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
+    return make_routing("capsfast bench", name, I, J, K, D, **options, **factory_kwargs)
 
 
 def stored(u: Tensor, weight: Tensor) -> Votes:
