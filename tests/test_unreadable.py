@@ -72,10 +72,6 @@ def put(content: bytes, path: Path) -> None:
     path.write_bytes(content)
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
 def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -96,17 +92,13 @@ def halved(path: Path) -> None:
     path.write_bytes(content[:half])
 
 
-def forbidden(path: Path) -> None:
-    path.chmod(0)
-
-
 BYTES = {
     "empty": b"",
     "zeros": bytes(4096),
     "binary": bytes(range(256)) * 8,
+    "words": b"no such thing",
     "latin-1": 'gr\xfc\xdfe: "\xe4"\n'.encode("latin-1"),
     "utf-16": '{"a": 1}'.encode("utf-16"),
-    "words": b"no such thing",
     "pickle": pickle.dumps({"state_dict": {}}),
     "list": b"[1, 2]",
     "number": b"3",
@@ -115,15 +107,11 @@ BYTES = {
     "digits": b'{"image_size": ' + b"1" * 5000 + b"}",
 }
 BROKEN: dict[str, Defect] = {name: partial(put, content) for name, content in BYTES.items()}
-BROKEN |= {"halved": halved, "forbidden": forbidden}
-ABSENT: dict[str, Defect] = {"missing": missing, "folder": folder, "loop": loop}
+BROKEN |= {"halved": halved, "forbidden": lambda path: path.chmod(0)}
+ABSENT: dict[str, Defect] = {"missing": Path.unlink, "folder": folder, "loop": loop}
 
 
 # What the content becomes.
-def given(**more: Any) -> Change:
-    return lambda content: {**content, **more}
-
-
 def without(name: str) -> Change:
     return lambda content: {key: value for key, value in content.items() if key != name}
 
@@ -134,15 +122,15 @@ def of(part: str, change: Change) -> Change:
 
 def values(name: str, *several: Any, part: str | None = None) -> dict[str, Change]:
     """The name with each of the values."""
-    changes = {f"{name}={value}": given(**{name: value}) for value in several}
+    changes = {f"{name}={value}": lambda content, value=value: {**content, name: value} for value in several}
     return changes if part is None else {key: of(part, change) for key, change in changes.items()}
 
 
 def weights(name: str) -> dict[str, Change]:
     return {
         "without": without(name),
-        "extra": given(more=torch.ones(3)),
-        "mis-shaped": given(**{name: torch.ones(4, 1, 3, 5)}),
+        "extra": lambda content: {**content, "more": torch.ones(3)},
+        "mis-shaped": lambda content: {**content, name: torch.ones(4, 1, 3, 5)},
         "no weights": lambda content: {},
     }
 
@@ -327,7 +315,7 @@ def test_the_sentence(
         each.chmod(0o777)
     monkeypatch.chdir(tmp_path)
     defect(Path(file))
-    with as_nobody() if defect is forbidden else nullcontext():
+    with as_nobody() if defect is BROKEN["forbidden"] else nullcontext():
         if isinstance(entry, tuple):
             result = run(*entry)
             assert result.exit_code == 1 and not result.stdout, result.output
