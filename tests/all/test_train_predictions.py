@@ -40,12 +40,9 @@ def test_predictions(folder: Path, kind: str) -> None:
     assert titles == [", ".join(map(str, each)) for each in best[:9]]
 
 
-def test_predictions_need_classes_and_mistakes(folder: Path) -> None:
+def test_predictions_need_mistakes(folder: Path) -> None:
     images = ImageData(str(folder))
-    with pytest.raises(ValueError, match="classes is needed; this network, autoencoder, has no classes"):
-        train.predictions(learner_for(images, "autoencoder"), images.sets.test, 3)
-    learner = learner_for(images)
-    test = images.sets.test
+    learner, test = learner_for(images), images.sets.test
     test.labels.copy_(learner.eval().classify(test.batch(torch.arange(len(test))).images).activations.argmax(1))
     with pytest.raises(ValueError, match="no image is misclassified"):
-        train.predictions(learner, images.sets.test, 3, wrong=True)
+        train.predictions(learner, test, 3, wrong=True)
