@@ -221,24 +221,20 @@ def linked(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-@pytest.mark.parametrize(
-    ("train", "test"),
-    [
-        *(("train", name) for name in ("test", "valid", "val", "dev", "eval")),
-        *(("Train", "Test"), ("TRAINING", "Validation"), ("training", "testing"), ("training_set", "test_set")),
-        *(("train2017", "val2017"), ("Train Data", "evaluation")),
-    ],
-)
-def test_parts_of_a_split_by_any_usual_name(tmp_path: Path, train: str, test: str) -> None:
+NAMES = ["train test", "train valid", "train val", "train dev", "train eval", "Train Test", "TRAINING Validation"]
+NAMES += ["training testing", "training_set test_set", "train2017 val2017", "Train_Data evaluation"]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_parts_of_a_split_by_any_usual_name(tmp_path: Path, names: str) -> None:
+    train, test = (name.replace("_D", " D") for name in names.split())
     drawn(tmp_path, train, test)
-    split = data.load(str(tmp_path))
+    split, sets = data.load(str(tmp_path)), data.open_sets(str(tmp_path))
     assert [split.train.name, split.test.name] == [str(tmp_path / train), str(tmp_path / test)]
     assert len(split.train) == len(split.test) == 8 and split.train.classes == split.test.classes == ["cat", "dog"]
     # Images for validation are for tests too if there are no others.
     is_test = "test" in test.lower()
-    assert split.val is (None if is_test else split.test)
-    sets = data.open_sets(str(tmp_path))
-    assert sets.val is (None if is_test else sets.test)
+    assert split.val is (None if is_test else split.test) and sets.val is (None if is_test else sets.test)
 
 
 def tabled(folder: Path, *lines: str) -> Path:
@@ -290,24 +286,23 @@ def three() -> Any:
     return tensors(6), tensors(4), tensors(2)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        parts_of_a_folder,
-        parts_of_a_table,
-        lambda path: parts_of_a_table(path, "/labels.csv"),
-        parts_of_arrays,
-        lambda path: parts_of_arrays(path, "{}_images", "{}_labels"),
-        lambda path: f"{__name__}.with_split",
-        lambda path: f"{__name__}.three",
-        lambda path: three(),
-    ],
-)
+FORMATS: list[Callable[[Path], Any]] = [
+    parts_of_a_folder,
+    parts_of_a_table,
+    lambda path: parts_of_a_table(path, "/labels.csv"),
+    parts_of_arrays,
+    lambda path: parts_of_arrays(path, "{}_images", "{}_labels"),
+    lambda path: f"{__name__}.with_split",
+    lambda path: f"{__name__}.three",
+    lambda path: three(),
+]
+
+
+@pytest.mark.parametrize("made", FORMATS)
 def test_the_three_parts_of_every_format(tmp_path: Path, made: Callable[[Path], Any]) -> None:
     given = made(tmp_path)
     split = data.load(given)
-    assert split.val is not None
-    assert [each.labels.sort().values.tolist() for each in split] == [[0] * n + [1] * n for n in (3, 2, 1)]
+    assert [part and part.labels.sort().values.tolist() for part in split] == [[0] * n + [1] * n for n in (3, 2, 1)]
     names = zip(("train", "val", "test"), given, strict=True) if isinstance(given, tuple) else [("data", given)]
     images = ImageData(**dict(names), batch_size=6)
     loaders = images.train_dataloader(), images.val_dataloader(), images.test_dataloader()
@@ -329,24 +324,20 @@ def test_images_held_out(tmp_path: Path, kind: str) -> None:
     images = torch.arange(60, dtype=torch.uint8)[:, None, None].expand(60, 8, 8) * 4
     np.savez(tmp_path / "x.npz", images=images.numpy(), labels=np.arange(60) % 3)
     name = f"{kind}{tmp_path / 'x.npz'}"
-    whole = data.open_sets(name)
+    whole, seen, rows = data.open_sets(name), [], torch.arange(12)
     assert whole.val is None
-    ones = stacked(whole.train.source)[:, 0, 0, 0]
-    seen = []
     for seed in (0, 0, 1):
         sets = ImageData(name, hold_out=0.25, seed=seed).sets
         assert sets.val is not None and len(sets.val) == 12 and len(sets.train) == 36 and len(sets.test) == 12
         assert torch.bincount(sets.val.labels).tolist() == [4, 4, 4] and sets.sizes == whole.sizes
-        train, val = (stacked(each.source)[:, 0, 0, 0] for each in (sets.train, sets.val))
+        train, val, ones = (stacked(part.source)[:, 0, 0, 0] for part in (sets.train, sets.val, whole.train))
         assert torch.equal(torch.cat([train, val]).sort().values, ones.sort().values)
         seen.append(val.tolist())
-        rows = torch.arange(12)
         assert torch.equal(sets.val.batch(rows).images, sets.val.batch(rows, 5).images)
         assert not torch.equal(sets.train.batch(rows).images, sets.train.batch(rows, 5).images)
-        if kind == "multi:":
-            for part, own in ((sets.train, train), (sets.val, val)):
-                pixels = part.batch(torch.arange(len(part))).parts
-                assert pixels is not None and torch.isin(pixels.flatten(2).amax(2), own).all()
+        for part, own in ((sets.train, train), (sets.val, val)) if kind == "multi:" else ():
+            pixels = part.batch(torch.arange(len(part))).parts
+            assert pixels is not None and torch.isin(pixels.flatten(2).amax(2), own).all()
     assert seen[0] == seen[1] != seen[2]
     with pytest.raises(ValueError, match=r"must have two classes of at least 51 images to set 0.01 of them apart"):
         data.open_sets(name, hold_out=0.01)
