@@ -167,27 +167,12 @@ PRETRAINED, OPENED, RESUMED = (
     ("train --resume",),
 )
 GROUPS: list[tuple[str, tuple[str, ...], dict[str, Defect]]] = [
-    (
-        CONFIG,
-        PRETRAINED,
-        BROKEN
-        | ABSENT
-        | changes(
-            {"another network": lambda _: {"conv_channels": 4, "types": 2}, "lacks": without("conv_channels")},
-            values("colour", "red"),
-            values("strides", *WRONG),
-            values("num_classes", *WRONG, 4, 10**30),
-        ),
-    ),
-    (
-        WEIGHTS,
-        PRETRAINED,
-        BROKEN
-        | ABSENT
-        | changes(weights("convs.0.weight"))
-        | {f"names {names}": partial(named, names) for names in ("a, b", "3", "[1, 2, 3]")}
-        | {"header": partial(put, (9).to_bytes(8, "little") + b"not JSON!" + bytes(90))},
-    ),
+    (CONFIG, PRETRAINED, BROKEN | ABSENT | changes(values("colour", "red"), values("strides", *WRONG))),
+    (CONFIG, PRETRAINED, changes(values("num_classes", *WRONG, 4, 10**30), {"lacks": without("conv_channels")})),
+    (CONFIG, PRETRAINED, changes({"another network": lambda _: {"conv_channels": 4, "types": 2}})),
+    (WEIGHTS, PRETRAINED, BROKEN | ABSENT | changes(weights("convs.0.weight"))),
+    (WEIGHTS, PRETRAINED, {f"names {names}": partial(named, names) for names in ("a, b", "3", "[1, 2, 3]")}),
+    (WEIGHTS, PRETRAINED, {"header": partial(put, (9).to_bytes(8, "little") + b"not JSON!" + bytes(90))}),
     (WEIGHTS, PRETRAINED[1:], {"too few names": partial(named, '["a"]')}),
     (
         CHECKPOINT,
@@ -198,18 +183,18 @@ GROUPS: list[tuple[str, tuple[str, ...], dict[str, Defect]]] = [
             {"state dict alone": lambda content: content["state_dict"]},
             *(values(key, None, [1], 1.5) for key in ("state_dict", MODEL, DATA, *OF_LIGHTNING)),
             {name: of("state_dict", change) for name, change in weights("model.conv.weight").items()},
-            values("colour", "red", part=MODEL),
-            values("colour", "red", part=DATA),
+            *(values("colour", "red", part=part) for part in (MODEL, DATA)),
         ),
     ),
     (
         CHECKPOINT,
         (*OPENED, "validate"),
         changes(
-            values("model", *WRONG, part=MODEL),
-            values("num_classes", *WRONG, part=MODEL),
-            values("class_names", ["a"], 3, part=MODEL),
-            values("lr", None, -1, "text", part=MODEL),
+            *(values(name, *WRONG, part=MODEL) for name in ("model", "num_classes")),
+            *(
+                values(name, *wrong, part=MODEL)
+                for name, wrong in {"class_names": (["a"], 3), "lr": (None, -1, "text")}.items()
+            ),
         ),
     ),
     (
@@ -232,28 +217,15 @@ GROUPS: list[tuple[str, tuple[str, ...], dict[str, Defect]]] = [
             values("lr", *WRONG[:2], *WRONG[3:], part="model"),
             values("data", "text", [1], part="data"),
             values("devices", -1, "text", part="trainer"),
-            values("patience", *WRONG[2:]),
-            values("best", 3, "text"),
         ),
     ),
-    (
-        OPTIONS,
-        RESUMED,
-        BROKEN
-        | changes(
-            values("trainer", 3, "text", [1], {"max_epochs": "text"}),
-            values("patience", *WRONG[2:]),
-            values("best", 3, "text"),
-        ),
-    ),
+    (OPTIONS, RESUMED, BROKEN | changes(values("trainer", 3, "text", [1], {"max_epochs": "text"}))),
+    (OPTIONS, ("fit --config", *RESUMED), changes(values("patience", *WRONG[2:]), values("best", 3, "text"))),
     (ARRAYS, ("load", "train --data"), BROKEN),
     (TABLE, ("load table",), BROKEN),
     (PICTURE, ("predict",), BROKEN | ABSENT),
-    (
-        RECORD,
-        ("report",),
-        BROKEN | ABSENT | changes({"lacks": without("rows")}, values("rows", 3, [3]), values("environment", 3, {})),
-    ),
+    (RECORD, ("report",), BROKEN | ABSENT),
+    (RECORD, ("report",), changes({"lacks": without("rows")}, values("rows", 3, [3]), values("environment", 3, {}))),
 ]
 CASES = [
     pytest.param(file, defect, ENTRIES[entry], id=f"{Path(file).name}, {name}: {entry}")

@@ -32,14 +32,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("digits"), *CAPSNET, epochs=2)
 
 
-@pytest.fixture(scope="module")
-def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 8 x 8 for training, 20 for tests."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=8)
-    return path
-
-
 def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
     attacks = ["--fgsm", "0.1", "--fgsm", "0", "--pgd", "0.1", "--pgd-steps", "3", "--attacked", "50"]
     said = done("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
@@ -55,7 +47,7 @@ def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
 def test_pictures(digits: Path, tmp_path: Path) -> None:
     """Each result has a new folder beside the checkpoint, which a command that is refused leaves to the next."""
     checkpoint = Path(shutil.copy(digits, tmp_path))
-    for words, folder, files in (
+    for words, out, files in (
         ("reconstruct", "reconstruct-1", "reconstructions.png"),
         ("perturb --label 3 --label 8", "perturb-1", "perturb-3.png perturb-8.png"),
         ("routing --limit 100", "routing-1", "routing.png"),
@@ -64,9 +56,9 @@ def test_pictures(digits: Path, tmp_path: Path) -> None:
     ):
         command, *more = words.split()
         said = done(command, checkpoint, *more)
-        assert sorted(path.name for path in (tmp_path / folder).iterdir()) == files.split()
-        assert all(is_png(tmp_path / folder / file) for file in files.split())
-        assert all(f"wrote {tmp_path}/{folder}/{file}\n" in said for file in files.split())
+        assert sorted(path.name for path in (tmp_path / out).iterdir()) == files.split()
+        assert all(is_png(tmp_path / out / file) for file in files.split())
+        assert all(f"wrote {tmp_path}/{out}/{file}\n" in said for file in files.split())
         assert ("iteration 1: coupling entropy 1.0000" in said) == (command == "routing")
     before = sorted(tmp_path.iterdir())
     message = failed("perturb", checkpoint, "--label", "11")
@@ -93,22 +85,22 @@ ALL = "reconstruct, perturb --label 0, routing --limit 40, evaluate"
     ids=["deepcaps", "multi", "cnn"],
 )
 def test_other_models_and_data(
-    few_images: Path, tmp_path: Path, kind: str, arguments: list[str], commands: str, pictures: str
+    folder: Path, tmp_path: Path, kind: str, arguments: list[str], commands: str, pictures: str
 ) -> None:
-    checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
+    checkpoint = trained(tmp_path, "--data", f"{kind}{folder}", *arguments)
     for command, *words in map(str.split, commands.split(", ")):
         done(command, checkpoint, *words)
     written = [*tmp_path.glob("*-1/*.png")]
     assert sorted(path.stem for path in written) == pictures.split() and all(map(is_png, written))
 
 
-def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
-    write_set(tmp_path / "data" / "mnist", end=".gz", size=8)
-    checkpoint = trained(tmp_path / "out", "--data", few_images, *CAPSNET)
+def test_idx_folder_from_training_to_other_data(folder: Path, tmp_path: Path) -> None:
+    write_set(tmp_path / "data" / "mnist", end=".gz", size=10)
+    checkpoint = trained(tmp_path / "out", "--data", folder, *CAPSNET)
     said = done("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
     assert "of 20 right" in said
     message = failed("evaluate", checkpoint, "--data", "digits")
-    assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
+    assert "needs {'in_channels': 1, 'image_size': 10, 'num_classes': 4}, digits has" in message
 
 
 def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) -> None:
@@ -207,12 +199,12 @@ def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
 
 
 def test_clusters_are_those_of_images_without_augmentation(
-    few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--model", "stacked", *SMALL[:2], *SMALL[4:], "--max-steps", "1", "--limit-val-batches", "0"]
     words += options(num_parts=2, num_objects=4, template_size=5, dim=4, hidden=8)
     moved = ["--crop", "6", "--crop-padding", "1", "--contrast", "0.5"]
-    checkpoint = trained(tmp_path / "out", "--data", few_images, *words, *moved)
+    checkpoint = trained(tmp_path / "out", "--data", folder, *words, *moved)
     _, images = train.open_checkpoint(checkpoint)
     seen: list[Any] = []
 
@@ -223,9 +215,9 @@ def test_clusters_are_those_of_images_without_augmentation(
 
     monkeypatch.setattr(stacked, "object_presences", presences)
     done("clusters", checkpoint)
-    wanted = [torch.stack([each.source[n] for n in range(len(each))])[:, :, 1:7, 1:7] for each in images.sets[:3:2]]
+    wanted = [torch.stack([each.source[n] for n in range(len(each))])[:, :, 2:8, 2:8] for each in images.sets[:3:2]]
     torch.testing.assert_close(seen, wanted)
-    multi = trained(tmp_path / "multi", "--data", f"multi:{few_images}", *words)
+    multi = trained(tmp_path / "multi", "--data", f"multi:{folder}", *words)
     assert failed("clusters", multi) == "capsfast.train.clustered: images of one class each are needed, these overlap"
 
 

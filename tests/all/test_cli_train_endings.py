@@ -25,7 +25,6 @@ from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import Learner
 
 from ..support.commands import done, run
-from ..support.idx_files import write_set
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--conv-channels", "8", "--primary-groups", "4", "--digit-dim", "4", "--batch-size", "8"]
@@ -41,16 +40,8 @@ def line_of(result: Any, code: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 8 x 8 for training, 20 for tests: 8 steps an epoch."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=8)
-    return path
-
-
-@pytest.fixture(scope="module")
-def new_run(images: Path) -> list[str]:
-    return ["train", "--data", str(images), *SMALL, *CPU]
+def new_run(folder: Path) -> list[str]:
+    return ["train", "--data", str(folder), *SMALL, *CPU]
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +208,9 @@ def group_is_gone(process: subprocess.Popen[str], seconds: float = 30) -> bool:
     return False
 
 
-def test_ctrl_c_of_a_terminal_ends_all_processes(images: Path, tmp_path: Path) -> None:
+def test_ctrl_c_of_a_terminal_ends_all_processes(folder: Path, tmp_path: Path) -> None:
     """Lines come during the run. The signal goes to all processes, and only the first process reports."""
-    options = ["--data", str(images), *SMALL, "--epochs", "100000", "--accelerator", "cpu", "--out", str(tmp_path)]
+    options = ["--data", str(folder), *SMALL, "--epochs", "100000", "--accelerator", "cpu", "--out", str(tmp_path)]
     process = begun(["train", *options, "--workers", "1", "--devices", "2", "--strategy", "ddp"], "step 1/")
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate(timeout=60)

@@ -72,6 +72,7 @@ def test_steps_are_kept_with_what_they_found(tmp_path: Path) -> None:
     assert list(map(status.get, ("good", "bad", "late"))) == ["ok", "failed", "out of time"]
     assert status["without"] == status["absent"] == "left out" and reason["absent"] == "no such tool"
     assert reason["late"] == "stopped after 2 s in: call number two" and ended(facts(tmp_path, "child")["late"])
+    assert facts(tmp_path, "seconds")["late"] < 30  # the child would sleep for a minute
     assert facts(tmp_path, "found") == {"good": 3} and sorted(check.bad()) == ["bad", "late"]
     assert "good | a line\n" in (tmp_path / "check.log").read_text()
     page = (tmp_path / "check.md").read_text()

@@ -24,7 +24,6 @@ from capsfast.train.run import quiet
 from capsfast.train.segmentation import Overlap
 
 from ..support.commands import done, failed, options, record_in, trained
-from ..support.idx_files import write_set
 
 TINY: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3), "digit_dim": 4, "kernel_size": 3}
 
@@ -57,14 +56,6 @@ def test_overlap_is_the_mean_of_the_classes_that_occur() -> None:
     for rows in (slice(0, 4), slice(4, 6)):
         metric.update(found[rows].long(), classes[rows].long())
     assert float(metric.compute()) == pytest.approx(mean_overlap(found, classes))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 8 x 8 for training, 20 for tests; 4 classes."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=8)
-    return path
 
 
 @pytest.mark.parametrize("reconstruction", [True, False])
@@ -131,7 +122,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     done("reconstruct", last, "--out", pictures)
     rows = train.segmented(learner, images.sets.test.batch(torch.arange(3)))
     assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
-    assert rows["classes"].shape == rows["predicted"].shape == (3, 3, 10, 10)
+    assert rows["classes"].shape == rows["predicted"].shape == (3, 3, 12, 12)
     for command in ("perturb", "routing", "picture"):
         message = failed(command, last, "--out", pictures)
         assert "for segcaps use evaluate or predict or reconstruct" in message
@@ -198,3 +189,14 @@ def test_colours_of_classes() -> None:
     torch.testing.assert_close(colours[1], (colours[0] + colours[2]) / 2)
     many = class_colours(torch.eye(12, dtype=torch.bool)[None, :, None])[0, :, 0].T
     assert len(torch.unique(many, dim=0)) == 12
+
+
+def test_documented_results_are_recorded() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    record, text = (
+        json.loads((docs / "records" / "segcaps-digits.json").read_text()),
+        (docs / "training.md").read_text(),
+    )
+    iou, pixels = (f"{record['results'][name]:.2%}".replace("%", " %") for name in ("test_iou", "test_pixels"))
+    assert f"ten digits is {iou}" in text and f"{pixels} of the test\npixels" in text and record["command"] in text
+    assert abs(record["seconds"] - 1362) < 1 and "took 1362 s" in text
