@@ -357,17 +357,21 @@ def test_a_table_without_a_split(tmp_path: Path) -> None:
     assert catalogue.absolute("labels.csv") == str(Path("labels.csv").absolute())
 
 
-FIRST = "file,label,split", "cat/00.png,cat,train"
+HEAD, CAT = "file,label,split", "cat/00.png,cat,train"
 TABLES = [
     (["picture;label"], "must begin with file,label or file,label,split, got picture;label"),
     (["file,label"], "must have pictures to train on, and for validation or tests, got no lines"),
     (["file,label", "cat/00.png,cat", "", "dog/00.png"], "line 4 of {} must have a label, got ''"),
     (["file,label", "nowhere.png,dog"], "line 2 of {} must have the path of a picture as file, got"),
-    (["file,label,split", "cat/00.png,cat,"], "line 2 of {} must have a split, got ''"),
-    (["file,label,split", "cat/00.png,cat,most"], "line 2 of {} must have a split of train, val, test, got 'most'"),
-    ([*FIRST], "and for validation or tests, got train"),
-    ([*FIRST[:1], "cat/00.png,cat,val", "cat/01.png,cat,test"], "must have pictures to train on, "),
-    ([*FIRST, "dog/00.png,dog,test"], "line 3 of {} must have a label that pictures to train on have too, got 'dog'"),
+    ([HEAD, "cat/00.png,cat,"], "line 2 of {} must have a split, got ''"),
+    ([HEAD, "cat/00.png,cat,most"], "line 2 of {} must have a split of train, val, test, got 'most'"),
+    ([HEAD, CAT], "and for validation or tests, got train"),
+    ([HEAD, "cat/00.png,cat,val", "cat/01.png,cat,test"], "must have pictures to train on, "),
+    (
+        [HEAD, CAT, "dog/00.png,dog,test"],
+        "line 3 of {} must have a label that pictures to train on have too, got 'dog'",
+    ),
+    ([HEAD, 'cat/00.png,"big\ncat",train', "dog/00.png,,test"], "line 4 of {} must have a label, got ''"),
     (["file,label", "cat/00.png,cat", "cat/../cat/00.png,dog"], "(line 3 of {}) must be in one class and one part"),
     (['file,label\n"' + "x" * 200_000], "can't be read as a table of pictures (field larger than field limit"),
 ]

@@ -203,6 +203,12 @@ def test_open_sets_of_every_kind(tmp_path: Path) -> None:
         assert all((offset_of(placed[n, 0], part.source[n][0], 6) is not None) == still for n in range(3))
 
 
+def test_resized_keeps_the_mean() -> None:
+    images = some_images(size=8)
+    small = Images(images.images, images.labels, image_size=4)[3]
+    assert small.shape == (1, 4, 4) and (small - torch.nn.functional.avg_pool2d(images[3], 2)).abs().mean() < 0.1
+
+
 def test_channel_statistics() -> None:
     values = torch.rand(50, 3, 4, 5)
     images = Images(values, torch.arange(50) % 2)
