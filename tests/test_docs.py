@@ -1,5 +1,6 @@
 """README.md and docs/*.md: every Python block runs, every link has a target, the tables are true."""
 
+import ast
 import doctest
 import inspect
 import json
@@ -228,3 +229,23 @@ def test_times_of_the_order_of_backends_are_those_of_the_record() -> None:
             assert times == " / ".join(f"{each:.0f}" for each in us), call
             seen += bool(times)
     assert seen == 20
+
+
+def texts(*files: Path) -> set[str]:
+    """All strings of Python files, with … instead of values."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_messages_of_the_sources() -> None:
+    said = texts(ROOT / "setup.py", *(ROOT / "capsfast").rglob("*.py"))
+    quoted = [row[0].strip("`") for row in table_rows(ROOT / "docs" / "troubleshooting.md", "| message |")]
+    assert len(quoted) >= 25 and all(len(quote.replace("…", "")) > 12 for quote in quoted)
+    assert [quote for quote in quoted if not any(quote in text for text in said)] == []
