@@ -1,5 +1,6 @@
 """README.md and docs/*.md: every Python block runs, every link has a target, the tables are true."""
 
+import ast
 import doctest
 import inspect
 import json
@@ -21,13 +22,8 @@ from .support.published_layers import DenseCapsule
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [
-    README,
-    ROOT / "CHANGELOG.md",
-    ROOT / "SECURITY.md",
-    ROOT / "benchmarks" / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
-]
+PAGES = [README, *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"))]
+PAGES += sorted(ROOT.glob("docs/*.md"))
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -128,17 +124,13 @@ def test_the_program_in_the_form_for_wrong_values_runs(capsys: pytest.CaptureFix
     assert re.fullmatch(r"tensor\(\d\.\d+e-\d\d, dtype=torch\.float64\)\n", capsys.readouterr().out)
 
 
-def test_options_table_names_every_option() -> None:
-    named = set()
-    for option, *_ in table_rows(ROOT / "docs" / "routing.md", "| option |"):
-        named |= set(re.findall(r"`(\w+)`", option))
+def test_tables_and_lists_name_every_option_backend_and_routing() -> None:
+    cells = [option for option, *_ in table_rows(ROOT / "docs" / "routing.md", "| option |")]
     parameters = inspect.signature(capsfast.dynamic_routing).parameters
-    assert named == set(parameters) - {"u", "weight"}
-
-
-def test_backends_table_names_every_backend() -> None:
-    named = [row[0].strip("`") for row in table_rows(README, "| backend |")]
-    assert named == list(capsfast.backends())
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == set(parameters) - {"u", "weight"}
+    assert [row[0].strip("`") for row in table_rows(README, "| backend |")] == list(capsfast.backends())
+    listed = README.read_text(encoding="utf-8").partition("any of these routings: ")[2].partition(". Their votes")[0]
+    assert sorted(re.findall(r"`([a-z-]+)`", listed)) == sorted(capsfast.nn.ROUTINGS)
 
 
 CONVERSIONS = table_rows(ROOT / "docs" / "migration.md", "| weight `w` of the other layer")
@@ -239,7 +231,21 @@ def test_times_of_the_order_of_backends_are_those_of_the_record() -> None:
     assert seen == 20
 
 
-def test_readme_names_every_routing() -> None:
-    text = README.read_text(encoding="utf-8")
-    listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]
-    assert sorted(re.findall(r"`([a-z-]+)`", listed)) == sorted(capsfast.nn.ROUTINGS)
+def texts(*files: Path) -> set[str]:
+    """All strings of Python files, with … instead of values."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_messages_of_the_sources() -> None:
+    said = texts(ROOT / "setup.py", *(ROOT / "capsfast").rglob("*.py"))
+    quoted = [row[0].strip("`") for row in table_rows(ROOT / "docs" / "troubleshooting.md", "| message |")]
+    assert len(quoted) >= 25 and all(len(quote.replace("…", "")) > 12 for quote in quoted)
+    assert [quote for quote in quoted if not any(quote in text for text in said)] == []

@@ -10,10 +10,12 @@ from capsfast.storage.files import check_replaceable, check_writable, replacing,
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
-    write_text(path, "one")
-    write_text(path, "two, longer")
-    assert path.read_text() == "two, longer"
-    assert [each.name for each in path.parent.iterdir()] == ["b.json"]
+    for text in ("one", "two, longer"):
+        write_text(path, text)
+        check_replaceable(path)
+        assert path.read_text() == text and [each.name for each in path.parent.iterdir()] == ["b.json"]
+    check_replaceable(tmp_path / "deep" / "record.json")
+    assert list((tmp_path / "deep").iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
@@ -59,15 +61,6 @@ def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert found_full.value.filename == str(tmp_path / "a")
-
-
-def test_a_file_is_tried_and_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "record.json"
-    check_replaceable(path)
-    assert list(path.parent.iterdir()) == []
-    path.write_text("old")
-    check_replaceable(path)
-    assert [each.name for each in path.parent.iterdir()] == ["record.json"] and path.read_text() == "old"
 
 
 def test_a_device_that_is_full_when_it_is_asked_to_keep_the_bytes(

@@ -13,19 +13,10 @@ from capsfast.environment import native
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def records() -> dict[str, str]:
-    """The commit of each record of a GPU, by file."""
-    found = {path.name: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
-    return {
-        name: content["environment"]["commit"]["hash"]
-        for name, content in found.items()
-        if "gpu" in content["environment"]["machine"]
-    }
-
-
 def test_the_file_belongs_to_a_record() -> None:
     content = ran.last_run()
-    assert records()[content["record"]] == content["commit"] and content["gpu"] in ran.since_the_run("triton")
+    surroundings = json.loads((ROOT / "benchmarks" / "results" / content["record"]).read_text())["environment"]
+    assert surroundings["commit"]["hash"] == content["commit"] and content["gpu"] == surroundings["machine"]["gpu"]
     for backend, folder in ran.FOLDERS.items():
         files = content["files"][backend]
         assert len(files) > 10 and all(name.startswith(folder) for name in files)
@@ -54,9 +45,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_changed_kernels_are_named(tree: Path) -> None:
+def test_changed_kernels_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = "commit 0123456789ab on one NVIDIA H200, 2026-11-27"
     assert [ran.since_the_run(each) for each in ("triton", "cuda")] == [f"ran as they are: {known}"] * 2
+    built = {"cuda_sources": ran.cuda_sources(ran.kernel_files("cuda"))}
     (tree / "capsfast/triton/b.py").write_text("other")
     (tree / "capsfast/triton/c.py").write_text("new")
     (tree / "csrc/ops/cuda/b.cu").unlink()
@@ -64,22 +56,13 @@ def test_changed_kernels_are_named(tree: Path) -> None:
     (tree / "csrc/ops/cpu/plan.cpp").write_text("no kernel of a GPU")
     assert ran.since_the_run("triton") == f"not run on a GPU since they changed ({known}): b.py, c.py"
     assert ran.since_the_run("cuda") == f"not run on a GPU since they changed ({known}): ops/cuda/b.cu"
-
-
-def test_an_extension_without_its_sources_is_known_by_their_hash(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = {"cuda_sources": ran.cuda_sources(ran.kernel_files("cuda"))}
+    # An extension without its sources is known by their hash.
+    (tree / "csrc/cuda/a.h").unlink()
+    assert ran.since_the_run("cuda") == "there are none here"
     monkeypatch.setattr(native, "extension", SimpleNamespace(build_info=lambda: built))
-    for name in ("csrc/cuda/a.h", "csrc/ops/cuda/b.cu"):
-        (tree / name).unlink()
     assert ran.since_the_run("cuda").startswith("ran as they are")
     built["cuda_sources"] = "another"
     assert ran.since_the_run("cuda").startswith("the extension was built from other sources")
-
-
-def test_without_cuda_kernels_there_is_nothing_to_say(tree: Path) -> None:
-    for name in ("csrc/cuda/a.h", "csrc/ops/cuda/b.cu"):
-        (tree / name).unlink()
-    assert ran.since_the_run("cuda") == "there are none here"
 
 
 def test_a_record_of_changed_files_is_refused(tmp_path: Path) -> None:

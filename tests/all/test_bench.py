@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,11 +52,9 @@ def test_contenders_are_the_available_backends_with_enough_memory(monkeypatch: p
     wide = dataclasses.replace(CANONICAL, I=18432, direction="forward+backward")
     assert "GiB, the limit is 8.0 GiB" in contender(EAGER).why_not(wide, CPU)
     assert "the limit is 0.0 GiB" in contender(EAGER).why_not(CANONICAL, CPU, free=2**20)
-    elsewhere = Contender("elsewhere", lambda case: torch.neg, lambda case: 0, ("cuda",))
-    assert elsewhere.why_not(TINY, CPU) == "runs on cuda only"
     absent = {"cpp": SimpleNamespace(available=False, reason="no compiler", devices=("cpu",))}
     monkeypatch.setattr("capsfast.bench.contenders.backends", lambda: absent)
-    assert missing(CPU) == {"cpp": "no compiler"} and missing(torch.device("cuda")) == {}
+    assert missing(CPU) == {"cpp": "no compiler"} and missing(CUDA) == {}
 
 
 @pytest.mark.parametrize("case", [TINY, BOTH, VOTES, *ROUTED], ids=lambda case: case.name)
@@ -89,33 +86,39 @@ def test_gate_finds_what_is_wrong(limit: str, monkeypatch: pytest.MonkeyPatch) -
         "v has relative error": lambda u, weight: torch.cat([right(u, weight)[:-1], 1.01 * right(u, weight)[-1:]]),
         "dweight has": lambda u, weight: right(u, 0.5 * weight + 0.5 * weight.detach()),
         "v is not finite": lambda u, weight: right(u, weight) * float("nan"),
-        "du": lambda u, weight: right(u, weight) + 1e-2 * right(u.roll(1, 0), weight),
+        "du is not zero where" if limit == "TRUTH_BYTES" else "du has": lambda u, weight: (
+            right(u, weight) + 1e-2 * right(u.roll(1, 0), weight)
+        ),
     }
     for reason, forward in wrong.items():
         assert reason in gate.check(forward).reason
 
 
+def wrong(u: Tensor, weight: Tensor) -> Tensor:
+    return torch.zeros(u.shape[0], *weight.shape[1:3])
+
+
+def fails(*tensors: Tensor) -> Tensor:
+    raise RuntimeError("no file /some/where/kernel.so here\nsecond line")
+
+
+def refuses(u: Tensor, weight: Tensor) -> Tensor:
+    return capsfast.routing_pass(u, weight, backend="cuda").first
+
+
 def test_wrong_and_failing_contenders_are_not_timed() -> None:
-    def fails(*tensors: Tensor) -> Tensor:
-        raise RuntimeError("no file /some/where/kernel.so here\nsecond line")
-
-    def wrong(u: Tensor, weight: Tensor) -> Tensor:
-        return torch.zeros(u.shape[0], *weight.shape[1:3])
-
-    def refuses(u: Tensor, weight: Tensor) -> Tensor:
-        return capsfast.routing_pass(u, weight, backend="cuda").first
-
     able = [
         contender(EAGER),
         Contender("wrong", lambda case: wrong, lambda case: 0),
         Contender("failing", lambda case: fails, lambda case: 0),
         Contender("refusing", lambda case: refuses, lambda case: 0),
         Contender("large", lambda case: wrong, lambda case: 2**40),
+        Contender("elsewhere", lambda case: wrong, lambda case: 0, ("cuda",)),
     ]
     rows = measure(TINY, able, CPU, seconds=0.01, with_memory=False)
-    assert [row.status for row in rows] == ["ok", "wrong", "failed", "skipped", "skipped"]
-    assert [bool(row.seconds) for row in rows] == [True, False, False, False, False]
-    assert rows[2].reason == "RuntimeError: no file kernel.so here"
+    assert [row.status for row in rows] == ["ok", "wrong", "failed", "skipped", "skipped", "skipped"]
+    assert [row.contender for row in rows if row.seconds] == [EAGER]
+    assert rows[2].reason == "RuntimeError: no file kernel.so here" and rows[5].reason == "runs on cuda only"
     assert "backend 'cuda' cannot serve this call" in rows[3].reason
 
 
@@ -124,8 +127,7 @@ def test_memory_growth_finds_the_votes() -> None:
     case = Case(B=16, I=256, J=10, D=16, K=8, r=2)
     call = step(contender(EAGER).make(case), case, [input_set(case, CPU)])
     growth, reason = memory.peak_growth(case, contender(EAGER), CPU, call)
-    assert reason == "" and growth is not None
-    assert case.votes_bytes <= growth <= 4 * case.votes_bytes
+    assert growth is not None and case.votes_bytes <= growth <= 4 * case.votes_bytes, reason
 
 
 class Gpu:
@@ -175,12 +177,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_a_graph_has_several_calls_and_its_time_is_that_of_one(gpu: Gpu) -> None:
+def test_a_graph_has_several_calls_and_a_failed_capture_leaves_the_allocator(gpu: Gpu) -> None:
     assert timing.graph_seconds(gpu.step) == pytest.approx(1e-3)
     assert gpu.captured == timing.TURN_SECONDS / 1e-3 and gpu.said == []
-
-
-def test_a_failed_capture_raises_what_the_step_raised_and_leaves_the_allocator(gpu: Gpu) -> None:
     gpu.fails = True
     with pytest.raises(RuntimeError, match="no capture of a copy to the host"):
         timing.capture(gpu.step)
@@ -196,13 +195,19 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         order.append(what)
         return value
 
+    def graph_seconds(step: Any) -> float:
+        order.append("graph")
+        if step() is None or order.count("graph") == 1:
+            raise RuntimeError("the step copies to the host")
+        return 1e-3
+
     fakes: dict[str, Any] = {
         "input_sets": lambda case, device: input_sets(case, CPU),
         "free_bytes": lambda device: None,
         "lost": lambda device: False,
         "interleave": lambda steps, device, seconds: {name: took("eager", Timing.of([3e-3])) for name in steps},
         "host_seconds": lambda step, device: took("host", 2e-3),
-        "graph_seconds": lambda step: took("graph", 1e-3 if step() is not None else None),
+        "graph_seconds": graph_seconds,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(measuring, name, fake)
@@ -210,37 +215,21 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_on_a_gpu_graphs_are_last_and_a_contender_without_a_graph_keeps_its_other_times(
-    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    able = [dataclasses.replace(contender(EAGER), name=name) for name in ("first", "second")]
-    rows = measure(TINY, able, CUDA)
+def test_on_a_gpu_graphs_are_last_and_a_contender_without_a_graph_keeps_its_other_times(on_gpu: list[str]) -> None:
+    first, second = measure(TINY, [dataclasses.replace(contender(EAGER), name=name) for name in "ab"], CUDA)
     assert on_gpu == ["eager"] * 2 + ["memory"] * 2 + ["host", "graph"] * 2
-    assert [(row.seconds["median"], row.host, row.graph, row.memory_bytes) for row in rows] == [
-        (3e-3, 2e-3, 1e-3, 2**20)
-    ] * 2
-
-    def graph_seconds(step: Any) -> float:
-        if not on_gpu.count("refused"):
-            on_gpu.append("refused")
-            raise RuntimeError("the step copies to the host")
-        return 1e-3
-
-    monkeypatch.setattr(measuring, "graph_seconds", graph_seconds)
-    first, second = measure(TINY, able, CUDA)
-    assert (first.status, first.graph, first.seconds["median"], first.host) == ("ok", None, 3e-3, 2e-3)
-    assert first.reason == "no CUDA graph: RuntimeError: the step copies to the host" and second.graph == 1e-3
+    for row, graph in ((first, None), (second, 1e-3)):
+        assert (row.status, row.seconds["median"], row.host, row.memory_bytes) == ("ok", 3e-3, 2e-3, 2**20)
+        assert row.graph == graph
+    assert first.reason == "no CUDA graph: RuntimeError: the step copies to the host" and second.reason == ""
 
 
 def test_an_error_that_ends_the_use_of_a_gpu_names_its_contender(
     on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*tensors: Tensor) -> Tensor:
-        monkeypatch.setattr(measuring, "lost", lambda device: True)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    monkeypatch.setattr(measuring, "lost", lambda device: True)
     able = [contender(EAGER), Contender("bad", lambda case: fails, lambda case: 0), contender(EAGER)]
-    with pytest.raises(RuntimeError, match="bad: RuntimeError: CUDA error: an illegal memory access"):
+    with pytest.raises(RuntimeError, match="bad: RuntimeError: no file"):
         measure(TINY, able, CUDA)
     assert on_gpu == []
 
@@ -248,9 +237,6 @@ def test_an_error_that_ends_the_use_of_a_gpu_names_its_contender(
 def test_a_record_knows_its_machine_and_has_no_paths() -> None:
     surroundings = record.environment(CPU)
     assert record.machine_name({**surroundings["machine"], "gpu": "NVIDIA H200"}) == "nvidia-h200"
-    numbers = surroundings["machine"]["family_model_stepping"]
-    assert numbers is None or re.fullmatch(r"\d+-\d+-\d+", numbers)
-    assert f" ({numbers}), " in report.describe(surroundings) or numbers is None
     assert surroundings["commit"] is None or len(surroundings["commit"]["hash"]) == 40
     assert not any(part.startswith("/") for part in str(surroundings).replace("'", " ").split())
     assert without_paths("cannot open /a/b-c/d.e/file.so: and/or 1/2") == "cannot open file.so: and/or 1/2"
@@ -287,75 +273,26 @@ def test_report_shows_and_draws_the_record(tmp_path: Path) -> None:
     record.save(path, {**record.environment(CPU), "limits": {RATE: 4e9}}, rows)
     page = report.write([path], tmp_path / "docs").read_text()
     # 128 · 64 · 10 · 16 votes of 2 · 28 FLOPs in 128 ms, of 4 GFLOP/s
-    found = [line for line in page.splitlines() if line.startswith("| B=128 I=64 |")]
-    assert found[0] == "| B=128 I=64 | 128 | 384 | 768 | skipped | 3.0x | 6.0x | 1.0 | 1.0 | 1.0 | 14 % |"
-    assert "4 GFLOP/s (multiply-adds on registers)" in page and "### Routings, forward+backward" in page
-    assert "\n| em B=16 |" in page
+    assert "\n| B=128 I=64 | 128 | 384 | 768 | skipped | 3.0x | 6.0x | 1.0 | 1.0 | 1.0 | 14 % |\n" in page
     assert f"* broadcast, skipped (1), such as {cases[0].name}: would need about 9.0 GiB" in page
     images = {image.name for image in (tmp_path / "docs" / "images").iterdir()}
     assert images == {f"record-dynamic_routing-{each}.png" for each in ("speedup", "batch")}
     assert all(f"(images/{name})" in page for name in images)
 
 
-def saved(path: Path, rows: list[Row], **more: Any) -> Path:
-    """The record of a GPU."""
-    surroundings = record.environment(CPU)
-    surroundings["machine"]["device"] = "cuda"
-    record.save(path, surroundings | more, rows)
-    return path
-
-
-def test_the_tables_of_a_gpu_compare_graphs_then_eager_calls(tmp_path: Path) -> None:
-    times = {OURS + "triton": (9e-5, 4e-4, 3e-4), COMPILED: (3e-4, 2e-4, 1e-4)}
-
-    def rows_of_gpu(case: Case, scale: float = 1.0) -> list[Row]:
-        return [
-            Row(case, name, "ok", "", dataclasses.asdict(Timing.of([eager])), {}, 2**20, host, graph * scale)
-            for name, (graph, eager, host) in times.items()
-        ]
-
-    one = dataclasses.replace(CANONICAL, B=1)
-    bad = Row(CANONICAL, OURS + "cuda", "failed", "RuntimeError: no")
-    rows = [*rows_of_gpu(CANONICAL), bad, *rows_of_gpu(one), dataclasses.replace(rows_of_gpu(one)[1], graph=8e-5)]
-    lines = report.page([saved(tmp_path / "gpu.json", rows, note="A second run")]).splitlines()
-    tables = lines[lines.index("In a CUDA graph, µs:") :]
-    assert any(line.endswith(". A second run.") for line in lines)
-    assert [line for line in tables if line and not line.startswith("| ---")] == [
-        "In a CUDA graph, µs:",
-        "|  | capsfast triton | torch.compile einsum | capsfast cuda | speed-up over torch.compile einsum "
-        "| GFLOP | least MB |",
-        "| B=128 | 90.0 | 300 | failed | 3.3x | 1.32 | 10.7 |",
-        "| B=1 | 90.0 | 80.0 |  | **0.89x, slower** | 0.01 | 5.9 |",
-        "Eager, and the host's part, µs:",
-        "|  | capsfast triton | torch.compile einsum | capsfast cuda | speed-up over torch.compile einsum "
-        "| host of capsfast triton | host of torch.compile einsum |",
-        "| B=128 | 400 | 200 | failed | **0.50x, slower** | 300 | 100 |",
-        "| B=1 | 400 | 200 |  | **0.50x, slower** | 300 | 100 |",
-        "Memory:",
-        "|  | capsfast triton, MiB | torch.compile einsum, MiB |",
-        "| B=128 | 1.0 | 1.0 |",
-        "| B=1 | 1.0 | 1.0 |",
-        "### Not measured",
-        f"* capsfast cuda, failed (1), such as {CANONICAL.name}: RuntimeError: no",
-    ]
-
-
-def test_a_record_of_graphs_alone_has_tables_speedups_and_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    graphs = {OURS + "triton": 1e-4, OURS + "cuda": 2e-4, COMPILED: 3e-4}
-    rows = [Row(case, name, "ok", graph=us) for case in sweep("batch") for name, us in graphs.items()]
-    rows += [Row(dataclasses.replace(CANONICAL, B=4, I=64), OURS + "triton", "ok", host=5e-5)]
-    results = Results(rows)
-    assert results.main(CANONICAL) == "graph" and results.speedup(CANONICAL, COMPILED, "graph") == pytest.approx(3)
-    assert results.speedup(CANONICAL, COMPILED) is None
-    page = report.write([saved(tmp_path / "graphs.json", rows)], tmp_path / "docs").read_text(encoding="utf-8")
-    assert "| B=128 | 100 | 200 | 300 | 3.0x | 1.32 | 10.7 |" in page
-    assert "|  | host of capsfast triton |\n| --- | ---: |\n| B=4 I=64 | 50.0 |" in page
-    assert "(images/graphs-dynamic_routing-times.png)" in page
-    assert [image.name for image in (tmp_path / "docs" / "images").iterdir()] == ["graphs-dynamic_routing-times.png"]
+def test_graphs_and_eager_calls_of_a_gpu_are_compared_apart() -> None:
+    """The later of two rows counts; there is a speed-up only of one kind of time over the same kind."""
+    graphs, cases = {OURS + "triton": 1e-4, OURS + "cuda": 2e-4, COMPILED: 3e-4}, sweep("batch")
+    rows = [Row(case, name, "ok", graph=seconds) for case in cases for name, seconds in graphs.items()]
+    results = Results([*rows, Row(cases[1], COMPILED, "ok", graph=5e-5), Row(cases[0], OURS + "cuda", "failed")])
+    assert results.main(cases[0]) == "graph" and results.ours(cases[0], "graph") == OURS + "triton"
+    assert [results.speedup(case, COMPILED, "graph") for case in cases[:2]] == pytest.approx([3, 0.5])
+    assert results.speedup(cases[0], COMPILED) is None
+    assert results.shown(cases[0], OURS + "cuda", "graph") == "failed"
 
 
 def test_the_page_of_the_docs_is_the_report_of_the_records() -> None:
+    """Which has every table, also of GPUs."""
     root = Path(__file__).resolve().parents[2]
     page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     # A new record may not be in the report yet.

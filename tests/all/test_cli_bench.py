@@ -35,12 +35,13 @@ class Measured:
     def __init__(self) -> None:
         self.calls: list[tuple[Case, dict[str, Any]]] = []
         self.before: Callable[[int], None] = lambda n: None
+        self.more: dict[str, float] = {}
 
     def __call__(self, case: Case, able: list[contenders.Contender], device: torch.device, **how: Any) -> list[Row]:
         self.before(len(self.calls))
         self.calls.append((case, how))
         seconds = dataclasses.asdict(Timing.of([1e-3]))
-        return [Row(case, each.name, "ok", "", seconds, {"v": 1e-7}) for each in able]
+        return [Row(case, each.name, "ok", "", seconds, {"v": 1e-7}, **self.more) for each in able]
 
     def taken(self) -> list[Case]:
         """The cases since the last question."""
@@ -91,75 +92,59 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> N
     assert shown.count(["capsfast", "cpp", "1.00"]) == 14 and EAGER not in result.output
 
 
+def ends(result: Any, code: int, line: str) -> None:
+    assert (result.exit_code, result.output.splitlines()[-1]) == (code, f"capsfast bench: {line}"), result.output
+
+
 def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Measured, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "x.json", tmp_path):
-        result = ran("bench", "--json", path)
-        assert result.exit_code == 1 and f"capsfast bench: File exists: {tmp_path}" in result.output, result.output
+        assert f"capsfast bench: File exists: {tmp_path}" in ran("bench", "--json", path).output
     assert quick.calls == [] and [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "a full disk"])
 def test_an_end_in_the_middle_keeps_what_is_finished(
-    quick: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    quick: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(descriptor: int) -> None:
+    """Ctrl-C, a full disk, and the loss of a GPU, in the second case."""
+
+    def ctrl_c(n: int) -> None:
+        if n == 1:
+            raise KeyboardInterrupt
+
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def before(n: int) -> None:
-        if n == 1 and how == "Ctrl-C":
-            raise KeyboardInterrupt
-        if n == 1:
-            monkeypatch.setattr("capsfast.storage.files.os.fsync", full)
-
-    quick.before = before
-    path = tmp_path / "record.json"
-    result = ran("bench", "--json", path)
-    code, said = {
-        "Ctrl-C": (130, f"interrupted; {path} holds 1 of 2 cases"),
-        "a full disk": (1, f"No space left on device: {path}"),
-    }[how]
-    assert result.exit_code == code and result.output.splitlines()[-1].startswith(f"capsfast bench: {said}")
+    path, quick.before = tmp_path / "record.json", ctrl_c
+    ends(ran("bench", "--json", path), 130, f"interrupted; {path} holds 1 of 2 cases")
+    assert {row.case for row in record.load(path)[1]} == {SMALL[0]}
+    quick.taken()
+    quick.before = lambda n: monkeypatch.setattr("capsfast.storage.files.os.fsync", full) if n == 1 else None
+    assert f"No space left on device: {path}" in ran("bench", "--json", path).output
+    monkeypatch.undo()
     assert {row.case for row in record.load(path)[1]} == {SMALL[0]}
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
-@pytest.fixture
-def on_gpu(quick: Measured, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command with a GPU whose contenders take microseconds; "lost" in the list loses the GPU after a case."""
-    surroundings, events = record.environment(torch.device("cpu")), list[str]()
-    ours = contenders.Contender("capsfast triton", lambda case: torch.neg, lambda case: 0)
+def test_on_a_gpu(quick: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Times in a graph, of eager calls and of the host; a GPU that is lost ends the command, which keeps the record."""
 
-    def measure(case: Case, able: list[contenders.Contender], device: torch.device, **how: Any) -> list[Row]:
-        if "raises" in events:
-            raise RuntimeError("capsfast triton: CUDA error: an illegal memory access was encountered")
-        rows = quick(case, able, device, **how)
-        return [dataclasses.replace(row, host=2e-4, graph=g) for row, g in zip(rows, (9.04e-5, 4e-4), strict=True)]
+    def lost(n: int) -> None:
+        raise RuntimeError("capsfast triton: CUDA error: an illegal memory access was encountered")
 
+    surroundings = record.environment(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda device: surroundings)
-    monkeypatch.setattr(measuring, "contenders", lambda: [ours, contenders.contender(EAGER)])
     monkeypatch.setattr(measuring, "missing", lambda device: {})
-    monkeypatch.setattr(measuring, "measure", measure)
-    monkeypatch.setattr(measuring, "lost", lambda device: "lost" in events)
-    return events
-
-
-def test_on_a_gpu_the_times_are_graph_eager_and_host(quick: Measured, on_gpu: list[str]) -> None:
-    result = ran("bench", "--device", "cuda")
-    assert result.exit_code == 0 and {how["seconds"] for _, how in quick.calls} == {0.0}
-    lines = [line.split() for line in result.output.splitlines()]
+    monkeypatch.setattr(measuring, "lost", lambda device: quick.before is lost)
+    monkeypatch.setattr(contenders.Contender, "serves", lambda self, device: True)
+    quick.more = {"host": 2e-4, "graph": 9.04e-5}
+    lines = [line.split() for line in ran("bench", "--device", "cuda").output.splitlines()]
     assert ["contender", "graph", "µs", "eager", "µs", "host", "µs", "over", "capsfast", "error"] in lines
-    assert ["capsfast", "triton", "90.4", "1000", "200", "1.0x", "1e-07"] in lines
-    assert ["eager", "einsum", "400", "1000", "200", "4.4x", "1e-07"] in lines
-
-
-def test_the_loss_of_a_gpu_ends_the_command_and_keeps_the_record(on_gpu: list[str], tmp_path: Path) -> None:
-    on_gpu += ["raises", "lost"]
-    path = tmp_path / "record.json"
+    assert ["capsfast", "cpp", "90.4", "1000", "200", "1.0x", "1e-07"] in lines
+    quick.before, path = lost, tmp_path / "record.json"
     result = ran("bench", "--device", "cuda", "--json", path)
-    last = f"capsfast bench: the GPU refuses every call after {SMALL[0].name}; {path} holds 1 of 2 cases"
-    assert result.exit_code == 1 and result.output.splitlines()[-1] == last
+    ends(result, 1, f"the GPU refuses every call after {SMALL[0].name}; {path} holds 1 of 2 cases")
     assert {row.reason for row in record.load(path)[1]} == {
         "RuntimeError: capsfast triton: CUDA error: an illegal memory access was encountered"
     }
@@ -167,16 +152,11 @@ def test_the_loss_of_a_gpu_ends_the_command_and_keeps_the_record(on_gpu: list[st
 
 def test_report_of_records(quick: Measured, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "machine.json"
+    path, line = tmp_path / "machine.json", "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |"
     assert ran("report").exit_code == 2 and ran("bench", "--json", path).exit_code == 0
-    result = ran("report", path)
-    assert result.exit_code == 0 and result.output.startswith("# Measurements")
-    assert "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in result.output
-    assert {each for each in tmp_path.rglob("*") if each.is_file()} == {path}
-    result = ran("report", path, "--out", tmp_path / "there")
-    assert result.exit_code == 0 and "| B=2 I=8 J=3 D=4 K=2 r=2 | 1.00 |" in (
-        tmp_path / "there" / "benchmarks.md"
-    ).read_text(encoding="utf-8")
+    assert line in ran("report", path).output and [*tmp_path.iterdir()] == [path]
+    assert ran("report", path, "--out", tmp_path / "there").exit_code == 0
+    assert line in (tmp_path / "there" / "benchmarks.md").read_text(encoding="utf-8")
     (tmp_path / "odd.json").write_text("[]")
     for name in ("odd.json", "none.json"):
         result = ran("report", tmp_path / name, "--out", tmp_path / "docs")

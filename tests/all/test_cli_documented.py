@@ -55,15 +55,13 @@ def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     # The named files do not exist, so they are not read.
     with monkeypatch.context() as there:
-        there.setattr(Path, "exists", lambda self: True)
-        there.setattr(Path, "is_file", lambda self: True)
+        for asks in ("exists", "is_file"):
+            there.setattr(Path, asks, lambda self: True)
         asked = early.asked(name, words)
-    monkeypatch.setattr(training.Command, "_of_checkpoint", lambda self, path: {"seed": 0})
-    monkeypatch.setattr(training.Command, "instantiate_classes", lambda self: None)
-    for each in ("model", "datamodule"):
-        monkeypatch.setattr(training.Command, each, None, raising=False)
-    for each in ("fit", "validate"):
-        monkeypatch.setattr(training.Command, each, lambda self, *_, **__: None)
+    fakes = {"_of_checkpoint": lambda self, path: {"seed": 0}, "model": None, "datamodule": None}
+    fakes |= dict.fromkeys(("instantiate_classes", "fit", "validate"), lambda self, *_, **__: None)
+    for each, fake in fakes.items():
+        monkeypatch.setattr(training.Command, each, fake, raising=False)
     training.run(name, asked)
 
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from capsfast import train
 from capsfast.train import stacked
 
-from ..support.commands import CAPSNET, SMALL, failed, is_png, run, trained
+from ..support.commands import CAPSNET, SMALL, done, failed, is_png, options, record_in, run, trained
 from ..support.idx_files import write_set
 
 
@@ -32,133 +32,107 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("digits"), *CAPSNET, epochs=2)
 
 
-@pytest.fixture(scope="module")
-def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 8 x 8 for training, 20 for tests."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=8)
-    return path
-
-
 def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
     attacks = ["--fgsm", "0.1", "--fgsm", "0", "--pgd", "0.1", "--pgd-steps", "3", "--attacked", "50"]
-    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
-    assert result.exit_code == 0, result.output
-    assert is_png(tmp_path / "confusion.png") and str(tmp_path / "confusion.png") in result.output
+    said = done("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
+    assert is_png(tmp_path / "confusion.png") and str(tmp_path / "confusion.png") in said and "FGSM, eps 0.1: " in said
     found = json.loads((tmp_path / "e.json").read_text())
-    recorded = json.loads((digits.parent / "record.json").read_text())["results"]["test_accuracy"]
+    recorded = record_in(digits.parent)["results"]["test_accuracy"]
     assert found["test images"]["right"] / 360 == pytest.approx(recorded, abs=1e-6)
     assert all(each["images"] == 50 for name, each in found.items() if name != "test images")
     none, weak, strong = (found[name]["right"] for name in ("FGSM, eps 0", "FGSM, eps 0.1", "PGD, eps 0.1, 3 steps"))
     assert strong <= weak + 2 < none
-    assert "FGSM, eps 0.1: " in result.output
 
 
 def test_pictures(digits: Path, tmp_path: Path) -> None:
-    for arguments, files in (
-        (["reconstruct"], ["reconstructions.png"]),
-        (["perturb", "--label", "3", "--label", "8"], ["perturb-3.png", "perturb-8.png"]),
-        (["routing", "--limit", "100"], ["routing.png"]),
-        (["picture", "--count", "3"], ["predictions.png"]),
-        (["picture", "--wrong", "--count", "2"], ["wrong.png"]),
+    """Each result has a new folder beside the checkpoint, which a command that is refused leaves to the next."""
+    checkpoint = Path(shutil.copy(digits, tmp_path))
+    for words, out, files in (
+        ("reconstruct", "reconstruct-1", "reconstructions.png"),
+        ("perturb --label 3 --label 8", "perturb-1", "perturb-3.png perturb-8.png"),
+        ("routing --limit 100", "routing-1", "routing.png"),
+        ("picture --count 3", "picture-1", "predictions.png"),
+        ("picture --wrong --count 2", "picture-2", "wrong.png"),
     ):
-        out = tmp_path / files[0]
-        result = run(arguments[0], digits, *arguments[1:], "--out", out)
-        assert result.exit_code == 0, result.output
-        assert sorted(path.name for path in out.iterdir()) == files
-        assert all(is_png(out / file) and file in result.output for file in files)
-        assert ("iteration 1: coupling entropy 1.0000" in result.output) == (files == ["routing.png"])
-    message = failed("perturb", digits, "--label", "11", "--out", tmp_path)
+        command, *more = words.split()
+        said = done(command, checkpoint, *more)
+        assert sorted(path.name for path in (tmp_path / out).iterdir()) == files.split()
+        assert all(is_png(tmp_path / out / file) for file in files.split())
+        assert all(f"wrote {tmp_path}/{out}/{file}\n" in said for file in files.split())
+        assert ("iteration 1: coupling entropy 1.0000" in said) == (command == "routing")
+    before = sorted(tmp_path.iterdir())
+    message = failed("perturb", checkpoint, "--label", "11")
     assert "label must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got 11" in message
-    (tmp_path / "file").write_text("")
-    assert failed("picture", digits, "--out", tmp_path / "file").startswith("capsfast picture: ")
-    message = failed("picture", digits, "--accelerator", "abacus", "--out", tmp_path)
+    assert failed("picture", tmp_path / "no" / "no.ckpt") and sorted(tmp_path.iterdir()) == before
+    (tmp_path / "file").touch()
+    assert failed("picture", checkpoint, "--out", tmp_path / "file").startswith("capsfast picture: ")
+    message = failed("picture", checkpoint, "--accelerator", "abacus", "--out", tmp_path)
     assert message.startswith("capsfast: --accelerator abacus: ")
 
 
-CNN = ["--model", "cnn", "--option", "channels=[4,4]", "--option", "hidden=[8]", "--accelerator", "cpu"]
+DEEPCAPS = ["--model", "deepcaps", "--types", "3", *SMALL]
+CNN = ["--model", "cnn", *options(channels=[4, 4], hidden=[8]), "--accelerator", "cpu"]
+ALL = "reconstruct, perturb --label 0, routing --limit 40, evaluate"
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "pictures"),
+    ("kind", "arguments", "commands", "pictures"),
     [
-        ("", ["--model", "deepcaps", "--types", "3", *SMALL], ["confusion", "reconstructions", "perturb-0", "routing"]),
-        ("multi:", CAPSNET, ["reconstructions", "perturb-0", "routing"]),
-        ("affine:", CNN, ["confusion", "predictions"]),
+        ("", DEEPCAPS, ALL, "confusion perturb-0 reconstructions routing"),
+        ("multi:", CAPSNET, ALL, "perturb-0 reconstructions routing"),
+        ("affine:", CNN, "evaluate --fgsm 0.1, picture", "confusion predictions"),
     ],
     ids=["deepcaps", "multi", "cnn"],
 )
 def test_other_models_and_data(
-    few_images: Path, tmp_path: Path, kind: str, arguments: list[str], pictures: list[str]
+    folder: Path, tmp_path: Path, kind: str, arguments: list[str], commands: str, pictures: str
 ) -> None:
-    checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
-    commands = [["evaluate"], ["reconstruct"], ["perturb", "--label", "0"], ["routing", "--limit", "40"]]
-    for command in [["evaluate", "--fgsm", "0.1"], ["picture"]] if arguments is CNN else commands:
-        result = run(command[0], checkpoint, *command[1:])
-        assert result.exit_code == 0, result.output
+    checkpoint = trained(tmp_path, "--data", f"{kind}{folder}", *arguments)
+    for command, *words in map(str.split, commands.split(", ")):
+        done(command, checkpoint, *words)
     written = [*tmp_path.glob("*-1/*.png")]
-    assert sorted(path.stem for path in written) == sorted(pictures) and all(map(is_png, written))
+    assert sorted(path.stem for path in written) == pictures.split() and all(map(is_png, written))
 
 
-def test_each_result_has_a_new_folder_beside_the_checkpoint(digits: Path, tmp_path: Path) -> None:
-    checkpoint = Path(shutil.copy(digits, tmp_path))
-    for n in (1, 2):
-        result = run("picture", checkpoint, "--count", str(n))
-        assert result.output == f"wrote {tmp_path}/picture-{n}/predictions.png\n"
-    first, second = ((tmp_path / f"picture-{n}" / "predictions.png").read_bytes() for n in (1, 2))
-    assert first != second
-    assert failed("perturb", checkpoint, "--label", "11") and failed("picture", tmp_path / "no" / "no.ckpt")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.ckpt", "picture-1", "picture-2"]
-
-
-def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
-    write_set(tmp_path / "data" / "mnist", end=".gz", size=8)
-    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *CAPSNET)
-    result = run("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
-    assert result.exit_code == 0 and "of 20 right" in result.output
+def test_idx_folder_from_training_to_other_data(folder: Path, tmp_path: Path) -> None:
+    write_set(tmp_path / "data" / "mnist", end=".gz", size=10)
+    checkpoint = trained(tmp_path / "out", "--data", folder, *CAPSNET)
+    said = done("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
+    assert "of 20 right" in said
     message = failed("evaluate", checkpoint, "--data", "digits")
-    assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
+    assert "needs {'in_channels': 1, 'image_size': 10, 'num_classes': 4}, digits has" in message
 
 
 def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) -> None:
     """40 PNG files of two classes, dark and light. The network knows these names."""
-    for n in range(40):
-        name = "dark" if n % 2 else "light"
+    pictures, split = tmp_path / "pictures", tmp_path / "split"
+    for n, name in enumerate(["light", "dark"] * 20):
         pixels = torch.randint(0, 80, (14, 10)) + (0 if n % 2 else 170)
-        (tmp_path / "pictures" / name).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.byte().numpy()).save(tmp_path / "pictures" / name / f"{n}.png")
-    options = ["--image-size", "8", "--data", str(tmp_path / "pictures"), *CAPSNET]
-    checkpoint = trained(tmp_path / "out", *options, epochs=20)
-    assert "100.00% of 8 right" in run("evaluate", checkpoint, "--out", tmp_path / "e").output
-    files = [tmp_path / "pictures" / "dark" / "1.png", tmp_path / "pictures" / "light" / "2.png"]
-    result = run("predict", *files, "--checkpoint", checkpoint, "--out", tmp_path / "p")
-    assert result.exit_code == 0, result.output
-    dark, light, wrote = result.output.splitlines()
+        (pictures / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.byte().numpy()).save(pictures / name / f"{n}.png")
+    checkpoint = trained(tmp_path / "out", "--image-size", "8", "--data", pictures, *CAPSNET, epochs=20)
+    out = ["--out", tmp_path / "e"]
+    assert "100.00% of 8 right" in done("evaluate", checkpoint, *out)
+    files = [pictures / "dark" / "1.png", pictures / "light" / "2.png"]
+    dark, light, _ = done("predict", *files, "--checkpoint", checkpoint, *out).splitlines()
     assert dark.startswith(f"{files[0]}: dark 0.") and light.startswith(f"{files[1]}: light 0.")
-    assert is_png(tmp_path / "p" / "predictions.png") and wrote.endswith("predictions.png")
-    split = tmp_path / "split"
+    assert is_png(tmp_path / "e" / "predictions.png")
     for part in ("Train", "valid"):
-        shutil.copytree(tmp_path / "pictures", split / part)
-    said = run("evaluate", checkpoint, "--data", split, "--out", tmp_path / "e").output
-    assert (
-        f"images to train on: {split}/Train; images for validation: {split}/valid; images for tests: {split}/valid\n"
-        in said
-        and " of 40 right" in said
-    )
+        shutil.copytree(pictures, split / part)
+    said = done("evaluate", checkpoint, "--data", split, *out)
+    uses = f"to train on: {split}/Train; images for validation: {split}/valid; images for tests: {split}/valid\n"
+    assert f"images {uses}" in said and " of 40 right" in said
     said = failed("evaluate", checkpoint, "--data", split / "Train" / "dark")  # not a fault of the checkpoint
-    assert said == f"capsfast.data.load: {split}/Train/dark must have a sub-folder of pictures for each class, got none"
-    (tmp_path / "pictures" / "dark").rename(tmp_path / "pictures" / "black")
-    other = ["--data", str(tmp_path / "pictures"), "--out", tmp_path / "e"]
-    assert "knows the classes dark, light" in failed("evaluate", checkpoint, *other)
-    message = failed("test", "--ckpt_path", checkpoint, "--data.data", tmp_path / "pictures")
+    assert said.endswith(f"{split}/Train/dark must have a sub-folder of pictures for each class, got none")
+    (pictures / "dark").rename(pictures / "black")
+    assert "knows the classes dark, light" in failed("evaluate", checkpoint, "--data", pictures, *out)
+    message = failed("test", "--ckpt_path", checkpoint, "--data.data", pictures)
     assert f"{checkpoint} knows the classes dark, light, " in message and message.endswith("has black, light")
     message = failed("test", "--ckpt_path", checkpoint, "--data.data=digits", "--data.image_size=8")
     assert message.endswith("'num_classes': 2}, digits has {'in_channels': 1, 'image_size': 8, 'num_classes': 10}")
     Image.new("F", (8, 8), 0.5).save(tmp_path / "float.tiff")
     message = failed("predict", tmp_path / "float.tiff", "--checkpoint", checkpoint)
     assert "float.tiff must have 8 or 16 bits, or colours, got PIL's mode F" in message
-    (tmp_path / "no.png").write_text("no picture")
-    assert "no.png can't be read as a picture" in failed("predict", tmp_path / "no.png", "--checkpoint", checkpoint)
 
 
 def test_folders_of_pictures_are_classified_in_batches(
@@ -208,17 +182,15 @@ def test_folders_of_pictures_are_classified_in_batches(
 
 
 def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
-    sizes = {"num_parts": 4, "num_objects": 6, "template_size": 5, "dim": 8, "hidden": 16}
-    options = [word for name, value in sizes.items() for word in ("--option", f"{name}={value}")]
-    words = ["--model", "stacked", "--conv-channels", "8", "--batch-size", "64", "--accelerator", "cpu", *options]
-    checkpoint = trained(tmp_path / "out", *words, "--max-steps", "3")
-    results = json.loads((tmp_path / "out" / "record.json").read_text())["results"]
-    assert {"test_image", "test_parts", "test_prior_within", "test_reconstruction"} <= set(results)
-    result = run("clusters", checkpoint, "--images", "100")
+    sizes = options(num_parts=4, num_objects=6, template_size=5, dim=8, hidden=16)
+    words = ["--conv-channels", "8", "--batch-size", "64", "--accelerator", "cpu", "--max-steps", "3"]
+    checkpoint = trained(tmp_path / "out", "--model", "stacked", *words, *sizes)
+    assert record_in(tmp_path / "out")["results"].keys() >= {"test_image", "test_parts", "test_reconstruction"}
+    said = done("clusters", checkpoint, "--images", "100")
     found = json.loads((tmp_path / "out" / "clusters-1" / "clusters.json").read_text())
     assert found["images"] == 360 and found["clustered"] == 100 and 0.1 <= found["accuracy"] <= 1
-    assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in result.output
-    assert run("reconstruct", checkpoint, "--out", tmp_path / "pictures").exit_code == 0
+    assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in said
+    done("reconstruct", checkpoint, "--out", tmp_path / "pictures")
     assert is_png(tmp_path / "pictures" / "reconstructions.png")
     assert "a network of --model stacked is needed, got capsnet" in failed("clusters", digits)
     message = "a network that classifies images is needed, got stacked; for stacked use clusters or reconstruct"
@@ -227,12 +199,12 @@ def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
 
 
 def test_clusters_are_those_of_images_without_augmentation(
-    few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["num_parts=2", "num_objects=4", "template_size=5", "dim=4", "hidden=8"]
-    words = ["--model", "stacked", *SMALL[:2], *SMALL[4:], *(word for each in options for word in ("--option", each))]
-    words += ["--crop", "6", "--crop-padding", "1", "--contrast", "0.5", "--max-steps", "1", "--limit-val-batches", "0"]
-    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *words)
+    words = ["--model", "stacked", *SMALL[:2], *SMALL[4:], "--max-steps", "1", "--limit-val-batches", "0"]
+    words += options(num_parts=2, num_objects=4, template_size=5, dim=4, hidden=8)
+    moved = ["--crop", "6", "--crop-padding", "1", "--contrast", "0.5"]
+    checkpoint = trained(tmp_path / "out", "--data", folder, *words, *moved)
     _, images = train.open_checkpoint(checkpoint)
     seen: list[Any] = []
 
@@ -242,13 +214,10 @@ def test_clusters_are_those_of_images_without_augmentation(
         return batch.images.flatten(1), batch.labels
 
     monkeypatch.setattr(stacked, "object_presences", presences)
-    assert run("clusters", checkpoint).exit_code == 0
-    sources = [each.source for each in images.sets[:3:2]]
-    train_images, test_images = (
-        torch.stack([each[row] for row in range(len(each))])[:, :, 1:7, 1:7] for each in sources
-    )
-    torch.testing.assert_close(seen, [train_images, test_images])
-    multi = trained(tmp_path / "multi", "--data", f"multi:{few_images}", *words[:-10], *words[-4:])
+    done("clusters", checkpoint)
+    wanted = [torch.stack([each.source[n] for n in range(len(each))])[:, :, 2:8, 2:8] for each in images.sets[:3:2]]
+    torch.testing.assert_close(seen, wanted)
+    multi = trained(tmp_path / "multi", "--data", f"multi:{folder}", *words)
     assert failed("clusters", multi) == "capsfast.train.clustered: images of one class each are needed, these overlap"
 
 
@@ -260,16 +229,14 @@ def test_the_documented_command_learns(tmp_path: Path) -> None:
         pen, color = ImageDraw.Draw(image), tuple(numbers.randrange(120, 256) for _ in range(3))
         r = numbers.randrange(6, 11)
         x, y = numbers.randrange(r + 1, 31 - r), numbers.randrange(r + 1, 31 - r)
-        if kind == "disc":
-            pen.ellipse((x - r, y - r, x + r, y + r), color)
-        elif kind == "frame":
-            pen.rectangle((x - r, y - r, x + r, y + r), outline=color, width=3)
-        else:
+        if kind == "cross":
             pen.line((x - r, y, x + r, y), color, 3)
             pen.line((x, y - r, x, y + r), color, 3)
+        else:
+            drawn = pen.ellipse if kind == "disc" else pen.rectangle
+            drawn((x - r, y - r, x + r, y + r), color if kind == "disc" else None, color, 3)
         (tmp_path / "pictures" / kind).mkdir(parents=True, exist_ok=True)
         image.save(tmp_path / "pictures" / kind / f"{n}.png")
-    command = ["--data", str(tmp_path / "pictures"), "--image-size", "32", "--patience", "5"]
-    small = ["--conv-channels", "32", "--batch-size", "32", "--accelerator", "cpu"]
-    trained(tmp_path / "out", *command, *small, epochs=6)
-    assert json.loads((tmp_path / "out" / "record.json").read_text())["results"]["test_accuracy"] > 0.7
+    small = ["--conv-channels", "32", "--batch-size", "32", "--accelerator", "cpu", "--patience", "5"]
+    trained(tmp_path / "out", "--data", tmp_path / "pictures", "--image-size", "32", *small, epochs=5)
+    assert record_in(tmp_path / "out")["results"]["test_accuracy"] > 0.7

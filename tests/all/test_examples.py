@@ -49,7 +49,7 @@ def test_digits_reaches_97_percent() -> None:
 
 
 def test_digits_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a step; and before training, if it cannot write."""
+    """After Ctrl-C in a step; and before training, if it cannot write or does not have the backend."""
     digits = imported()
     from typer.testing import CliRunner
 
@@ -57,19 +57,14 @@ def test_digits_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(digits, "training_step", ctrl_c)
+    (tmp_path / "file").touch()
     app = digits.typer.Typer()
     app.command()(digits.main)
-    result = CliRunner().invoke(app, ["--out", str(tmp_path / "out")])
-    assert (result.exit_code, result.stderr) == (130, "capsfast digits: interrupted\n")
-    (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["--out", str(tmp_path / "file" / "out")])
-    assert (result.exit_code, result.stderr) == (1, f"capsfast digits: Not a directory: {tmp_path}/file/out\n")
-
-
-def test_digits_says_which_backends_there_are() -> None:
-    done = run("--backend", "nothing")
-    assert done.returncode == 2
-    assert "reference" in done.stderr
+    for out, code, said in (("out", 130, "interrupted"), ("file/out", 1, f"Not a directory: {tmp_path}/file/out")):
+        result = CliRunner().invoke(app, ["--out", str(tmp_path / out)])
+        assert (result.exit_code, result.stderr) == (code, f"capsfast digits: {said}\n")
+    result = CliRunner().invoke(app, ["--backend", "nothing"])
+    assert result.exit_code == 2 and "reference" in result.stderr
 
 
 def test_interest_capsules_hit_more_often_than_the_mean(capsys: pytest.CaptureFixture[str]) -> None:

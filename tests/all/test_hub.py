@@ -106,8 +106,3 @@ def test_a_build_imports_torch_and_the_standard_library_alone(builds: list[Path]
         if str(name).partition(".")[0] not in allowed
     ]
     assert foreign == []
-
-
-def test_the_folder_is_made_once(builds: list[Path]) -> None:
-    again = subprocess.run([sys.executable, str(ROOT / ".ci" / "hub.py"), str(builds[0].parents[1])])
-    assert again.returncode != 0

@@ -75,21 +75,12 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 def test_every_page_is_found_by_the_search_without_a_server(site: Path) -> None:
     script = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(script[len("Search.setIndex(") : script.rindex(")")])
-    pages = [
-        ROOT / "README.md",
-        ROOT / "CHANGELOG.md",
-        ROOT / "SECURITY.md",
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("docs/api/*.rst"),
-    ]
-    pages += ROOT.glob("examples/*.ipynb")
+    patterns = ("README.md", "CHANGELOG.md", "SECURITY.md", "docs/*.md", "docs/api/*.rst", "examples/*.ipynb")
+    pages = [page for pattern in patterns for page in ROOT.glob(pattern)]
     assert {str(page.relative_to(ROOT).with_suffix("")) for page in pages} <= set(index["docnames"])
     for page in site.rglob("*.html"):
         outside = re.findall(r"""<(?:script|link|img)\b[^>]*\b(?:src|href)="(?:https?:)?//""", page.read_text())
         assert not outside, f"{page.name} loads {outside}"
-
-
-def test_the_folder_leads_to_the_first_page(site: Path) -> None:
     target = re.search(r'href="([^"]+)"', (site / "index.html").read_text(encoding="utf-8"))
     assert target is not None and (site / target[1]).is_file()
 

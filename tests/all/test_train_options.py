@@ -19,7 +19,7 @@ from capsfast.train.normalize import Normalize
 from capsfast.train.objective import ClassLoss
 
 from ..support import plain
-from ..support.training import TINY, assert_same_state, learner_for
+from ..support.training import TINY, assert_same_state, fitted, learner_for
 
 EVERYTHING: dict[str, Any] = {
     "weight_decay": 0.1,
@@ -37,20 +37,19 @@ def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
     return images.sets.train.batch(torch.arange(count))
 
 
-def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
+def moved(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
     images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, contrast=0.5)
     learner = learner_for(images, **(EVERYTHING if learning is None else learning))
-    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
-    train.fit(train.make_trainer(out, **options), learner, images, resume)
+    fitted(out, learner, images, resume, **{"epochs": 2, **more})
     return learner
 
 
 def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path) -> None:
     learning = EVERYTHING | {"normalize": "set"}
-    fitted(folder, tmp_path / "whole", learning=learning)
-    fitted(folder, tmp_path / "stopped", learning=learning, max_steps=5, checkpoint_every=5)
+    moved(folder, tmp_path / "whole", learning=learning)
+    moved(folder, tmp_path / "stopped", learning=learning, max_steps=5, checkpoint_every=5)
     torch.rand(7)  # the random state of the process must not matter
-    fitted(folder, tmp_path / "resumed", tmp_path / "stopped" / "step.ckpt", learning)
+    moved(folder, tmp_path / "resumed", tmp_path / "stopped" / "step.ckpt", learning)
     assert_same_state(tmp_path / "whole" / "last.ckpt", tmp_path / "resumed" / "last.ckpt")
     learner, images = train.open_checkpoint(tmp_path / "resumed" / "last.ckpt")
     assert {name: learner.hparams[name] for name in learning} == learning
@@ -58,25 +57,20 @@ def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path) -> None
 
 
 def test_cosine_is_as_long_as_the_training_that_began(folder: Path, tmp_path: Path) -> None:
-    learning = {"schedule": "cosine"}
-    first = fitted(folder, tmp_path / "one", learning=learning, epochs=1)
-    assert (
-        first.decay_steps == 8
-        and read_checkpoint(tmp_path / "one" / "last.ckpt")["hyper_parameters"]["decay_steps"] == 8
-    )
-    longer = fitted(folder, tmp_path / "two", tmp_path / "one" / "last.ckpt", learning, epochs=2)
-    assert longer.decay_steps == longer.hparams["decay_steps"] == 8
-    again, _ = train.open_checkpoint(tmp_path / "two" / "last.ckpt")
-    assert again.decay_steps == 8
+    learning, last = {"schedule": "cosine"}, tmp_path / "one" / "last.ckpt"
+    first = moved(folder, tmp_path / "one", learning=learning, epochs=1)
+    assert first.decay_steps == read_checkpoint(last)["hyper_parameters"]["decay_steps"] == 8
+    longer = moved(folder, tmp_path / "two", last, learning, epochs=2)
+    assert longer.decay_steps == train.open_checkpoint(tmp_path / "two" / "last.ckpt")[0].decay_steps == 8
     with pytest.raises(ValueError, match="a cosine over training without end needs decay_steps"):
-        fitted(folder, tmp_path / "endless", learning=learning, epochs=-1)
+        moved(folder, tmp_path / "endless", learning=learning, epochs=-1)
 
 
 def test_weight_decay_shrinks_by_the_learning_rate(folder: Path, tmp_path: Path) -> None:
     """Separate from the step of Adam, which is the same with and without decay."""
     found = {}
     for rate in (0.0, 0.5):
-        learner = fitted(folder, tmp_path / str(rate), learning={"weight_decay": rate}, max_steps=1)
+        learner = moved(folder, tmp_path / str(rate), learning={"weight_decay": rate}, max_steps=1)
         found[rate] = [each.detach() for each in learner.parameters()]
     before = [each.detach() for each in learner_for(ImageData(str(folder), crop=9, crop_padding=1)).parameters()]
     for start, without, with_decay in zip(before, found[0.0], found[0.5], strict=True):
@@ -185,14 +179,6 @@ def test_recorded_coupling_is_differentiable(layer: Any) -> None:
     plain.assert_same(found[0].sum(2), torch.ones(2, 6, dtype=torch.float64))
 
 
-def test_recorded_needs_a_routing_layer() -> None:
-    with (
-        pytest.raises(TypeError, match="layer must be a RoutedCaps, got Linear"),
-        recorded(nn.Linear(1, 1)),
-    ):
-        pass
-
-
 def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     images = ImageData(str(folder))
     mean, deviation = channel_statistics(images.sets.train)
@@ -217,12 +203,11 @@ def test_normalized_is_what_the_network_sees(folder: Path) -> None:
 def test_normalized_by_the_set(folder: Path, tmp_path: Path) -> None:
     """Mean and deviation come from the training images, and are in the checkpoint."""
     images = ImageData(str(folder), batch_size=8)
-    learner = learner_for(images, normalize="set")
-    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    fitted(tmp_path, learner_for(images, normalize="set"), images)
     mean, deviation = channel_statistics(images.sets.train)
-    opened, _ = train.open_checkpoint(tmp_path / "last.ckpt")
     x = torch.rand(3, 1, 10, 10)
-    torch.testing.assert_close(opened.normalized(x), (x - mean[0]) / deviation[0])
+    found = train.open_checkpoint(tmp_path / "last.ckpt")[0].normalized(x)
+    torch.testing.assert_close(found, (x - mean[0]) / deviation[0])
 
 
 def test_normalized_images_one_by_one() -> None:
@@ -254,7 +239,7 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close((found["loss"], found["cross_entropy"]), (nll, nll))
     torch.testing.assert_close(output.lengths.sum(1), torch.ones(7))
     learner.train()
-    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    fitted(tmp_path, learner, images)
     again, _ = train.open_checkpoint(tmp_path / "last.ckpt")
     assert torch.equal(again.classify(batch.images).activations, learner.eval().classify(batch.images).activations)
     assert train.evaluate(again, images.sets.test, attack=lambda loss, x: train.fgsm(loss, x, 0.1)).images == 20

@@ -20,9 +20,7 @@ from capsfast import train
 from capsfast.train import Interrupted, stopping
 from capsfast.train.checkpoint import read_checkpoint
 
-from ..support.training import assert_same_state, learner_and_images, trained
-
-OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False}
+from ..support.training import assert_same_state, fitted, learner_and_images, trained
 
 
 @pytest.fixture(autouse=True)
@@ -37,33 +35,20 @@ def handlers() -> Iterator[None]:
     assert after == before
 
 
-def interrupted(
-    folder: Path,
-    out: Path,
-    hook: str,
-    call: int,
-    act: Callable[[], None],
-    *,
-    resume: Path | None = None,
-    workers: int = 0,
-    hold_out: float | None = None,
-    **more: Any,
-) -> Interrupted:
+def interrupted(folder: Path, out: Path, hook: str, call: int, act: Callable[[], None], **more: Any) -> Interrupted:
     """How training ends if ``act`` is called before the ``call``-th call of a hook of the learner."""
+    resume, workers, hold_out = more.pop("resume", None), more.pop("workers", 0), more.pop("hold_out", None)
     learner, images = learner_and_images(folder, workers, hold_out)
-    calls = 0
-    original = getattr(learner, hook)
+    calls, original = itertools.count(1), getattr(learner, hook)
 
     def watched(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             act()
         return original(*arguments)
 
     setattr(learner, hook, watched)
     with pytest.raises(Interrupted) as found:
-        train.fit(train.make_trainer(out, **{**OPTIONS, **more}), learner, images, resume)
+        fitted(out, learner, images, resume, **{"epochs": 2, **more})
     return found.value
 
 
@@ -111,7 +96,7 @@ def test_a_resumed_run_holds_out_the_same_images(folder: Path, tmp_path: Path) -
             trained(folder, tmp_path, last, wrong)
     learner, _ = learner_and_images(folder)
     with pytest.raises(ValueError, match=r"0\.1 and 3, got 0\.1 and 4; give the same"):
-        train.fit(train.make_trainer(tmp_path, **OPTIONS), learner, train.ImageData(str(folder), seed=4), last)
+        fitted(tmp_path, learner, train.ImageData(str(folder), seed=4), last)
     # Not even if the resumed run asks for no validation.
     shutil.copytree(tmp_path, tmp_path / "copy")
     for out, more in ((tmp_path, best), (tmp_path / "copy", {})):
@@ -175,7 +160,7 @@ def test_a_process_told_to_ignore_ctrl_c_does(folder: Path, whole: Path, tmp_pat
     try:
         learner, images = learner_and_images(folder)
         learner.on_train_epoch_end = send(signal.SIGINT)  # type: ignore[method-assign]
-        train.fit(train.make_trainer(tmp_path, **OPTIONS), learner, images)
+        fitted(tmp_path, learner, images, epochs=2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert_same_state(whole, tmp_path / "last.ckpt")

@@ -87,18 +87,12 @@ def test_the_layer_is_fused_and_both_networks_learn(printed: list[str]) -> None:
     assert len(accuracies) == 2 and min(accuracies) > 95, text
 
 
-def test_outputs_are_of_one_run_in_order() -> None:
-    cells = code_cells()
+def test_outputs_are_of_one_run_in_order_and_hold_nothing_of_a_machine() -> None:
+    found, cells = notebook(), code_cells()
+    texts = [shown(output) for cell in cells for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert sum("<figure>" in shown(output) for cell in cells for output in cell["outputs"]) == 3
-
-
-def test_nothing_of_a_machine_is_stored() -> None:
-    found = notebook()
-    assert found["metadata"] == {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    }
+    assert sum("<figure>" in text for text in texts) == 3
+    assert found["metadata"] == {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     assert all(cell["metadata"] == {} for cell in found["cells"])
-    texts = [shown(output) for cell in code_cells() for output in cell["outputs"]]
     assert not re.search(r"(?<![\w.])[/~][\w.-]+/|site-packages|[A-Z]:\\", "".join(texts))
     assert NOTEBOOK.stat().st_size < 300_000

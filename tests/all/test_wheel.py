@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -88,60 +88,48 @@ SAID: list[tuple[str, dict[str, str], str]] = [
     ("12.0", {}, "for 8.0 9.0+PTX"),  # this toolkit does not know the GPU
     ("", {"CAPSFAST_CUDA": "1"}, "for 8.0 9.0+PTX"),
     ("", {ARCHITECTURES: "all"}, "for 7.5 8.0 9.0+PTX"),
-    *(("8.9", {ARCHITECTURES: asked}, "for 8.0 9.0+PTX") for asked in ("8.0;9.0+PTX", "8.0 9.0+PTX", "8.0, 9.0+PTX")),
+    *(("8.9", {ARCHITECTURES: asked}, "for 8.0 9.0+PTX") for asked in ("8.0;9.0+PTX", "8.0, 9.0+PTX")),
     # A laptop with a toolkit and a CUDA torch must not spend minutes to compile kernels that it cannot run.
     *((gpus, {}, "without CUDA kernels: no GPU here that runs them (CAPSFAST_CUDA=1 compiles") for gpus in ("", "7.0")),
     ("7.0", {ARCHITECTURES: "9.0"}, "for 9.0\n"),
     ("8.0", {"CAPSFAST_CUDA": "0"}, ""),
     ("8.0", {"CUDA_HOME": "/nowhere"}, "building without CUDA kernels: no CUDA toolkit with bin/nvcc and include/"),
 ]
+SERVED = "serve (7.5, 8.0, 8.6, 8.9, 9.0), each perhaps with +PTX, got"
+NO_TOOLKIT = (
+    "CAPSFAST_CUDA=1, but no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in /nowhere (CUDA_HOME names"
+)
 WRONG: list[tuple[dict[str, str], str]] = [
-    *(
-        ({ARCHITECTURES: f"8.0 {wrong}"}, f"serve (7.5, 8.0, 8.6, 8.9, 9.0), each perhaps with +PTX, got '{wrong}'")
-        for wrong in ("Hopper", "10.0", "5.0")
-    ),
+    *(({ARCHITECTURES: f"8.0 {wrong}"}, f"{SERVED} '{wrong}'") for wrong in ("Hopper", "10.0", "5.0")),
     ({"CAPSFAST_CUDA": "yes"}, "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'"),
-    (
-        {"CUDA_HOME": "/nowhere", "CAPSFAST_CUDA": "1"},
-        "CAPSFAST_CUDA=1, but no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in /nowhere (CUDA_HOME names",
-    ),
+    ({"CUDA_HOME": "/nowhere", "CAPSFAST_CUDA": "1"}, NO_TOOLKIT),
 ]
 
 
-@pytest.mark.parametrize("cuda_of_torch", [None, "12.4"])
 @pytest.mark.parametrize(("gpus", "environment", "said"), SAID, ids=str)
 def test_what_it_is_compiled_for(
-    configure: Configure,
-    toolkit: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: str,
-    environment: dict[str, str],
-    said: str,
-    cuda_of_torch: str | None,
+    configure: Configure, toolkit: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, environment: Any, said: str
 ) -> None:
-    monkeypatch.setattr("torch.version.cuda", cuda_of_torch)
-    ran = configure(gpus=gpus, **{"CUDA_HOME": str(toolkit), **environment})
-    assert not ran.error and said.replace("TOOLKIT", str(toolkit)) in ran.said
-    assert ("capsfast: CUDA" in ran.said) == ("for " in said and "without" not in said)
+    for cuda_of_torch in (None, "12.4"):
+        monkeypatch.setattr("torch.version.cuda", cuda_of_torch)
+        ran = configure(gpus=gpus, **{"CUDA_HOME": str(toolkit), **environment})
+        assert not ran.error and said.replace("TOOLKIT", str(toolkit)) in ran.said
+        assert ("capsfast: CUDA" in ran.said) == ("for " in said and "without" not in said)
 
 
-@pytest.mark.parametrize(("environment", "message"), WRONG, ids=str)
-def test_what_cannot_be_built_is_an_error(
-    configure: Configure, toolkit: Path, environment: dict[str, str], message: str
+def test_what_cannot_be_built_is_an_error(configure: Configure, toolkit: Path) -> None:
+    for environment, message in WRONG:
+        assert message in configure(**{"CUDA_HOME": str(toolkit), **environment}).error
+
+
+def test_a_wrapper_script_is_followed_to_the_toolkit_and_an_old_one_is_named(
+    configure: Configure, toolkit: Path, tmp_path: Path
 ) -> None:
-    assert message in configure(**{"CUDA_HOME": str(toolkit), **environment}).error
-
-
-def test_a_wrapper_script_is_followed_to_the_toolkit(configure: Configure, toolkit: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "wrapper" / "bin"
-    folder.mkdir(parents=True)
-    write_program(folder / "nvcc", f'#!/bin/sh\nexec "{toolkit}/bin/nvcc" "$@"\n')
+    folder, nvcc = tmp_path / "wrapper", toolkit / "bin" / "nvcc"
+    folder.mkdir()
+    write_program(folder / "nvcc", f'#!/bin/sh\nexec "{nvcc}" "$@"\n')
     ran = configure(PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", CAPSFAST_CUDA="1")
     assert f"CUDA 12.4 in {toolkit}, for" in ran.said
-
-
-def test_an_old_toolkit_is_named(configure: Configure, toolkit: Path) -> None:
-    nvcc = toolkit / "bin" / "nvcc"
     nvcc.write_text(nvcc.read_text().replace("12.4", "11.2"))
     ran = configure(CUDA_HOME=str(toolkit), CAPSFAST_CUDA="1")
     assert f"CAPSFAST_CUDA=1, but the CUDA toolkit in {toolkit} is 11.2, the kernels need 12.0" in ran.error
@@ -175,12 +163,13 @@ def test_a_source_archive_holds_all_that_a_build_needs(
         assert {name for name in wanted if name.startswith("capsfast/")} <= set(wheel.namelist())
     ran = configure(folder, CUDA_HOME=str(toolkit), CAPSFAST_CUDA="1")
     assert not ran.error and "CUDA 12.4" in ran.said
-    (folder / "csrc" / "ops" / "cuda" / "pass.cu").rename(folder / "csrc" / "ops" / "cuda" / "copy.cu")
+    (folder / "csrc" / "ops" / "cuda" / "copy.cu").touch()
+    wrong = "capsfast: csrc/ must hold what SOURCES in setup.py lists, got: csrc/ops/cuda/copy.cu is not listed"
+    assert configure(folder, CUDA_HOME=str(toolkit)).error == f"{wrong}; get a complete copy"
+    (folder / "csrc" / "ops" / "cuda" / "pass.cu").unlink()
     for wish in ("0", "1"):
-        assert configure(folder, CUDA_HOME=str(toolkit), CAPSFAST_CUDA=wish).error == (
-            "capsfast: csrc/ must hold what SOURCES in setup.py lists, got: csrc/ops/cuda/copy.cu is not listed, "
-            "csrc/ops/cuda/pass.cu has no file; get a complete copy"
-        )
+        found = configure(folder, CUDA_HOME=str(toolkit), CAPSFAST_CUDA=wish).error
+        assert found == f"{wrong}, csrc/ops/cuda/pass.cu has no file; get a complete copy"
 
 
 def test_a_build_without_torch_says_how_to_build(checkout: Path) -> None:
@@ -227,36 +216,35 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(small: Path, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "run.py", "-q", "build_ext", "--inplace"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=small,
-        env=os.environ | {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "CAPSFAST_BUILD": "1"} | environment,
-    )
+def built_here(small: Path, **environment: str) -> tuple[int, str]:
+    """The exit status and what is said."""
+    environment = {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "CAPSFAST_BUILD": "1", **environment}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    command = [sys.executable, "run.py", "-q", "build_ext", "--inplace"]
+    ran = subprocess.run(command, cwd=small, env=os.environ | environment, **pipes)
+    return ran.returncode, ran.stdout
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
 def test_what_a_build_says_and_that_a_broken_one_keeps_the_old_file(small: Path) -> None:
-    process = start(small)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "capsfast: compiling what has changed of 2 files\n" in said, said
+    status, said = built_here(small)
+    assert status == 0 and "capsfast: compiling what has changed of 2 files\n" in said, said
     # make shortens these lines.
     brief = re.findall(r"^BRIEF := .*,(sed .*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
     short = subprocess.run(brief, shell=True, input=said, capture_output=True, text=True, check=True).stdout
     assert re.search(r"^\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp$", short, re.MULTILINE)
-    (built,) = (small / "capsfast").glob("_C*.so")
-    before = built.read_bytes()
+    (library,) = (small / "capsfast").glob("_C*.so")
+    before = library.read_bytes()
     (small / "csrc" / "other.cpp").write_text("int other() { return 2 }\n")
-    process = start(small)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "expected" in said
+    status, said = built_here(small)
+    assert status == 1 and "expected" in said and library.read_bytes() == before
     assert said.endswith("capsfast: the build failed: Error compiling objects for extension\n")
-    assert built.read_bytes() == before
-    said, _ = start(small, CXX="c++ -DOTHER").communicate(timeout=120)
+    _, said = built_here(small, CXX="c++ -DOTHER")
     assert said.endswith("capsfast: CXX must be a program, got 'c++ -DOTHER'; flags go into CFLAGS\n")
+
+
+def printed(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
@@ -264,20 +252,12 @@ def test_the_extension_keeps_to_the_stable_abi() -> None:
     """It loads into every torch from 2.10 on: uses only plain C functions of torch, and only libtorch."""
     assert native.extension is not None
     library = str(native.extension.__file__)
-    names = [
-        line.split()[-1]
-        for line in subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-    ]
+    names = [line.split()[-1] for line in printed("nm", "-D", "--undefined-only", library)]
     assert any(name.startswith("aoti_torch_") for name in names)
-    mangled = [name for name in names if name.startswith("_Z") and ("c10" in name or "2at" in name or "5torch" in name)]
-    assert mangled == []
-    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
-    libraries = [line.split("[")[1].rstrip("]") for line in needed.splitlines() if "(NEEDED)" in line]
-    assert not [
-        name for name in libraries if name.startswith(("libtorch_python", "libc10", "libtorch_cuda", "libcuda"))
-    ]
+    of_torch = ("c10", "2at", "5torch")
+    assert not [name for name in names if name.startswith("_Z") and any(part in name for part in of_torch)]
+    needed = [line.split("[")[1] for line in printed("readelf", "-d", library) if "(NEEDED)" in line]
+    assert not [name for name in needed if name.startswith(("libtorch_python", "libc10", "libtorch_cuda", "libcuda"))]
 
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
@@ -291,26 +271,15 @@ def test_the_extension_says_what_cuda_kernels_it_holds() -> None:
     assert bool(info["cuda"]) == bool(info["cuda_architectures"])
 
 
-@pytest.mark.parametrize(
-    ("architectures", "capability", "served"),
-    [
-        ("8.0 9.0", (8, 0), True),
-        ("8.0 9.0", (8, 6), True),
-        ("8.6", (8, 0), False),
-        ("8.0 9.0", (10, 0), False),
-        ("8.0 9.0+PTX", (12, 0), True),
-        ("9.0+PTX", (8, 9), False),
-    ],
-)
-def test_which_gpus_a_build_serves(architectures: str, capability: tuple[int, int], served: bool) -> None:
-    assert native.serves_gpu(architectures, capability) == served
+def test_which_gpus_a_build_serves() -> None:
+    for architectures, capability, served in (
+        *(("8.0 9.0", (8, 0), True), ("8.0 9.0", (8, 6), True), ("8.6", (8, 0), False), ("8.0 9.0", (10, 0), False)),
+        *(("8.0 9.0+PTX", (12, 0), True), ("9.0+PTX", (8, 9), False)),
+    ):
+        assert native.serves_gpu(architectures, capability) == served, (architectures, capability)
 
 
 def test_flags_of_nvcc() -> None:
-    gencode = runpy.run_path(str(ROOT / "setup.py"))["gencode"]
-    assert gencode(["8.0", "9.0a", "12.0+PTX"]) == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-gencode=arch=compute_120,code=sm_120",
-        "-gencode=arch=compute_120,code=compute_120",
-    ]
+    flags = runpy.run_path(str(ROOT / "setup.py"))["gencode"](["8.0", "9.0a", "12.0+PTX"])
+    pairs = ("80", "sm_80"), ("90a", "sm_90a"), ("120", "sm_120"), ("120", "compute_120")
+    assert flags == [f"-gencode=arch=compute_{name},code={code}" for name, code in pairs]

@@ -34,11 +34,16 @@ def learner_and_images(folder: Path, workers: int = 0, hold_out: float | None = 
     return learner, images
 
 
+def fitted(out: Path, learner: Learner, images: ImageData, resume: Path | None = None, **options: Any) -> Any:
+    """Without a log, on the CPU. Returns what fit() returns."""
+    common = {"epochs": 1, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False}
+    return train.fit(train.make_trainer(out, **common | options), learner, images, resume)
+
+
 def trained(folder: Path, out: Path, resume: Path | None = None, hold_out: float | None = None, **more: Any) -> Learner:
     """Two epochs of 8 steps unless told otherwise."""
     learner, images = learner_and_images(folder, hold_out=hold_out)
-    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
-    train.fit(train.make_trainer(out, **options), learner, images, resume)
+    fitted(out, learner, images, resume, **{"epochs": 2, **more})
     return learner
 
 
