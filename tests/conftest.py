@@ -123,7 +123,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ops: tuple[Op, ...] = ()
     if "op" in metafunc.fixturenames:
         of_marker = {"passes": PASS_OPS, "every_op": (*OPS, *PASS_OPS), "kernels": OPS}
-        ops = next((each for name, each in of_marker.items() if metafunc.definition.get_closest_marker(name)), ())
+        ops = next((value for name, value in of_marker.items() if metafunc.definition.get_closest_marker(name)), ())
     marker = metafunc.definition.get_closest_marker("shapes")
     names = ["backend"] + ["op"] * bool(ops) + ["shape"] * (marker is not None)
     rows = []

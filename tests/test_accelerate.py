@@ -85,7 +85,7 @@ def test_couplings_and_a_diagnosis_of_fused_layers(images: Tensor) -> None:
 def test_around_a_layer_of_capsfast_there_is_nothing_to_fuse() -> None:
     for own, u in ((capsfast.DynamicRouting(7, 4, 6, 5), example()), (capsfast.nn.RoutingByAgreement(), VOTES)):
         report = accelerate(nn.Sequential(Around(own, lambda self, u: self.caps(u))), u)
-        assert [(each.name, each.status) for each in report.layers] == [("0.caps", "already fused")]
+        assert [(layer.name, layer.status) for layer in report.layers] == [("0.caps", "already fused")]
 
 
 def test_a_model_without_routing(images: Tensor) -> None:
@@ -127,12 +127,12 @@ def test_a_dry_run_a_second_call_and_undo(images: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = accelerate(model, images)
-    assert again.fused == () and {each.status for each in again.layers} == {"already fused"}
+    assert again.fused == () and {layer.status for layer in again.layers} == {"already fused"}
     again.undo()
     assert accelerate(model, images).fused == ()
     for _ in range(2):
         report.undo()
-        assert type(model.first) is layers.DigitCapsules and not [each for each in vars(model.first) if "capsf" in each]
+        assert type(model.first) is layers.DigitCapsules and not [var for var in vars(model.first) if "capsf" in var]
     accelerate(model, images)
     assert undo(model) == ("first", "second") and undo(model) == ()
     assert type(model.second) is layers.CapsLayer
@@ -277,7 +277,7 @@ def test_left_alone(name: str) -> None:
     kind, state = type(layer), copy.deepcopy(layer.state_dict())
     report = accelerate(layer, inputs)
     assert reason in report.left_alone[""] and "" not in report.fused
-    assert type(layer) is kind and all(torch.equal(each, state[name]) for name, each in layer.state_dict().items())
+    assert type(layer) is kind and all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
 
 
 def test_an_attribute_that_is_written_and_not_read_does_no_harm() -> None:

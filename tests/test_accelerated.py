@@ -267,7 +267,7 @@ def test_mixed_precision_of_a_whole_network(inside: bool, dtype: torch.dtype, im
         assert v.dtype == own.dtype and relative(v, own) < TOLERANCE[dtype]
         assert_close_gradients(model, plain, images)
     torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
-    assert {name: (each.fused, each.own) for name, each in report.calls().items()} == {
+    assert {name: (call.fused, call.own) for name, call in report.calls().items()} == {
         "first": (3, 0), "second": (3, 0)
     }  # fmt: skip
 

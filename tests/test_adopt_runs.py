@@ -131,8 +131,8 @@ def test_what_the_run_builds_stays_whole_and_is_fused(name: str) -> None:
     model, called, u = made(name), made(name), example()
     torch.manual_seed(1)
     called.eval()(u)  # as after an own first call
-    for each in called.modules():
-        each.training = True
+    for module in called.modules():
+        module.training = True
     torch.manual_seed(1)
     state = torch.get_rng_state()
     report, routing = accelerate(model, u), BUILDS[name][2]
@@ -151,7 +151,7 @@ def test_what_the_run_builds_stays_whole_and_is_fused(name: str) -> None:
     torch.testing.assert_close(v, called(u), rtol=1e-4, atol=1e-5)
     assert [*map(id, model.parameters())] == [*map(id, parameters)]
     v.square().sum().backward()
-    assert any(each is model.get_submodule(routing).W and each.grad.any() for each in parameters)
+    assert any(parameter is model.get_submodule(routing).W and parameter.grad.any() for parameter in parameters)
 
 
 def change(model: Any, u: Tensor) -> None:
@@ -263,8 +263,8 @@ def test_routing_that_has_no_name_is_named() -> None:
         pass
 
     def step(model: Any, u: Tensor) -> None:
-        for each in (*model.layers, Plain(), Plain()):
-            each(u)
+        for layer in (*model.layers, Plain(), Plain()):
+            layer(u)
 
     torch.manual_seed(0)
     model = Model(starts(layers=lambda: [Listed()], layer=Inside), step)

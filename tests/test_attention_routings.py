@@ -203,7 +203,7 @@ def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
         plain.assert_same(routing.get_buffer(name), norms[name.split(".")[0]].get_buffer(name.split(".")[1]))
     plain.assert_same(routing(votes[:1]).activations, routing(votes).activations[:1])
     low = routing.bfloat16().train()(votes.bfloat16())
-    assert low.activations.dtype == torch.bfloat16 and all(each.isfinite().all() for each in low)
+    assert low.activations.dtype == torch.bfloat16 and all(tensor.isfinite().all() for tensor in low)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -262,7 +262,7 @@ def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     u.requires_grad_()
     found, wanted = [each[:3, 0] for each in masked(u, out_mask=out_mask)], [each[:, 0] for each in few(u[:3])]
     plain.assert_same(found, wanted)
-    sent = [torch.randn_like(each) for each in found]
+    sent = [torch.randn_like(tensor) for tensor in found]
     plain.assert_same(*(torch.autograd.grad(each, u, sent) for each in (found, wanted)), tolerance=1e-8)
     for name, there in masked.routing.named_buffers():
         those_of = few.routing.get_buffer(name)
@@ -273,7 +273,7 @@ def test_batch_statistics_of_output_capsules_that_are_there() -> None:
             assert not torch.equal(there[1:], those_of[1:])
     out_mask[:, 0] = False
     absent = masked(u, out_mask=out_mask)
-    assert all(each.isfinite().all() and not each[:, 0].any() for each in absent)
+    assert all(tensor.isfinite().all() and not tensor[:, 0].any() for tensor in absent)
     message = r"VariationalRouting: batch_norm needs more than one sample .* in training, got 1"
     with pytest.raises(ValueError, match=message):
         layer(u[:1])

@@ -407,15 +407,15 @@ def test_a_compiled_call_chooses_once_for_all_sizes(
     with fakes_on_gpu():
         inputs = [layer(B, 7, 4, 5, 6) for B in (128, 18, 5, 40, 2000)]
         others = [layer(*shape) for shape in ((3, 9, 12, 16, 15), (3, 7, 13, 5, 6), (18, 9, 40, 7, 8))]
-    for each in inputs:
-        compiled(*each)
+    for value in inputs:
+        compiled(*value)
     # dynamic=True: the first graph serves all sizes. Else the second batch size makes one graph for all others.
     any_size = "triton_dynamic_routing"
     sized = [] if dynamic else ["dynamic_routing" if timed else any_size]
     assert graphs.ops == [*sized, any_size]
     if dynamic:
-        for each in others:
-            compiled(*each)
+        for other in others:
+            compiled(*other)
         assert graphs.ops == [any_size]
 
 

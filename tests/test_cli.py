@@ -70,7 +70,7 @@ def test_models_are_listed_with_their_options_and_weights() -> None:
     found = json.loads(result.stdout)
     assert found.keys() == train.NETWORKS.keys()
     assert found["efficientcapsnet"]["pretrained"] == ["fashion-mnist", "mnist", "multi-mnist"]
-    assert found["capsnet"]["parameters"] == sum(each.numel() for each in CapsNet().parameters())
+    assert found["capsnet"]["parameters"] == sum(parameter.numel() for parameter in CapsNet().parameters())
     assert found["capsnet"]["class"] == "capsfast.models.CapsNet" and found["cnn"]["options"]["dropout"] == 0.5
     assert found["autoencoder"]["options"].keys() >= {"num_caps", "conv_channels"}
     text = RUN.invoke(app, ["models"], env={"COLUMNS": "200"}).stdout

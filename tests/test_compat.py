@@ -99,19 +99,19 @@ def test_results_and_gradients_are_the_same_and_finite_for_zeros(row: Published,
         for layer, factor in ((theirs, scale), (ours, scale), (ours, 0)):
             leaf = (factor * given[0]).requires_grad_()
             found = tensors_of(layer(leaf, *given[1:]))
-            seeds = [torch.linspace(-1, 1, each.numel()).view(each.shape) for each in found]
+            seeds = [torch.linspace(-1, 1, tensor.numel()).view(tensor.shape) for tensor in found]
             results.append((found, torch.autograd.grad(found, [leaf, *layer.parameters()], seeds)))
     for got, wanted in zip(*([*found, *grads] for found, grads in results[:2]), strict=True):
         # 1e-20, the smallest eps, stands for none, so that short capsules differ a little.
         assert (got - wanted).abs().max() <= 1e-10 * wanted.abs().max() * (1 if scale == 1 else 100)
-    assert all(each.isfinite().all() for part in results[2] for each in part)
+    assert all(tensor.isfinite().all() for part in results[2] for tensor in part)
 
 
 @pytest.mark.rows(20)
 @by_row
 def test_no_sample(row: Published) -> None:
     found = without_samples(lambda batch: (row.build(compat, SIZES), row.inputs(SIZES._replace(B=batch))))
-    assert {each.shape[1 if row.out.startswith("JB") else 0] for each in found} == {0}
+    assert {tensor.shape[1 if row.out.startswith("JB") else 0] for tensor in found} == {0}
 
 
 @pytest.mark.rows(4)
@@ -139,12 +139,12 @@ def test_forms_are_called_as_the_published_layers(form: kinds.Form) -> None:
     """Names, order and defaults; our own eps comes last."""
     own = {"routing_module": nn.Identity(), "num_route_nodes": 2, "bias": True}
     call = form.published().parameters
-    needed = [name for name, each in call.items() if each.default is each.empty or name == "bias"]
+    needed = [name for name, parameter in call.items() if parameter.default is parameter.empty or name == "bias"]
     given = {name: own.get(name, 2) for name in needed}
     theirs = getattr(published_layers, form.name)(**given or {"num_iterations": 2})
     parameters = inspect.signature(type(theirs)).parameters.values()
-    assert [(each.name, each.default, each.kind) for each in parameters] == [
-        (each.name, each.default, each.kind) for each in call.values()
+    assert [(parameter.name, parameter.default, parameter.kind) for parameter in parameters] == [
+        (parameter.name, parameter.default, parameter.kind) for parameter in call.values()
     ]
     assert {*re.findall(r"\w+", getattr(compat, form.name).__doc__)} >= {*call}
 
@@ -194,12 +194,12 @@ def test_a_weight_with_or_without_an_axis_of_length_1_loads_back(row: Published,
     w = torch.randn_like(getattr(part, name))
     if other:
         setattr(part, name, nn.Parameter(w[0] if len(w) == 1 else w[None]))
-    wanted = {each: value.clone() for each, value in theirs.state_dict().items()}
-    nn.Sequential(ours).load_state_dict({f"0.{each}": value for each, value in wanted.items()})
+    wanted = {name: value.clone() for name, value in theirs.state_dict().items()}
+    nn.Sequential(ours).load_state_dict({f"0.{name}": value for name, value in wanted.items()})
     for parameter in theirs.parameters():
         nn.init.zeros_(parameter)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert all(torch.equal(value, wanted[each]) for each, value in theirs.state_dict().items())
+    assert all(torch.equal(value, wanted[name]) for name, value in theirs.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ def trained(shape: tuple[int, ...], make: Callable[[Any], torch.optim.Optimizer]
     optimizer = make([nn.Parameter(torch.zeros(shape))])
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for _ in range(2):
-        for each in parameters:
-            each.grad = torch.randn(each.numel()).view_as(each)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.numel()).view_as(parameter)
         optimizer.step()
     return optimizer
 
@@ -388,7 +388,7 @@ def test_moments_that_are_not_one_for_each_number_are_the_optimizers_business() 
 
     def closure() -> Any:
         lbfgs.zero_grad()
-        loss = sum(each.square().sum() for each in parameters)
+        loss = sum(parameter.square().sum() for parameter in parameters)
         loss.backward()  # type: ignore[union-attr]
         return loss
 

@@ -85,8 +85,8 @@ def test_losses_and_gradients_are_the_same(
     make = compat.CapsuleLoss if inputs is numbers else compat.MarginLoss
     loss = make(**arguments) if isinstance(arguments, dict) else make(*arguments)
     first, *others = inputs()
-    given = [scale * first, *(each.clone() for each in others)]
-    leaves = [each.requires_grad_() for each in given if each.is_floating_point()]
+    given = [scale * first, *(tensor.clone() for tensor in others)]
+    leaves = [tensor.requires_grad_() for tensor in given if tensor.is_floating_point()]
     results = [
         (made, torch.autograd.grad(made, leaves, allow_unused=True)) for made in (loss(*given), published(*given))
     ]

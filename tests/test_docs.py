@@ -221,7 +221,7 @@ def test_times_of_the_order_of_backends_are_those_of_the_record() -> None:
     }
     seen = 0
     for call, _, *shown in rows:
-        found = [each for name, each in changes.items() if re.search(rf"{name}(?!\d)", call)]
+        found = [change for name, change in changes.items() if re.search(rf"{name}(?!\d)", call)]
         cases = [Case(**each, direction=direction) for each in found for direction in ("forward", "forward+backward")]
         field = "host" if "host" in call else "graph"
         for name, times in zip(("triton", "cuda"), shown, strict=True):

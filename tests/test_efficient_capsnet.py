@@ -64,7 +64,7 @@ def plain_network(
     maps = [F.conv2d(x[:, n : n + 1], W[n : n + 1], bias[n : n + 1], stride) for n in range(len(W))]
     K, places = p["routing.W"].shape[3], maps[0][0, 0].numel()
     u = [
-        torch.stack([each.flatten(1)[:, place] for each in maps[t : t + K]], 1)
+        torch.stack([tensor.flatten(1)[:, place] for tensor in maps[t : t + K]], 1)
         for t in range(0, len(W), K)
         for place in range(places)
     ]
@@ -131,7 +131,7 @@ def test_the_running_statistics_are_those_of_keras() -> None:
 
 @pytest.mark.parametrize("kind", [EfficientCapsNet, CapsNet])
 def test_widths_of_the_decoder(kind: Any) -> None:
-    assert [each.out_features for each in kind(1, 8, 3, decoder_hidden=[5, 7]).decoder.layers[::2]] == [5, 7, 64]
+    assert [layer.out_features for layer in kind(1, 8, 3, decoder_hidden=[5, 7]).decoder.layers[::2]] == [5, 7, 64]
 
 
 @pytest.mark.parametrize(("size", "kernel", "places"), SIZES, ids=str)

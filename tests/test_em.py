@@ -74,10 +74,12 @@ def test_no_mass() -> None:
     found = layer(u, activation)
     assert not found.poses[0].any() and found.poses[1:].all()
     everything = gradients(tuple(found), [u, activation, *layer.parameters()])
-    assert all(each.isfinite().all() for each in everything) and not everything[0][0].any()
+    assert all(tensor.isfinite().all() for tensor in everything) and not everything[0][0].any()
     with torch.no_grad():  # the other two capsules are so far away that nothing couples to them
         layer.W[:, 1:] += 1e4 * torch.randn(9, 2, 5, 4, dtype=f64)
-    assert all(each.isfinite().all() for each in gradients(tuple(layer(u, activation)), [u, *layer.parameters()]))
+    assert all(
+        gradient.isfinite().all() for gradient in gradients(tuple(layer(u, activation)), [u, *layer.parameters()])
+    )
 
 
 def test_activations_weigh_as_copies_do() -> None:

@@ -54,7 +54,7 @@ def run(layer: Layer, name: str, dtype: torch.dtype = torch.float32, needed: Any
     """Results, and gradients of the needed inputs, by their numbers: u and the weight, activation, parameters."""
     options = {**SIZES, "P": 1, "votes": 0, "spatial": (), "shared": False, "active": True, "masked": False, **layer}
     B, I, J, D, K, P, count, spatial, shared, active, masked = (
-        options.pop(each) for each in (*SIZES, "P", "votes", "spatial", "shared", "active", "masked")
+        options.pop(size) for size in (*SIZES, "P", "votes", "spatial", "shared", "active", "masked")
     )
     torch.manual_seed(0)
     routing = EMRouting(I, J, P * K, D, backend=name, inverse_temperature=1.0, **options)
@@ -310,6 +310,6 @@ def test_flops_are_those_of_the_passes(name: str) -> None:
     counts = []
     for backend in (name, "reference"):
         with FlopCounterMode(display=False) as counter:
-            sum(each.sum() for each in EMRouting(9, 3, 4, 5, backend=backend)((u, weight))).backward()
+            sum(tensor.sum() for tensor in EMRouting(9, 3, 4, 5, backend=backend)((u, weight))).backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0

@@ -211,7 +211,7 @@ def test_opcheck() -> None:
         given, out_mask = problem(CPP[0], (3, 4, 5), options.momentum, masked=True)
         rest = (out_mask, *options)
         torch.library.opcheck(ops.em_update.default, (*given, *rest))
-        needing = [None if each is None else each.clone().requires_grad_() for each in given]
+        needing = [None if tensor is None else tensor.clone().requires_grad_() for tensor in given]
         torch.library.opcheck(ops.em_update.default, (*needing, *rest))
         upstream = (given[1], None if options.final else given[1], None)
         for needed in (True, False):

@@ -184,7 +184,7 @@ def test_opcheck(columns: int) -> None:
     options = (2, *PLAIN, False)
     op = torch.ops.capsfast.factored_routing.default
     torch.library.opcheck(op, (*tensors, *options, True))
-    needing = [each.clone().requires_grad_() for each in tensors[:4]]
+    needing = [tensor.clone().requires_grad_() for tensor in tensors[:4]]
     torch.library.opcheck(op, (*needing, *tensors[4:], *options, False))
     v, c, *saved = op(*tensors, *options, True)
     backward = (torch.ones_like(v), torch.ones_like(c), *tensors, c, *saved, *options, [True] * 4)
@@ -201,7 +201,7 @@ def test_torch_func_and_compile(batch: str) -> None:
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for B in (6, 4):
-        u, weight = (each.clone().requires_grad_() for each in (given.inputs["u"][:B], given.inputs["weight"]))
+        u, weight = (tensor.clone().requires_grad_() for tensor in (given.inputs["u"][:B], given.inputs["weight"]))
         if batch == "dynamic":
             torch._dynamo.mark_dynamic(u, 0)
         else:

@@ -32,7 +32,7 @@ def test_what_ends_the_writing_leaves_the_old_file(tmp_path: Path, error: BaseEx
     with pytest.raises(type(error)):
         write()
     assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["record.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.png"]
 
 
 @pytest.mark.parametrize("name", [None, ".record.part.png", "another.png"])

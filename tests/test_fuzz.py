@@ -143,7 +143,7 @@ def test_layers_with_few_active_capsules(name: str, by: Backend) -> None:
         layer = RoutedCaps(I, J, 4, 4, routing=name, init_std=0.5, dtype=torch.float64, **options)
         randomize(layer)
         leaves = [torch.randn(B, I, 4, dtype=torch.float64), activation, *layer.parameters()]
-        u, a = (each.requires_grad_() for each in leaves[:2])
+        u, a = (leave.requires_grad_() for leave in leaves[:2])
         with capsfast.use_backend(by.name):
             found = gradients(tuple(layer(u, a)), leaves)
         wanted = gradients(ROUTINGS[name].definition(plain.votes(u, layer.W), a, layer.routing, u), leaves)
@@ -160,7 +160,9 @@ def test_histories_of_any_lengths() -> None:
         torch.manual_seed(seed)
         histories = [torch.randn(length, 4, dtype=torch.float64) for length in lengths]
         values = torch.cat([layer.W.new_empty(0, 4), *histories]).detach().requires_grad_()
-        padded = torch.stack([layer.W.new_zeros(5, 4), *(F.pad(each, (0, 0, 0, 5 - len(each))) for each in histories)])
+        padded = torch.stack(
+            [layer.W.new_zeros(5, 4), *(F.pad(history, (0, 0, 0, 5 - len(history))) for history in histories)]
+        )
         padded = padded[1:].detach().requires_grad_()
         dense = layer(padded, torch.tensor(lengths, dtype=torch.int64)).vectors
         jagged = layer(values, offsets=torch.tensor([0, *lengths]).cumsum(0)).vectors

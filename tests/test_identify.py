@@ -449,7 +449,7 @@ def test_nothing_is_disturbed() -> None:
     )
     assert layer.last is last and last.grad_fn is not None
     assert layer.W.grad is gradient and torch.equal(gradient, values) and u.grad is None
-    assert all(torch.equal(each, state[name]) for name, each in layer.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
     assert not layer.training and not called and layer.W.dtype == torch.float32
     assert torch.equal(torch.get_rng_state(), numbers) and torch.equal(u, before)
     drawing = REFUSED["drawn logits"][0]()

@@ -68,5 +68,5 @@ print((process_time() - between) / (between - start))
 def test_keywords_that_functions_hand_on_are_those_of_the_signature() -> None:
     for function, keywords in ((capsfast.dynamic_routing, CoupledKeywords), (capsfast.routing_pass, PassKeywords)):
         parameters = inspect.signature(function).parameters.values()
-        own = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
         assert own == keywords.__annotations__.keys()

@@ -195,7 +195,7 @@ def start(num_iterations: int, **options: Any) -> Start:
         chosen = [((each.activations - 0.5).abs() < 0.45).float().mean().item() for each in found]
         poses = [each.poses.std().item() for each in found]
         weights = [value.grad for name, value in model.named_parameters() if name.endswith("W")]
-        gradient = [0.0 if each is None else each.square().mean().sqrt().item() for each in weights]
+        gradient = [0.0 if weight is None else weight.square().mean().sqrt().item() for weight in weights]
         spread = found[-1].activations.std().item()
         draws.append(Start(min(chosen), spread, poses[1] / poses[0], min(gradient), max(gradient)))
     return Start(*map(statistics.median, zip(*draws, strict=True)))

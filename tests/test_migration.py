@@ -39,7 +39,7 @@ def test_every_class_is_in_the_table_with_its_arguments() -> None:
     assert listed == [(form.name, list(form.published().parameters)) for form in FORMS]
 
 
-@pytest.mark.parametrize(("row", "form"), [*zip(CLASSES, FORMS, strict=True)], ids=[each[2] for each in CLASSES])
+@pytest.mark.parametrize(("row", "form"), [*zip(CLASSES, FORMS, strict=True)], ids=[kind[2] for kind in CLASSES])
 def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[str], form: kinds.Form) -> None:
     _, parameters, _, options = row
     weight, axes = form.layout.weight or None, [*form.layout.loads(), form.layout.shared]

@@ -14,7 +14,7 @@ def test_cnn_has_the_papers_parameters() -> None:
     model = CNN(device="meta")
     convs = (25 * 256 + 256) + (25 * 256 * 256 + 256) + (25 * 256 * 128 + 128)
     full = (28 * 28 * 128 * 328 + 328) + (328 * 192 + 192) + (192 * 10 + 10)
-    assert sum(each.numel() for each in model.parameters()) == convs + full == 35_445_522
+    assert sum(parameter.numel() for parameter in model.parameters()) == convs + full == 35_445_522
 
 
 def test_cnn_is_convolutions_and_a_softmax() -> None:

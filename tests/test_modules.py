@@ -98,8 +98,8 @@ def test_dtypes(name: str) -> None:
     if name not in SUMMED_BY_TORCH and not name.startswith("routed"):
         assert cast[0].dtype == torch.bfloat16
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        low = results(copy.deepcopy(layer).to(dtype)(*(each.to(dtype) for each in given)))
-        assert {each.dtype for each in low} == {dtype}
+        low = results(copy.deepcopy(layer).to(dtype)(*(tensor.to(dtype) for tensor in given)))
+        assert {tensor.dtype for tensor in low} == {dtype}
         for found, right in [*zip(low, wanted, strict=True), *zip(cast, wanted, strict=True)]:
             if name not in CHOOSES:
                 assert (found.float() - right).norm() <= 0.05 * right.norm()
@@ -112,7 +112,7 @@ def test_meta_device(name: str) -> None:
     with torch.device("meta"):
         other, (*absent,) = made(name)
     assert all(parameter.is_meta for parameter in other.parameters())
-    assert [each.shape for each in results(other(*absent))] == [each.shape for each in results(layer(*given))]
+    assert [tensor.shape for tensor in results(other(*absent))] == [tensor.shape for tensor in results(layer(*given))]
 
 
 def fresh() -> dict[str, Callable[[], nn.Module]]:
@@ -182,7 +182,7 @@ def test_a_part_without_a_reset_is_refused_before_any_change() -> None:
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     layer, given = made(name)
     u = given[0].requires_grad_()
-    sum(each.square().sum() for each in results(layer(*given))).backward()  # type: ignore[union-attr]
+    sum(result.square().sum() for result in results(layer(*given))).backward()  # type: ignore[union-attr]
     for each, parameter in [("u", u), *layer.named_parameters()]:
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), each
 
@@ -196,7 +196,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
     for batch in (3, 4):
         _, given = made(name, batch)
-        leaves = [each.requires_grad_() for each in results(given)]
+        leaves = [result.requires_grad_() for result in results(given)]
         leaves += layer.parameters()
         found, wanted = results(compiled(*given)), results(layer(*given))
         torch.testing.assert_close(found, wanted)
@@ -223,7 +223,7 @@ def test_no_sample(name: str) -> None:
         without_samples(lambda batch: (network(name).train(), made(name, batch)[1]))
 
 
-@pytest.mark.parametrize("name", [each for each in LAYERS if "WA" not in each and each not in IN_STEPS])
+@pytest.mark.parametrize("name", [layer for layer in LAYERS if "WA" not in layer and layer not in IN_STEPS])
 def test_a_gradient_in_16_bits_is_rounded_after_the_sum_over_the_batch(name: str) -> None:
     """Two samples nearly cancel. What is left would be off by 1e-2 and more if each were rounded first."""
     layer, inputs = made(name, 1)
@@ -231,7 +231,7 @@ def test_a_gradient_in_16_bits_is_rounded_after_the_sum_over_the_batch(name: str
     found = []
     for dtype in (torch.bfloat16, torch.float64):
         module = copy.deepcopy(layer).to(dtype)
-        leaves = tree_leaves(module(*(torch.cat([each, each]).to(torch.bfloat16).to(dtype) for each in inputs)))
+        leaves = tree_leaves(module(*(torch.cat([value, value]).to(torch.bfloat16).to(dtype) for value in inputs)))
         outputs = [out for out in leaves if out.requires_grad]
         draw = torch.Generator().manual_seed(1)
         received = []
@@ -239,6 +239,6 @@ def test_a_gradient_in_16_bits_is_rounded_after_the_sum_over_the_batch(name: str
             one = torch.randn(out.shape[1:], generator=draw).to(torch.bfloat16)
             received.append(torch.stack([one, -one * (1 - 1 / 16)]).to(dtype))
         gradients = torch.autograd.grad(outputs, [*module.parameters()], received, allow_unused=True)
-        found.append([each for each in gradients if each is not None])
+        found.append([gradient for gradient in gradients if gradient is not None])
     for got, truth in zip(*found, strict=True):
         assert (got.double() - truth).norm() <= 8e-3 * truth.norm()

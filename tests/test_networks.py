@@ -26,7 +26,7 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def loss_of(output: Any) -> Tensor:
-    return sum((each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results(output))  # type: ignore[return-value]
+    return sum((tensor * torch.linspace(-1, 1, tensor.numel()).view_as(tensor)).sum() for tensor in results(output))  # type: ignore[return-value]
 
 
 # EfficientCapsNet takes 3 pixels at least.
@@ -54,13 +54,13 @@ def test_dtypes(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = results(model(x))
         loss_of(cast).backward()
-    assert {each.grad.dtype for each in model.parameters() if each.grad is not None} == {torch.float32}
-    assert all(each.isfinite().all() for each in cast)
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.float32}
+    assert all(tensor.isfinite().all() for tensor in cast)
     if name not in ("MatrixCapsNet", "StackedCapsuleAutoencoder"):  # whose last steps are in float32
         torch.testing.assert_close(cast[0].float(), wanted[0], rtol=0.1, atol=0.05)
-        assert {each.dtype for each in results(model.bfloat16()(x.bfloat16()))} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in results(model.bfloat16()(x.bfloat16()))} == {torch.bfloat16}
     exact = results(network(name, dtype=torch.float64)(x.double()))
-    assert {each.dtype for each in exact} == {torch.float64}
+    assert {tensor.dtype for tensor in exact} == {torch.float64}
     assert all(parameter.is_meta for parameter in network(name, device="meta").parameters())
 
 
@@ -76,7 +76,7 @@ def test_graph_of_one_piece(name: str) -> None:
         model.zero_grad()
         output = each(x)
         loss_of(output).backward()
-        found.append([*results(output), *(each.grad for each in model.parameters())])
+        found.append([*results(output), *(parameter.grad for parameter in model.parameters())])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_a_few_steps_of_training(name: str) -> None:
         else:
             loss = CapsNetLoss(0.005)(model(x, LABELS), x, LABELS).total
         loss.backward()
-        assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < (0.9 if name == "CapsAutoEncoder" else 0.5) * losses[0], losses
@@ -122,11 +122,15 @@ def test_every_routing(name: str, routing: str, options: dict[str, Any]) -> None
     if name in ("CapsNet", "DeepCaps", "EfficientCapsNet"):
         assert torch.equal(output.reconstruction, model.reconstruct(capsules, activations.argmax(1)))
         diagnosis = capsfast.diagnose(model.routing, model.encode(x), LABELS)
-        assert not any(each.name == "not finite" for each in diagnosis.findings)
+        assert not any(finding.name == "not finite" for finding in diagnosis.findings)
     loss_of(output).backward()
-    missing = [part for part, each in model.named_parameters() if each.grad is None or not each.grad.isfinite().all()]
+    missing = [
+        part
+        for part, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.isfinite().all()
+    ]
     if name == "MatrixCapsNet" and routing != "em":  # a routing that uses only poses gives activations no gradient
-        missing = [each for each in missing if each.endswith(".W") or each.startswith("conv.")]
+        missing = [text for text in missing if text.endswith(".W") or text.startswith("conv.")]
     assert not missing
 
 

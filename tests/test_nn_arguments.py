@@ -28,12 +28,18 @@ FREE = ("power", "initial_beta_a", "initial_beta_u")
 def arguments_of(kind: type[Layer]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(kind).parameters.values()
     more = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {each.name: each for each in parameters if each.kind not in more and each.name not in OTHERS}
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind not in more and parameter.name not in OTHERS
+    }
 
 
 def refused(kind: type[Layer], name: str, value: object) -> type[BaseException]:
     """Calls the constructor with 2 for each argument without a default."""
-    given: dict[str, Any] = {each.name: 2 for each in arguments_of(kind).values() if each.default is each.empty}
+    given: dict[str, Any] = {
+        parameter.name: 2 for parameter in arguments_of(kind).values() if parameter.default is parameter.empty
+    }
     if "image_shape" in given:
         given["image_shape"] = (1, 8, 8)
     with pytest.raises((TypeError, ValueError), match=rf"^capsfast\..*: {name} must ") as caught:

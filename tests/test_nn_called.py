@@ -82,7 +82,7 @@ def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) ->
     assert remedy == kinds.CONVERSIONS[order]
     layer.load_state_dict({"W": eval(remedy, {}, {"w": w, **SIZES})})
     letters = [each for each in order if each.isalpha()]
-    axis_by_axis = w.reshape([SIZES[each] for each in letters])
+    axis_by_axis = w.reshape([SIZES[letter] for letter in letters])
     u = torch.randn(3, I, K)
     wanted = torch.einsum(f"{''.join(letters).lower()},bik->bijd", axis_by_axis, u)
     torch.testing.assert_close(plain.votes(u, layer.W), wanted)

@@ -128,7 +128,7 @@ def test_conv_decoder_doubles_feature_maps(size: Any, channels: Any, steps: list
 def test_conv_decoder_of_a_larger_image() -> None:
     decoder = ConvDecoder(10, 32, (3, 64, 64), class_independent=True, device="meta")
     assert decoder.start.out_features == 8 * 8 * 16
-    assert [each.out_channels for each in decoder.convs] == [64, 32, 16, 8, 3]
+    assert [conv.out_channels for conv in decoder.convs] == [64, 32, 16, 8, 3]
 
 
 @pytest.mark.parametrize("kind", [Decoder, ConvDecoder])

@@ -254,7 +254,7 @@ def test_users_without_behaviours(options: dict[str, Any]) -> None:
     v = v + LabelAwareAttention(math.inf)(v, items, mask)[:, None]
     v.sum().backward()
     assert bool(u.grad.isfinite().all())  # type: ignore[union-attr]
-    assert all(bool(each.grad.isfinite().all()) for each in layer.parameters() if each.grad is not None)
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in layer.parameters() if parameter.grad is not None)
     for users in (3, 0):
         # A gradient of zeros: without a gradient DistributedDataParallel stops.
         (vectors,) = without_samples(partial(jagged, layer, users))

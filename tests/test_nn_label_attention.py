@@ -41,7 +41,7 @@ def test_gradients_where_users_lack_interests(power: float, signed: bool) -> Non
     v = found.vectors.detach().requires_grad_()
     e = items.clone().requires_grad_()
     found_gradients = torch.autograd.grad(read(v, e, found.mask).sum(), (v, e))
-    assert all(bool(each.isfinite().all()) for each in found_gradients)
+    assert all(bool(gradient.isfinite().all()) for gradient in found_gradients)
     assert not found_gradients[0][~found.mask].any()
     read(found.vectors, items, found.mask).sum().backward()
     assert layer.W.grad is not None and bool(layer.W.grad.isfinite().all())

@@ -25,7 +25,7 @@ def standard(v: Tensor) -> Tensor:
 def rows_of(layer: nn.Module, there: Tensor | None) -> dict[str, Tensor]:
     """The parameters, those of each input in these rows."""
     own = () if there is None or layer.in_caps is None else OF_INPUTS
-    return {name: each[there] if name in own else each for name, each in layer.named_parameters()}
+    return {name: parameter[there] if name in own else parameter for name, parameter in layer.named_parameters()}
 
 
 def vectors(layer: VectorRouting, u: Tensor, there: Tensor | None = None) -> tuple[Tensor]:
@@ -81,9 +81,9 @@ def made(kind: type[nn.Module], in_caps: int | None = I, **options: Any) -> Any:
     sizes = (J, K, options.pop("out_dim", D)) if kind is VectorRouting else (J, P * Q, P * R, P)
     layer = kind(in_caps, *sizes, dtype=torch.float64, **options)
     with torch.no_grad():
-        for name, each in layer.named_parameters():
+        for name, parameter in layer.named_parameters():
             if kind is MatrixRouting or name.startswith("B_"):  # start at 0
-                each.normal_(std=0.5)
+                parameter.normal_(std=0.5)
     return layer
 
 
@@ -131,27 +131,27 @@ def test_a_masked_input_is_not_there(
     mask = torch.rand(B, I) < torch.tensor([0.3, 0.7, 2.0])[:, None]
     mask[:, 5] = True
     samples = [
-        DEFINITIONS[kind](layer, *(each[b : b + 1, there] for each in inputs), there) for b, there in enumerate(mask)
+        DEFINITIONS[kind](layer, *(value[b : b + 1, there] for value in inputs), there) for b, there in enumerate(mask)
     ]
-    hidden = [torch.where(mask.view(B, I, *[1] * (each.dim() - 2)), each, torch.nan) for each in inputs]
+    hidden = [torch.where(mask.view(B, I, *[1] * (tensor.dim() - 2)), tensor, torch.nan) for tensor in inputs]
     leaves = [*inputs, *dict(layer.named_parameters()).values()]
-    assert_alike(results(layer(*hidden, mask)), [torch.cat(each) for each in zip(*samples, strict=True)], leaves)
+    assert_alike(results(layer(*hidden, mask)), [torch.cat(tensor) for tensor in zip(*samples, strict=True)], leaves)
 
 
 @each_kind
 def test_a_mask_of_any_batch_compiles_and_exports(kind: type[nn.Module]) -> None:
     layer = made(kind, None)
-    inputs = [each.detach() for each in given(kind)]
+    inputs = [tensor.detach() for tensor in given(kind)]
     mask = torch.rand(B, I) < 0.5
     mask[0] = False
     wanted = results(layer(*inputs, mask))
-    assert all(each.isfinite().all() for each in wanted) and not wanted[0][0].any()
+    assert all(wanted_one.isfinite().all() for wanted_one in wanted) and not wanted[0][0].any()
     shapes = ({0: torch.export.Dim("B")},) * (len(inputs) + 1)
     program = torch.export.export(layer, (*inputs, mask), dynamic_shapes=shapes).module()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
     for other, size in ((program, I), (compiled, I), (compiled, 9)):
-        part = [each[:2, :size] for each in (*inputs, mask)]
+        part = [value[:2, :size] for value in (*inputs, mask)]
         assert_same(results(other(*part)), results(layer(*part)), 1e-12)
 
 
@@ -169,8 +169,8 @@ def test_a_score_of_minus_infinity_takes_an_input_out() -> None:
         scores[:, 5:] = -torch.inf
     found = layer(u, scores)
     assert_same(tuple(found), tuple(layer(u[:, :5], scores[:, :5])), 1e-9)
-    for each in torch.autograd.grad(found.scores.sum() + found.variances.sum(), (u, scores)):
-        assert each.isfinite().all() and not each[:, 5:].any()
+    for tensor in torch.autograd.grad(found.scores.sum() + found.variances.sum(), (u, scores)):
+        assert tensor.isfinite().all() and not tensor[:, 5:].any()
 
 
 def test_variances_of_far_votes_do_not_cancel() -> None:
@@ -185,7 +185,7 @@ def test_variances_of_far_votes_do_not_cancel() -> None:
 
 def test_the_state_dict_is_the_authors() -> None:
     def shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(each.shape) for name, each in layer.state_dict().items()}
+        return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
 
     for in_caps, n in ((I, I), (None, 1)):
         for single_beta in (False, True):
@@ -205,8 +205,8 @@ def test_the_state_dict_is_the_authors() -> None:
 
 def test_a_draw_has_the_authors_deviations() -> None:
     wanted = {"W_A": 0.2, "W_F1": 1, "W_F2": 0.2, "W_G1": 0.2, "W_G2": 1, "W_S": 0.1, "beta_use": 1, "beta_ign": 1}
-    for name, each in VectorRouting(400, 60, 100, 25).named_parameters():
-        assert each.std().item() == pytest.approx(wanted.get(name, 0), rel=0.1), name
+    for name, parameter in VectorRouting(400, 60, 100, 25).named_parameters():
+        assert parameter.std().item() == pytest.approx(wanted.get(name, 0), rel=0.1), name
     layer = MatrixRouting(200, 20, 2 * 8, 2 * 4, 2)
     assert layer.W.std().item() == pytest.approx(1 / 8, rel=0.02)
     assert not any(each.any() for each in (layer.B, layer.beta_use, layer.beta_ign))

@@ -213,7 +213,7 @@ def test_votes_that_are_of_no_position(name: str, window: str) -> None:
     found = layer(poses) if name == "dynamic" else layer(poses, activation)
     found = (found,) if name == "dynamic" else tuple(found)
     everything = (*found, *gradients(found, [poses, activation, *layer.parameters()]))
-    assert all(each.isfinite().all() for each in everything)
+    assert all(tensor.isfinite().all() for tensor in everything)
 
 
 class Stored(TorchDispatchMode):
@@ -225,16 +225,16 @@ class Stored(TorchDispatchMode):
         self.numel: list[tuple[int, str]] = []
 
     def _new(self, values: Any) -> Iterator[Tensor]:
-        for each in tree_leaves(values):
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self.seen:
-                self.seen[each.untyped_storage().data_ptr()] = each.untyped_storage()
-                yield each
+        for leave in tree_leaves(values):
+            if isinstance(leave, Tensor) and leave.untyped_storage().data_ptr() not in self.seen:
+                self.seen[leave.untyped_storage().data_ptr()] = leave.untyped_storage()
+                yield leave
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         list(self._new((args, kwargs)))
         found = func(*args, **(kwargs or {}))
-        for each in self._new(found):
-            self.numel.append((each.untyped_storage().nbytes() // each.element_size(), str(func)))
+        for tensor in self._new(found):
+            self.numel.append((tensor.untyped_storage().nbytes() // tensor.element_size(), str(func)))
         return found
 
     def larger_than(self, numel: float) -> list[str]:
@@ -301,4 +301,4 @@ def test_text_and_state() -> None:
     }
     assert layer.routing.bias.tolist() == [[pytest.approx(0.1)] * D] * J
     assert SlimConvTransposeCaps2d(I, J, K, D).conv.weight.shape == (K, J * D, 4, 4)
-    assert sum(each.numel() for each in SlimConvCaps3d(I, J, K, D).parameters()) == J * D * K * 27
+    assert sum(parameter.numel() for parameter in SlimConvCaps3d(I, J, K, D).parameters()) == J * D * K * 27

@@ -121,7 +121,7 @@ def test_every_routing_has_every_weight(by: Backend, name: str, weight: caps.Wei
         found = layer(u, activation)
         assert found.poses.shape == (B, J, D) and found.activations.shape == (B, J)
         if layer.held.groups > 1:
-            assert all(each.isfinite().all() for each in (*found, *gradients(found, leaves)))
+            assert all(tensor.isfinite().all() for tensor in (*found, *gradients(found, leaves)))
             return
         wanted = ROWS[name].definition(plain.votes(u, dense_weight(layer)), activation, layer.routing, u)
         assert_alike(found, wanted, leaves)
@@ -197,7 +197,7 @@ def test_parameters(weight: caps.Weight) -> None:
     layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, learned_logits=True, bias=True)
     wanted = WEIGHTS[weight] | {"logits": (I, J // weight.groups), "bias": (J, D)}
     assert [*layer.state_dict()] == [*WEIGHTS[weight], "routing.logits", "routing.bias"]
-    assert [tuple(each.shape) for each in layer.parameters()] == [*wanted.values()]
+    assert [tuple(parameter.shape) for parameter in layer.parameters()] == [*wanted.values()]
     old = {name: torch.randn(shape) for name, shape in wanted.items()}
     model = nn.Sequential(nn.Identity(), layer)
     model.load_state_dict({f"1.{name}": value for name, value in old.items()})

@@ -85,7 +85,11 @@ def constructor(name: str) -> Any:
 def arguments(name: str) -> dict[str, Any]:
     """Every argument of the constructor that is a number, or holds some."""
     signature = inspect.signature(constructor(name)).parameters
-    defaults = {each.name: each.default for each in signature.values()} if name.partition(".")[0] != "compat" else {}
+    defaults = (
+        {parameter.name: parameter.default for parameter in signature.values()}
+        if name.partition(".")[0] != "compat"
+        else {}
+    )
     numbers = {key: value for key, value in defaults.items() if value != numpy_of(value) or _number(value)}
     return {**numbers, **LAYERS[name]}
 
@@ -184,7 +188,11 @@ def test_every_public_layer_is_here() -> None:
 
 def arguments_of(name: str) -> list[str]:
     parameters = inspect.signature(constructor(name)).parameters.values()
-    return [each.name for each in parameters if "int" in str(each.annotation) or "float" in str(each.annotation)]
+    return [
+        parameter.name
+        for parameter in parameters
+        if "int" in str(parameter.annotation) or "float" in str(parameter.annotation)
+    ]
 
 
 def test_training(tmp_path: Path) -> None:
@@ -203,7 +211,7 @@ def test_training(tmp_path: Path) -> None:
         held([*learner.hparams.items(), *data.hparams.items(), *data.options.items()], set())
         rows = [draw.rows for draw in BatchOrder(n(9), n(2), shuffle=True, seed=n(3))]
         trainer = train.make_trainer(tmp_path, epochs=n(2), checkpoint_every=n(5), max_steps=n(7), accelerator="cpu")
-        held([trainer.max_epochs, trainer.max_steps, [vars(each) for each in trainer.callbacks]], set())
+        held([trainer.max_epochs, trainer.max_steps, [vars(callback) for callback in trainer.callbacks]], set())
         counted = train.evaluate(learner, data.sets.test, limit=n(6), batch_size=n(4)) if n is numpy_of else None
         assert counted is None or counted.images == 6
         moved = train.fgsm(lambda x: x.sum(), images, n(0.5)), train.pgd(torch.sum, images, n(0.5), steps=n(2))

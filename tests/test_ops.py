@@ -119,4 +119,4 @@ def test_kernels_and_fakes_refuse_a_shape_that_does_not_fit(backend: Backend, op
         for device in ("meta",) if backend.name == "triton" else (backend.device, "meta"):
             wrong = [*arguments[:n], torch.cat([value, value], -1), *arguments[n + 1 :]]
             with pytest.raises(RuntimeError, match="shape that does not fit"):
-                backend.op(op.name)(*(each.to(device) if isinstance(each, Tensor) else each for each in wrong))
+                backend.op(op.name)(*(tensor.to(device) if isinstance(tensor, Tensor) else tensor for tensor in wrong))

@@ -16,7 +16,7 @@ from capsfast import plot
 
 
 def shown(ax: object) -> torch.Tensor:
-    (image,) = (each for each in ax.get_children() if isinstance(each, AxesImage))  # type: ignore[attr-defined]
+    (image,) = (child for child in ax.get_children() if isinstance(child, AxesImage))  # type: ignore[attr-defined]
     return torch.from_numpy(image.get_array().data.copy())
 
 

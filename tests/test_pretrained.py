@@ -57,16 +57,16 @@ def same(one: Any, two: Any) -> bool:
 
 
 def test_these_come_with_the_package() -> None:
-    found = {(each.__name__, name) for each in (CapsNet, EfficientCapsNet, CNN) for name in each._shipped()}
-    assert found == {(each.__name__, name) for each, name in SHIPPED}
-    assert sum(each.stat().st_size for each in PRETRAINED.rglob("*") if each.is_file()) < 6e6
+    found = {(function.__name__, name) for function in (CapsNet, EfficientCapsNet, CNN) for name in function._shipped()}
+    assert found == {(function.__name__, name) for function, name in SHIPPED}
+    assert sum(path.stat().st_size for path in PRETRAINED.rglob("*") if path.is_file()) < 6e6
 
 
 @pytest.mark.parametrize(("network", "name"), SHIPPED, ids=lambda each: getattr(each, "__name__", each))
 def test_a_network_of_the_package(network: type[Network], name: str) -> None:
     model: Any = network.from_pretrained(name)
     assert type(model) is network and not model.training
-    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     output = model(torch.rand(2, *model.image_shape))
     assert output.lengths.shape == (2, 10) and output.reconstruction.shape == (2, *model.image_shape)
     assert (model.class_names is not None) == (name == "fashion-mnist")
@@ -75,7 +75,7 @@ def test_a_network_of_the_package(network: type[Network], name: str) -> None:
         weights = PRETRAINED / f"{network.__name__.lower()}-{name}" / "model.safetensors"
         assert record["shipped"]["bytes"] == weights.stat().st_size and not record["environment"]["commit"]["changed"]
         assert abs(record["shipped"]["test_accuracy"] - record["results"]["test_accuracy"]) < 0.001
-        assert record["parameters"] == sum(each.numel() for each in model.parameters())
+        assert record["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
 def accuracy(network: Any, **options: Any) -> float:
@@ -97,7 +97,7 @@ def test_finds_two_digits_over_each_other() -> None:
     images, labels = digits()
     model = EfficientCapsNet.from_pretrained("multi-mnist")
     pairs = [(n, n + 1) for n in range(0, 400, 2) if labels[n] != labels[n + 1]]
-    first, second = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    first, second = (torch.tensor(tensor) for tensor in zip(*pairs, strict=True))
     one, two = F.pad(images[first], (2, 6, 4, 4)), F.pad(images[second], (6, 2, 4, 4))
     wanted = torch.stack([labels[first], labels[second]], 1).sort(1).values
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_finds_two_digits_over_each_other() -> None:
 def test_a_folder_holds_any_network(name: str, tmp_path: Path) -> None:
     model = small(name)
     model.save_pretrained(tmp_path / "folder")
-    assert sorted(each.name for each in (tmp_path / "folder").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["config.json", "model.safetensors"]
     loaded = type(model).from_pretrained(tmp_path / "folder")
     assert type(loaded) is type(model) and same(loaded, model) and not loaded.training
     x = torch.rand(2, *model.image_shape)

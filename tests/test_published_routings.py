@@ -219,7 +219,7 @@ def test_is_the_published_routing(name: str, by: Backend, page: dict[str, Any]) 
     wanted = as_tuple(definition(*inputs))
     with capsfast.use_backend(by.name):
         got = as_tuple(page[name.split(",")[0]](*inputs, **options))
-        seeds = [torch.randn_like(each) for each in wanted]
+        seeds = [torch.randn_like(wanted_one) for wanted_one in wanted]
         gradients = torch.autograd.grad(got, inputs, seeds)
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, inputs, seeds), rtol=1e-8, atol=1e-10)
@@ -265,7 +265,7 @@ def test_em_of_far_votes_does_not_cancel(by: Backend, page: dict[str, Any]) -> N
     arguments = (u, weight, activation, cost, torch.zeros(J))
     with capsfast.use_backend(by.name):
         mean, a = page["em"](*arguments, [0.01, 0.02, 0.02])
-        exact = page["em"](*(each.double() for each in arguments), [0.01, 0.02, 0.02])
+        exact = page["em"](*(tensor.double() for tensor in arguments), [0.01, 0.02, 0.02])
     torch.testing.assert_close((mean.double(), a.double()), exact, rtol=1e-6, atol=2e-4)
 
 

@@ -65,11 +65,11 @@ def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> N
         plain.assert_alike(layer(u, activation), definition(layer, name, u, activation), leaves)
 
 
-OF_MOMENTS = [each for each in CASES if each[0] in ("em", "variational")]
+OF_MOMENTS = [case for case in CASES if case[0] in ("em", "variational")]
 
 
 @plain.on_cpu
-@pytest.mark.parametrize(("name", "options"), OF_MOMENTS, ids=[IDS[CASES.index(each)] for each in OF_MOMENTS])
+@pytest.mark.parametrize(("name", "options"), OF_MOMENTS, ids=[IDS[CASES.index(moment)] for moment in OF_MOMENTS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_gradients_of_inactive_capsules(name: str, options: dict[str, Any], dtype: torch.dtype, by: Backend) -> None:
     """With one active capsule every variance is 0 and rounding decides the sign. Its gradients are not 0."""
@@ -80,7 +80,7 @@ def test_gradients_of_inactive_capsules(name: str, options: dict[str, Any], dtyp
     exact = gradients(definition(layer, name, u, activation), [activation, u])
     with capsfast.use_backend(by.name):
         found = layer.to(dtype)(u.to(dtype), activation.to(dtype))
-        gradient = gradients([each.double() for each in found], [activation, u])
+        gradient = gradients([tensor.double() for tensor in found], [activation, u])
     tolerance = 1e-10 if dtype == torch.float64 else 5e-3
     for got, want in zip(gradient, exact, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=tolerance * float(want.abs().max()))
@@ -90,7 +90,7 @@ def test_gradients_of_inactive_capsules(name: str, options: dict[str, Any], dtyp
 @pytest.mark.skipif(native.extension is None, reason="the definitions form the votes")
 def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
     layer = layer_of(name, torch.float32, **options)
-    u, activation = (each.detach().repeat(6, *(1,) * (each.dim() - 1)).requires_grad_() for each in inputs())
+    u, activation = (tensor.detach().repeat(6, *(1,) * (tensor.dim() - 1)).requires_grad_() for tensor in inputs())
     with Largest() as largest:
         found = layer(u.float(), activation.float())
         gradients(tuple(found), [u, activation, *layer.parameters()])
@@ -142,7 +142,7 @@ def test_masked_capsules_are_not_there(name: str, options: dict[str, Any]) -> No
     for given in ((activation,), ()):
         found, wanted = (layer.capsules(each, *given, mask=mask, out_mask=out_mask) for each in (wild, u))
         leaves = [wild, *given, *layer.parameters()]
-        assert all(each.isfinite().all() for each in (*found, *gradients(found, leaves)))
+        assert all(tensor.isfinite().all() for tensor in (*found, *gradients(found, leaves)))
         plain.assert_same(tuple(found), tuple(wanted))
         assert not found.poses[:, -1].any() and not found.poses[1].any() and not found.activations[1].any()
 
@@ -158,7 +158,7 @@ def test_one_parent_one_child_and_nothing_there(name: str, options: dict[str, An
                 found = layer(leaf, activation)
                 assert found.poses.shape == (3, out_caps, D) and found.activations.shape == (3, out_caps)
                 everything = (*found, *gradients(found, [leaf, *layer.parameters()]))
-                assert all(each.isfinite().all() for each in everything)
+                assert all(tensor.isfinite().all() for tensor in everything)
 
 
 @each_name
@@ -201,9 +201,9 @@ def test_couplings_of_every_pass(name: str) -> None:
     layer = layer_of(name)
     u, activation = inputs()
     found = couplings(layer, u, activation)
-    assert found and all(each.shape == (B, I, J) and each.isfinite().all() for each in found)
-    for each in couplings(layer, u, shares=True):
-        plain.assert_same(each.sum(2), torch.ones(B, I, dtype=torch.float64))
+    assert found and all(tensor.shape == (B, I, J) and tensor.isfinite().all() for tensor in found)
+    for coupling in couplings(layer, u, shares=True):
+        plain.assert_same(coupling.sum(2), torch.ones(B, I, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["em", "variational"])

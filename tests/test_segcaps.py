@@ -130,7 +130,7 @@ def test_the_authors_network(by: Any) -> None:
     """LaLonde, Bagci 2018: 1.4 million parameters; 1 416 112 in their code, and 9 537 of the decoder."""
     torch.manual_seed(0)
     model = SegCaps(1, (16, 8), 1, form="r3", backend=by.name, dtype=torch.float64)
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     sizes = {"down.0": 16, "classes": 16} | {"down.1": 16, "down.2": 32, "route_down.2": 64}
     before = {name: sizes.get(name, R3[name][1]) for name in R3} | {"up.1": 32, "up.2": 16}
     kernels = {name: 4 if "up." in name and "route" not in name else 1 if name == "classes" else 5 for name in R3}

@@ -156,7 +156,7 @@ def test_objects_do_not_move_parts() -> None:
     assert all(each is None for each in image[len(of_parts) :])
     rest = torch.autograd.grad(sum(loss.values()), [*of_parts, *of_objects], allow_unused=True)  # type: ignore[arg-type]
     assert all(each is None for each in rest[: len(of_parts)])
-    assert all(each is not None and each.isfinite().all() for each in rest[len(of_parts) :])
+    assert all(tensor is not None and tensor.isfinite().all() for tensor in rest[len(of_parts) :])
 
 
 def test_noise_in_training_alone() -> None:

@@ -16,7 +16,7 @@ LEFT_OUT = torch.full((3,), 2.0)
 def traced(run: Callable[..., Tensor], symbolic: bool = False, **more: Tensor) -> Trace:
     """Traces a function of ``u [5, 3]`` and of more tensors by name; non-empty ones are floats."""
     given = {"u": torch.randn(5, 3, requires_grad=True), **more}
-    numbers = [name for name, each in given.items() if each.is_floating_point()]
+    numbers = [name for name, tensor in given.items() if tensor.is_floating_point()]
     return trace(lambda tensors: [run(**tensors)], given, numbers, "u", symbolic)
 
 

@@ -89,13 +89,15 @@ def test_nodes_have_every_argument(name: str) -> None:
     parameters = inspect.signature(function).parameters
     graph = torch.fx.Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    given = {each: torch.fx.Proxy(graph.placeholder(each), tracer) for each in parameters}
+    given = {parameter: torch.fx.Proxy(graph.placeholder(parameter), tracer) for parameter in parameters}
     node = function(**given).node
     assert node.target is function
-    by_position = [each for each in parameters if parameters[each].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert [str(each) for each in node.args] == by_position
+    by_position = [
+        parameter for parameter in parameters if parameters[parameter].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert [str(value) for value in node.args] == by_position
     bound = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
-    assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
+    assert {each: str(value) for each, value in bound.items()} == {parameter: parameter for parameter in parameters}
 
 
 # Further layers, with their inputs without the batch.

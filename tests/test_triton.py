@@ -300,7 +300,7 @@ def test_a_uniform_pass_takes_input_capsules_together(
     given = problem((17, I, 3, 8, K), case)
     launched = kernels_of(lambda: check(given, TRITON), monkeypatch)
     passes = [kwargs for name, kwargs in launched if name == "accumulate_kernel"]
-    assert [each["TOGETHER"] for each in passes if each["MODE"] == "uniform"] == [together]
+    assert [part["TOGETHER"] for part in passes if part["MODE"] == "uniform"] == [together]
     # The components of a sliced u do not lie side by side.
     check(laid_out(given, "sliced"), TRITON)
 

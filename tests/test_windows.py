@@ -50,7 +50,7 @@ class PlainWindowVotes(Votes):
         **given: Tensor | None,
     ) -> Moments:
         """given: center, query, precision and prior."""
-        at = {name: each.unflatten(0, self.places)[:, :, None] for name, each in given.items() if each is not None}
+        at = {name: value.unflatten(0, self.places)[:, :, None] for name, value in given.items() if value is not None}
         x = self.votes - at.get("center", 0)
         b = torch.zeros_like(self.votes[..., 0]) + at.get("prior", 0) + (0 if logits is None else logits)
         if "query" in at:
@@ -206,7 +206,7 @@ def test_output_capsules_of_windows_can_be_masked() -> None:
         assert found.weights is not None
         shares = found.weights.unflatten(0, (B, -1))
         assert not shares[0].any() and not shares[..., 1].any() and shares[1, ..., 0].all()
-        assert all(each.isfinite().all() for each in gradients((found.first,), [given]))
+        assert all(gradient.isfinite().all() for gradient in gradients((found.first,), [given]))
     found = layer.routing.routing(votes)
     assert not found.poses[: inner.B // B].any() and found.poses.isfinite().all()
 

@@ -66,10 +66,12 @@ def test_passes_are_right(program: Path, sizes: tuple[int, ...]) -> None:
     B, I, J, D, K = sizes
     shapes = (B, I, K), (I, J, D, K), (ITERATIONS, B, J, D), (ITERATIONS, B, J, D)
     given = [torch.rand(shape).double() - 0.5 for shape in shapes]  # numbers that both types have
-    data = b"".join(each.numpy().tobytes() for each in (torch.tensor([*sizes, ITERATIONS]), *given))
+    data = b"".join(value.numpy().tobytes() for value in (torch.tensor([*sizes, ITERATIONS]), *given))
     ran = subprocess.run([*EMULATOR, program], input=data, capture_output=True, check=True)
-    wanted = [each.detach() for each in right(*given)]
-    numbers = torch.from_numpy(numpy.frombuffer(ran.stdout).copy()).split([each.numel() for each in wanted] * 4)
+    wanted = [tensor.detach() for tensor in right(*given)]
+    numbers = torch.from_numpy(numpy.frombuffer(ran.stdout).copy()).split(
+        [wanted_one.numel() for wanted_one in wanted] * 4
+    )
     for n, found in enumerate(numbers):
         want = wanted[n % 5].flatten()
         bound = 2e-6 if n // 5 % 2 == 0 else 5e-15

@@ -60,7 +60,7 @@ def test_contenders_are_the_available_backends_with_enough_memory(monkeypatch: p
 @pytest.mark.parametrize("case", [TINY, BOTH, VOTES, *ROUTED], ids=lambda case: case.name)
 def test_gate_passes_contenders(case: Case) -> None:
     gate = Gate(case, input_set(case, CPU))
-    names = {*case.outputs, *(f"d{each}" for each in case.shapes if case.backward)}
+    names = {*case.outputs, *(f"d{shape}" for shape in case.shapes if case.backward)}
     for each in contenders():
         if each.serves(CPU) and each.name not in (COMPILED, OURS + "triton"):
             verdict = gate.check(each.make(case))

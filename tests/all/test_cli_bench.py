@@ -41,7 +41,7 @@ class Measured:
         self.before(len(self.calls))
         self.calls.append((case, how))
         seconds = dataclasses.asdict(Timing.of([1e-3]))
-        return [Row(case, each.name, "ok", "", seconds, {"v": 1e-7}, **self.more) for each in able]
+        return [Row(case, contender.name, "ok", "", seconds, {"v": 1e-7}, **self.more) for contender in able]
 
     def taken(self) -> list[Case]:
         """The cases since the last question."""
@@ -66,7 +66,7 @@ def ran(*words: str | Path) -> Any:
 
 def test_bench_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Compiling or interpreting kernels would take seconds for each case.
-    able = [each for each in contenders.contenders() if each.name in (CPP, EAGER)]
+    able = [contender for contender in contenders.contenders() if contender.name in (CPP, EAGER)]
     monkeypatch.setattr(measuring, "contenders", lambda: able)
     monkeypatch.setattr(measuring, "sweep", lambda name, op: SMALL)
     json = tmp_path / "record.json"
@@ -100,7 +100,7 @@ def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Meas
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "x.json", tmp_path):
         assert f"capsfast bench: File exists: {tmp_path}" in ran("bench", "--json", path).output
-    assert quick.calls == [] and [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert quick.calls == [] and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_end_in_the_middle_keeps_what_is_finished(
@@ -123,7 +123,7 @@ def test_an_end_in_the_middle_keeps_what_is_finished(
     assert f"No space left on device: {path}" in ran("bench", "--json", path).output
     monkeypatch.undo()
     assert {row.case for row in record.load(path)[1]} == {SMALL[0]}
-    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
 def test_on_a_gpu(quick: Measured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

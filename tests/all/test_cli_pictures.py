@@ -39,7 +39,7 @@ def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "e.json").read_text())
     recorded = record_in(digits.parent)["results"]["test_accuracy"]
     assert found["test images"]["right"] / 360 == pytest.approx(recorded, abs=1e-6)
-    assert all(each["images"] == 50 for name, each in found.items() if name != "test images")
+    assert all(value["images"] == 50 for name, value in found.items() if name != "test images")
     none, weak, strong = (found[name]["right"] for name in ("FGSM, eps 0", "FGSM, eps 0.1", "PGD, eps 0.1, 3 steps"))
     assert strong <= weak + 2 < none
 

@@ -36,7 +36,7 @@ def test_train_learns_and_keeps_a_record(tmp_path: Path) -> None:
     assert record["results"]["test_accuracy"] > 0.8
     assert record["images"]["data"] == "digits" and record["model"]["options"]["conv_channels"] == 16
     assert record["environment"]["versions"]["torch"] == torch.__version__
-    assert record["parameters"] == sum(each.numel() for each in content["state_dict"].values())
+    assert record["parameters"] == sum(tensor.numel() for tensor in content["state_dict"].values())
     # The record has the curve of the log: a test after every epoch, and the parts of the loss.
     assert [step for step, _ in record["curve"]["test_accuracy"]] == [44, 89, 134]
     assert record["curve"]["test_accuracy"][-1][1] == pytest.approx(record["results"]["test_accuracy"], rel=1e-4)
@@ -357,7 +357,7 @@ def test_images_for_validation_of_ones_own(tmp_path: Path) -> None:
     write_pictures(tmp_path / "a" / "test", count=2)
     trained(tmp_path / "all", *small, "--best")
     record = record_in(tmp_path / "all")
-    assert [each["images"] for each in record["parts"].values()] == [20, 6, 4] and record["best"] == record["last"]
+    assert [value["images"] for value in record["parts"].values()] == [20, 6, 4] and record["best"] == record["last"]
     assert (tmp_path / "all" / "best.ckpt").exists() and not (tmp_path / "no-test" / "best.ckpt").exists()
     message = failed("train", *small, "--hold-out", "0.2")
     assert "hold_out is for data without images for validation, got 0.2 for" in message

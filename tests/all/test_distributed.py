@@ -106,7 +106,7 @@ def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launc
     assert one["processes"] == 1 and two["processes"] == 2 and one["steps"] == two["steps"] == 6
     assert two["results"] == pytest.approx(one["results"], rel=1e-4)
     weights = [torch.load(out / "last.ckpt")["state_dict"] for out in (alone, tmp_path)]
-    flat = [torch.cat([value.flatten() for value in each.values()]) for each in weights]
+    flat = [torch.cat([value.flatten() for value in weight.values()]) for weight in weights]
     # Adam turns a gradient of pure rounding into a whole step. So few weights may differ, and the norm only a little.
     moved = 6 * 1e-3 * flat[0].numel() ** 0.5
     assert (flat[0] - flat[1]).norm() < 1e-4 * moved

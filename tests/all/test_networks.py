@@ -63,7 +63,9 @@ class Loss(nn.Module):
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    return [torch.zeros_like(each) if each.grad is None else each.grad for each in module.parameters()]
+    return [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in module.parameters()
+    ]
 
 
 def test_every_network_is_tried() -> None:
@@ -102,7 +104,7 @@ def test_compiled_and_in_bfloat16(name: str) -> None:
         low = learner.measured(Batch(images, labels))[0]["loss"]
     assert low.isfinite() and (low - wanted).abs() < 0.05 * wanted.abs() + 0.05
     low.backward()
-    assert all(each.isfinite().all() for each in gradients(learner))
+    assert all(gradient.isfinite().all() for gradient in gradients(learner))
 
 
 def _on_a_rank(rank: int) -> None:
@@ -113,7 +115,7 @@ def _on_a_rank(rank: int) -> None:
         loss = Loss(learner_of(name).eval())
         for half in halves:
             (loss(*half) / WORLD).backward()
-        wanted = [each.clone() for each in gradients(loss)]
+        wanted = [gradient.clone() for gradient in gradients(loss)]
         loss.zero_grad()
         parallel = DistributedDataParallel(loss)
         parallel(*halves[rank]).backward()
@@ -198,7 +200,7 @@ def test_capsules_start_neither_saturated_nor_faded(name: str, options: dict[str
             (encoded, {}) if isinstance(encoded, Tensor) else (encoded.poses, {"activation": encoded.activations})
         )
         assert name != "capsnet" or u.shape[1] < 10_000
-        findings = [each.name for each in capsfast.diagnose(network.routing, u, **given).findings]
+        findings = [finding.name for finding in capsfast.diagnose(network.routing, u, **given).findings]
         assert not findings, (classes, findings)
         if name == "capsnet":
             # The first steps make the primary capsules long. Then the squash must not be flat either.

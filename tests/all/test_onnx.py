@@ -44,13 +44,13 @@ def test_onnx_computes_what_the_module_does(name: str, tmp_path: Path) -> None:
     module, example = made(name)
     file = to_onnx(module.eval(), example, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(file))
-    inputs = [each.name for each in session.get_inputs()]
+    inputs = [value.name for value in session.get_inputs()]
     for batch in (1, 3, 5):
         _, given = made(name, batch)
         with torch.no_grad():
             wanted = tree_leaves(module(*given))
         got = session.run(None, {name: value.numpy() for name, value in zip(inputs, given, strict=True)})
-        for value, want in zip(got, [each for each in wanted if each is not None], strict=True):
+        for value, want in zip(got, [wanted_one for wanted_one in wanted if wanted_one is not None], strict=True):
             torch.testing.assert_close(torch.from_numpy(value), want, rtol=1e-4, atol=1e-5)
 
 
@@ -74,7 +74,7 @@ def test_outputs_have_the_names_of_the_result(model: nn.Module, names: list[str]
     file = to_onnx(model.eval(), torch.rand(2, 1, 20, 20), tmp_path / "model.onnx")
     import onnxruntime
 
-    assert [each.name for each in onnxruntime.InferenceSession(str(file)).get_outputs()] == names
+    assert [output.name for output in onnxruntime.InferenceSession(str(file)).get_outputs()] == names
 
 
 def test_digamma() -> None:

@@ -35,8 +35,8 @@ def numbers(record: Any) -> Iterator[float]:
     if isinstance(record, dict) and "right" in record:
         yield record["right"] / record["images"]
     if isinstance(record, dict | list):
-        for each in record.values() if isinstance(record, dict) else record:
-            yield from numbers(each)
+        for value in record.values() if isinstance(record, dict) else record:
+            yield from numbers(value)
     elif isinstance(record, int | float):
         yield record
 

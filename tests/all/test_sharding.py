@@ -61,7 +61,7 @@ def check(problem: Problem, axis: str, sums: str | None = None) -> None:
     gradients = {name: value for name, value in problem.gradients.items() if name in wanted}
     given = replace(problem, gradients=gradients).map(split)
     for name, got in run(given, "cpp", function=called).items():
-        if name in {f"d{each}" for each in problem.inputs} and sums is not None:
+        if name in {f"d{value}" for value in problem.inputs} and sums is not None:
             expected = Partial() if name[1:] in sums.split() else place(name[1:])
             assert got.placements == (expected,), name  # type: ignore[attr-defined]
         torch.testing.assert_close(got.full_tensor(), wanted[name], msg=name)  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def test_gradients_are_clipped(folder: Path, tmp_path: Path, clip: float | None)
 
     def watched(*arguments: Any, **more: Any) -> None:
         clipped(*arguments, **more)
-        norms.append(float(nn.utils.get_total_norm([each.grad for each in learner.parameters()])))
+        norms.append(float(nn.utils.get_total_norm([parameter.grad for parameter in learner.parameters()])))
 
     learner.configure_gradient_clipping = watched  # type: ignore[method-assign]
     fitted(tmp_path, learner, images)
@@ -68,7 +68,7 @@ def test_gradients_are_clipped(folder: Path, tmp_path: Path, clip: float | None)
 def test_bfloat16_training(folder: Path, tmp_path: Path) -> None:
     images = ImageData(str(folder), batch_size=8)
     learner = learner_for(images)
-    before = [each.clone() for each in learner.parameters()]
+    before = [parameter.clone() for parameter in learner.parameters()]
     found = fitted(tmp_path, learner, images, precision="bf16-mixed")
     assert all(p.dtype == torch.float32 for p in learner.parameters())
     assert all(not torch.equal(p, q) for p, q in zip(before, learner.parameters(), strict=True))

@@ -71,8 +71,10 @@ def test_weight_decay_shrinks_by_the_learning_rate(folder: Path, tmp_path: Path)
     found = {}
     for rate in (0.0, 0.5):
         learner = moved(folder, tmp_path / str(rate), learning={"weight_decay": rate}, max_steps=1)
-        found[rate] = [each.detach() for each in learner.parameters()]
-    before = [each.detach() for each in learner_for(ImageData(str(folder), crop=9, crop_padding=1)).parameters()]
+        found[rate] = [parameter.detach() for parameter in learner.parameters()]
+    before = [
+        parameter.detach() for parameter in learner_for(ImageData(str(folder), crop=9, crop_padding=1)).parameters()
+    ]
     for start, without, with_decay in zip(before, found[0.0], found[0.5], strict=True):
         torch.testing.assert_close(with_decay, without - 0.01 * 0.5 * start)
 

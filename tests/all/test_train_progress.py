@@ -100,9 +100,9 @@ def test_the_diagnosis_of_guessing_leaves_training_as_it_was(name: str) -> None:
             learner.model.routing.W.mul_(1e4)
 
     def state() -> list[Any]:
-        tensors = [*learner.parameters(), *learner.buffers(), *(each.grad for each in learner.parameters())]
-        copies = [None if each is None else each.clone() for each in tensors]
-        return [torch.get_rng_state(), *copies, *(each.training for each in learner.modules())]
+        tensors = [*learner.parameters(), *learner.buffers(), *(parameter.grad for parameter in learner.parameters())]
+        copies = [None if tensor is None else tensor.clone() for tensor in tensors]
+        return [torch.get_rng_state(), *copies, *(module.training for module in learner.modules())]
 
     before = state()
     with torch.inference_mode():  # as a test runs

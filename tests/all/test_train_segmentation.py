@@ -153,7 +153,7 @@ def test_predicted_classes_of_pixels(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         there = learner.output(pixels / 255).lengths > 0.5
     assert there.any() and not there.all()
-    found = {each["file"]: each for each in json.loads((tmp_path / "found.json").read_text())}
+    found = {load["file"]: load for load in json.loads((tmp_path / "found.json").read_text())}
     for path, classes in zip(files, there, strict=True):
         shares = classes.float().mean((1, 2))
         assert [*found[str(path)]["lengths"].values()] == pytest.approx(shares.tolist())
@@ -177,7 +177,7 @@ def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.Mon
     with mode, capsfast.use_backend("reference"):
         rows = train.segmented(learner, batch)
     assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
-    assert {each.device.type for each in rows.values()} == {"cpu"}
+    assert {row.device.type for row in rows.values()} == {"cpu"}
 
 
 def test_colours_of_classes() -> None:

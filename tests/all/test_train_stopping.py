@@ -106,7 +106,7 @@ def test_a_resumed_run_holds_out_the_same_images(folder: Path, tmp_path: Path) -
 
 def choice(checkpoint: Path) -> Any:
     """What is known of the best validation."""
-    (state,) = [each for name, each in read_checkpoint(checkpoint)["callbacks"].items() if name.startswith("Best")]
+    (state,) = [value for name, value in read_checkpoint(checkpoint)["callbacks"].items() if name.startswith("Best")]
     return state["best_model_score"], state["monitor"]
 
 
@@ -173,7 +173,7 @@ def test_workers_live_through_ctrl_c_and_end_with_training(folder: Path, whole: 
     def to_all() -> None:
         workers = multiprocessing.active_children()
         seen.extend(workers)
-        for pid in [each.pid for each in workers] + [os.getpid()]:
+        for pid in [worker.pid for worker in workers] + [os.getpid()]:
             assert pid is not None
             os.kill(pid, signal.SIGINT)
 

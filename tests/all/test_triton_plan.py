@@ -34,9 +34,10 @@ def other(problem: Problem) -> Problem:
 
     def changed(values: dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         fresh = {
-            name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for name, each in values.items()
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            for name, tensor in values.items()
         }
-        return {name: each.copy_(change(values[name])) for name, each in fresh.items()}
+        return {name: value.copy_(change(values[name])) for name, value in fresh.items()}
 
     return replace(
         problem,

@@ -83,7 +83,7 @@ def test_the_layer_is_fused_and_both_networks_learn(printed: list[str]) -> None:
     assert "gradcheck: True" in text
     [(before, after)] = re.findall(r"step: (\S+) ms before, (\S+) ms after", text)
     assert float(after) < float(before)
-    accuracies = [float(each) for each in re.findall(r"epoch 5: .* test accuracy (\S+)%", text)]
+    accuracies = [float(match) for match in re.findall(r"epoch 5: .* test accuracy (\S+)%", text)]
     assert len(accuracies) == 2 and min(accuracies) > 95, text
 
 

@@ -121,9 +121,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor):
-                self.numel = max(self.numel, each.numel())
+        for leave in tree_leaves(found):
+            if isinstance(leave, Tensor):
+                self.numel = max(self.numel, leave.numel())
         return found
 
 

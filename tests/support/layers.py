@@ -145,7 +145,9 @@ def made(name: str, batch: int = 3, table: dict[str, Row] = MODULES) -> tuple[nn
     torch.manual_seed(0)
     make, *inputs = table[name]
     draws = [torch.randn, *[torch.rand] * len(inputs)]
-    given = [each(batch) if callable(each) else draw(batch, *each) for draw, each in zip(draws, inputs, strict=False)]
+    given = [
+        value(batch) if callable(value) else draw(batch, *value) for draw, value in zip(draws, inputs, strict=False)
+    ]
     return make(), given
 
 
@@ -171,7 +173,7 @@ def assert_resets(make: Callable[[], nn.Module]) -> None:
 
 def results(found: Any) -> list[Tensor]:
     """The floating-point tensors of a result."""
-    return [each for each in tree_leaves(found) if isinstance(each, Tensor) and each.is_floating_point()]
+    return [leave for leave in tree_leaves(found) if isinstance(leave, Tensor) and leave.is_floating_point()]
 
 
 def without_samples(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]]], empty: int = 0) -> list[Tensor]:
@@ -182,17 +184,17 @@ def without_samples(make: Callable[[int], tuple[Callable[..., Any], Sequence[Any
     seen = []
     for batch in (2, empty):
         called, given = make(batch)
-        leaves = [each.requires_grad_() for each in results(given)]
+        leaves = [result.requires_grad_() for result in results(given)]
         leaves += called.parameters() if isinstance(called, nn.Module) else []
         for leaf in leaves:
             leaf.grad = None  # a caller may give the same leaf twice
         found = results(called(*given))
-        sum(each.square().sum() for each in found if each.requires_grad).backward()  # type: ignore[union-attr]
-        seen.append(([each.requires_grad for each in found], [leaf.grad is not None for leaf in leaves]))
+        sum(tensor.square().sum() for tensor in found if tensor.requires_grad).backward()  # type: ignore[union-attr]
+        seen.append(([tensor.requires_grad for tensor in found], [leaf.grad is not None for leaf in leaves]))
     assert seen[0] == seen[1] and any(seen[0][1])
     assert not any(leaf.grad.any() for leaf in leaves if leaf.grad is not None)  # a NaN counts as not 0
     return found
 
 
 def parameters_of(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(each.numel() for each in module.parameters())
+    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())

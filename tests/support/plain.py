@@ -187,7 +187,9 @@ def gradients(found: Tensor | Sequence[Tensor], leaves: list[Tensor]) -> list[Te
     """For the same random gradients of the results in every call with results of these shapes."""
     found = (found,) if isinstance(found, Tensor) else tuple(found)
     torch.manual_seed(2)
-    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # contiguous, whatever the strides of outputs
+    seeds = [
+        torch.randn(tensor.shape, dtype=tensor.dtype) for tensor in found
+    ]  # contiguous, whatever the strides of outputs
     return list(torch.autograd.grad(found, leaves, seeds, allow_unused=True, materialize_grads=True))
 
 
@@ -195,6 +197,6 @@ def assert_alike(
     got: Tensor | Sequence[Tensor], wanted: Tensor | Sequence[Tensor], leaves: list[Tensor], tolerance: float = 1e-9
 ) -> None:
     """Compares float64 results and their gradients."""
-    one, other = ((each,) if isinstance(each, Tensor) else tuple(each) for each in (got, wanted))
+    one, other = ((tensor,) if isinstance(tensor, Tensor) else tuple(tensor) for tensor in (got, wanted))
     assert_same(one, other, tolerance)
     assert_same(gradients(one, leaves), gradients(other, leaves), tolerance)

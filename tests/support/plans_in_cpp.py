@@ -47,7 +47,9 @@ def route(u: Tensor, weight: Tensor, **options: Any) -> Any:
 
 def names() -> tuple[list[str], list[str]]:
     """The kernels that Python launched, and those that C++ launched, since the last call."""
-    return [each["name"] for each in triton_host.recorded(launched)], [each["name"] for each in triton_host.taken()]
+    return [each["name"] for each in triton_host.recorded(launched)], [
+        parameter["name"] for parameter in triton_host.taken()
+    ]
 
 
 def test_zeros_come_before_who_reads_them() -> None:
@@ -73,7 +75,7 @@ def test_outputs_are_tensors_of_their_own() -> None:
     u, weight = inputs(grad=True)
     runs = [route(u, weight) for _ in range(3)]
     assert names()[1]
-    assert len({each.data_ptr() for each in runs}) == 3
+    assert len({run.data_ptr() for run in runs}) == 3
     for v in runs:
         assert v.shape == (3, 5, 16) and v.is_contiguous() and v.grad_fn is not None
         assert v.untyped_storage().nbytes() == 4 * v.numel()
