@@ -39,7 +39,7 @@ class Kernel {
     p.D = n.D;
     p.K = n.K;
     p.iterations = n.iterations;
-    p.tiled = true;
+    p.lane = Lane::sample;
     p.dweight = storage;
     p.u = View{u_.data(), storage, {n.I * n.K, n.K, 1}};
     p.weight = View{weight_.data(), storage, {n.J * n.D * n.K, n.D * n.K, n.K, 1}};

@@ -47,7 +47,7 @@ class Layout {
 };
 
 // Whether kernels of the lanes layout run the passes.
-inline bool in_lanes(const Problem& p, const Plan& plan) { return plan.lanes || p.capsule_lanes; }
+inline bool in_lanes(const Problem& p, const Plan& plan) { return plan.lanes || p.capsule_lanes(); }
 
 // How many numbers of scratch memory a task of a pass takes.
 template <class T>
@@ -147,30 +147,39 @@ const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
   return 4 * filled(tiles.L) <= 5 * filled(registers.L) ? tiles : registers;
 }
 
-// The plan of a call, its layout, its kernels, and the output mask in that layout.
+// The kernels and the plan of a part of a call.
 template <class T>
-struct Context {
-  const Problem& p;
+struct Planned {
   const Kernels<T>& kernel_table;
   Plan plan;
+
+  Planned(const Problem& p, int64_t threads)
+      : kernel_table(kernels_for<T>(p, threads)), plan(make_plan(p, kernel_table.L, threads, sizeof(T))) {
+    const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
+    // With a mask votes are also copied: zeros replace the votes of a masked capsule.
+    plan.gather_rows =
+        p.votes_in_lanes() ? false
+        : p.votes_given    ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
+                                 p.mask.data != nullptr
+                           : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
+    // In the scratch memory, copied rows of the weight take the room of rows of dW.
+    if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
+  }
+};
+
+// The plan of a part, its layout, its kernels, and the output mask in that layout.
+template <class T>
+struct Context : Planned<T> {
+  using Planned<T>::kernel_table, Planned<T>::plan;
+  const Problem& p;
   Layout layout;
   Buffer<T> valid_out;
 
   Context(const Problem& problem, int64_t threads)
-      : p(problem),
-        kernel_table(kernels_for<T>(problem, threads)),
-        plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
+      : Planned<T>(problem, threads),
+        p(problem),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
-    const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
-    // With a mask votes are also copied: zeros replace the votes of a masked capsule.
-    plan.gather_rows =
-        p.side_by_side  ? false
-        : p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
-                              p.mask.data != nullptr
-                        : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
-    // In the scratch memory, copied rows of the weight take the room of rows of dW.
-    if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -208,13 +217,14 @@ struct Context {
     pass.valid_out = valid();
     const int64_t tasks = plan.tile_groups * plan.splits;
     over_ranges(tasks, accumulate_scratch<T>(p, plan), [&](int64_t task, T* memory) {
-      AccumulatePass<T> mine = pass;
+      AccumulatePass<T> of_task = pass;
       const int64_t split = task % plan.splits;
-      move_sums(&mine, split);
-      move(&mine.norm, split * layout.scalars());
-      if (mine.max != nullptr) mine.max += split * layout.scalars();
+      move_sums(&of_task, split);
+      move(&of_task.norm, split * layout.scalars());
+      if (of_task.max != nullptr) of_task.max += split * layout.scalars();
       const Range range = share(plan, task, plan.tile_groups, plan.splits);
-      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, mine, range, memory);
+      run_kernel(
+          in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, of_task, range, memory);
     });
   }
 
@@ -224,16 +234,16 @@ struct Context {
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
     const auto task = [&](int64_t n, int64_t member) {
-      f(p.capsule_lanes ? n : apart(n, tasks, threads), scratch.get() + member * size);
+      f(p.capsule_lanes() ? n : apart(n, tasks, threads), scratch.get() + member * size);
     };
-    for_tasks(tasks, task, p.capsule_lanes);
+    for_tasks(tasks, task, p.capsule_lanes());
   }
 
   // Runs a kernel for a task, or, if lanes are input capsules, for each sample of the task.
   template <class Pass>
   void run_kernel(void (*kernel)(const Pass&, const Range&, T*), const Pass& pass, const Range& range,
                   T* memory) const {
-    if (!p.capsule_lanes) return kernel(pass, range, memory);
+    if (!p.capsule_lanes()) return kernel(pass, range, memory);
     for (int64_t b = 0; b < p.B; ++b) {
       CapsuleLanes<T> lanes(p, b, plan.L);
       kernel(lanes.begin(pass), {0, 1, range.i0, range.i1}, memory);
@@ -312,12 +322,12 @@ struct Context {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     over_ranges(tasks, gradient_scratch<T>(p, cut, p.iterations - pass.since), [&](int64_t task, T* memory) {
-      GradientPass<T> mine = pass;
-      if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-      weights->give(task, splits, &mine);
-      move_sums(&mine, task % splits);
+      GradientPass<T> of_task = pass;
+      if (dlogits_sum != nullptr) of_task.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+      weights->give(task, splits, &of_task);
+      move_sums(&of_task, task % splits);
       const Range range = share(cut, task, groups, splits);
-      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
+      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, of_task, range, memory);
     });
     weights->finish(out);
     for (int64_t group = 0; group < groups; ++group) {

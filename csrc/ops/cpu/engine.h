@@ -4,10 +4,21 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../../cpu/parallel.h"
+#include "../pass.h"
+#include "../routing.h"
 #include "factored.h"
-#include "routing.h"
 
 namespace capsfast {
+
+// Forward and backward of routing and of a pass. T is the type that sums are formed in.
+template <class T>
+void routing_forward(const Problem& p, const ForwardOutputs& out);
+template <class T>
+void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out);
+template <class T>
+void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out);
+template <class T>
+void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out);
 
 struct CpuEngine {
   static constexpr const char* device = "CPU";

@@ -66,9 +66,9 @@ struct LanesAccumulate {
 
   static CAPSFAST_INLINE void score_given(const AccumulatePass<T>& pass, const Tile& tile, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
-    const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes ? 1 : L, b, dc);
+    const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes() ? 1 : L, b, dc);
     const T* votes = tile.votes + i * p.J * p.D * L;
-    if (p.capsule_lanes) {
+    if (p.capsule_lanes()) {
       B_::template score_stored<Q, true>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
     } else {
       B_::template score_stored<Q, false>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
@@ -222,7 +222,7 @@ struct LanesAccumulate {
   static void plain(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t K = K_ > 0 ? K_ : p.K, rows = p.J * p.D, some = pass.plan->out_tile * p.D;
-    if (K_ == 0 && p.side_by_side) {
+    if (K_ == 0 && p.votes_in_lanes()) {
       // One input capsule after the other, in the order of memory: the votes may not be in the cache.
       for (int64_t row = 0; row < rows; row += some) {
         const int64_t count = row + some < rows ? some : rows - row;
@@ -357,7 +357,7 @@ struct LanesAccumulate {
         }
         __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(J * L) * sizeof(T));
-        if (K_ == 0 && p.side_by_side) {
+        if (K_ == 0 && p.votes_in_lanes()) {
           chunk_given(pass, tile, at);
         } else if (Q && is_alike(pass, tile)) {
           if constexpr (Q) alike(pass, tile, at);

@@ -57,9 +57,9 @@ struct LanesGradient {
           out[sets++] = dc;
         }
         T* x = Q || pass.first.high != nullptr ? at.held + (i * J + j0) * D * L : nullptr;
-        if (K_ == 0 && p.side_by_side) {
+        if (K_ == 0 && p.votes_in_lanes()) {
           const T* votes = tile.votes + (i * J + j0) * D * L;
-          if (p.capsule_lanes) {
+          if (p.capsule_lanes()) {
             B_::template score_stored<Q, true>(votes, j1 - j0, D, sets, p_set, q_set, out);
           } else {
             B_::template score_stored<Q, false>(votes, j1 - j0, D, sets, p_set, q_set, out);
@@ -123,7 +123,7 @@ struct LanesGradient {
     VoteGradients::coefficients(pass, tile, at);
     if (pass.mass.high != nullptr) VoteGradients::add_sums(pass, tile, at);
     if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) VoteGradients::sum_logits(pass, tile, at);
-    if (K_ == 0 && p.side_by_side) {
+    if (K_ == 0 && p.votes_in_lanes()) {
       if (pass.dvotes.data != nullptr) VoteGradients::write_votes(pass, tile, at);
       return;
     }
@@ -211,7 +211,7 @@ struct LanesGradient {
       }
       if (pass.dlogits != nullptr) {
         for (int64_t n = 0; n < tile.count * p.J; ++n) {
-          if (!p.capsule_lanes) {
+          if (!p.capsule_lanes()) {
             pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
             continue;
           }

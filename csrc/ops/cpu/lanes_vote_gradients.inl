@@ -24,7 +24,7 @@ struct LanesVoteGradients {
 
   static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
     const int64_t JD = pass.problem->J * pass.problem->D;
-    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
+    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes() ? 1 : L);
   }
 
   // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of activation and
@@ -78,7 +78,7 @@ struct LanesVoteGradients {
       count = p.iterations > first ? p.iterations - first : 0;
       next_factor = pass.plan->gradient_chunk * p.J * L;
       factors = coefficients + (i * p.J + j) * L + (first - pass.since) * next_factor;
-      rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes ? 1 : L);
+      rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes() ? 1 : L);
       next_rows = parameters(all, pass, 1, 0) - all;
     }
 
@@ -188,7 +188,7 @@ struct LanesVoteGradients {
       for (int64_t i = 0; i < tile.count; ++i) mass += load<L>(at.db + (i * J + j) * L);
       LanesSums<T, L>::join(mass, pass.mass, (tile.t * J + j) * L);
     }
-    const T* const votes = pass.problem->side_by_side ? tile.votes : at.held;
+    const T* const votes = pass.problem->votes_in_lanes() ? tile.votes : at.held;
     if (pass.first.high != nullptr) LanesSums<T, L>::template add_chunk<Q>(pass, tile.t, tile.count, votes, at.db);
   }
 
@@ -209,7 +209,7 @@ struct LanesVoteGradients {
   static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
-    if (p.capsule_lanes) {
+    if (p.capsule_lanes()) {
       // Gradients replace the votes. Masked votes are 0 and give no gradients.
       T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
       for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);

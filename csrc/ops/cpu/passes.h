@@ -18,7 +18,6 @@ namespace capsfast {
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
   bool lanes = true;           // layout: lanes, else rows
-  bool small_batch = false;    // votes are made once and kept, then routed with input capsules in lanes
   int64_t L = 1;               // of a vector: samples or input capsules in lanes, numbers of a vote in rows
   int64_t tiles = 1;           // lanes: ceil(B / L); rows and capsule_lanes: B
   int64_t capsules = 1;        // input capsules, or blocks of L if input capsules are lanes

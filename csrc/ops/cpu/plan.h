@@ -43,4 +43,14 @@ struct Parts {
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
+// How a forward is cut.
+struct CallPlan {
+  int64_t small_batch;  // samples that do not go to tiles
+  int64_t parts;        // of the samples in tiles
+  Lane lane;            // of the part that comes before all others, or of its slice: what a lane holds,
+  Plan plan;            // and the plan of its passes
+};
+template <class T>
+CallPlan plan_of_call(const Problem& p, int64_t threads);
+
 }  // namespace capsfast

@@ -25,11 +25,11 @@ class Carver {
 };
 
 // Whether some lanes may not count.
-inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes; }
+inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes(); }
 
 // How many numbers of a sample are copied at a time before they go to lanes: poses or votes, logits, activation or lse.
 inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
-  const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
+  const int64_t poses = p.votes_in_lanes() ? 0 : chunk * p.pose_size(), votes = p.votes_in_lanes() ? p.J * p.D : 0;
   return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
@@ -46,7 +46,7 @@ struct LanesChunkScratch {
     const int64_t rows = p.weight.stride[0] == 0 ? 1 : chunk;
     weights = carve->take(plan.gather_rows ? rows * p.weight_size() : 0);
     buffer = take(true, packing_buffer(p, chunk));
-    u = take(true, chunk * (p.side_by_side ? p.J * p.D : p.pose_size()));
+    u = take(true, chunk * (p.votes_in_lanes() ? p.J * p.D : p.pose_size()));
     logits = take(p.logits.data != nullptr, chunk * p.J);
     valid = take(masked(p), chunk);
     activation = take(p.moments, chunk), lse = take(p.moments, chunk), dlse = take(p.moments, chunk);
@@ -64,7 +64,7 @@ struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base)
       : Carver<T>(base), LanesChunkScratch<T>(p, plan, plan.chunk, this) {
     const auto take = [&](bool wanted, int64_t count) { return Carver<T>::take(wanted ? count * plan.L : 0); };
-    const int64_t pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
+    const int64_t pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.votes_in_lanes() ? pair : plan.chunk;
     scores = take(true, scored * p.J), dc = take(true, scored * p.J);
     x = take(true, pair * plan.out_tile * p.D);
     sum = take(true, plan.out_tile * p.D), norm = take(true, p.J);
@@ -91,11 +91,11 @@ struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
     c = take(true, iterations * chunk * p.J), db = take(true, iterations * chunk * p.J);
     x = take(true, tile_rows), dx = take(true, tile_rows);
     du = take(true, chunk * p.pose_size());
-    dweight = take(!in_place && !p.side_by_side, (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K);
+    dweight = take(!in_place && !p.votes_in_lanes(), (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K);
     dlogits = take(p.logits.data != nullptr, chunk * p.J);
     row = Carver<T>::take(in_place ? 0 : rows * p.K);
     block = take(in_place, p.K);
-    held = p.side_by_side ? this->u : take(p.moments, chunk * p.J * p.D);
+    held = p.votes_in_lanes() ? this->u : take(p.moments, chunk * p.J * p.D);
     size = Carver<T>::used();
   }
 };
