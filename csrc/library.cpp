@@ -22,14 +22,10 @@
 #include "capsfast_sources.h"  // setup.py writes it
 #endif
 
-namespace {
-
 // Defined when the library is loaded, not by Python, so that a process without Python finds the ops.
-constexpr const char* kSchemas[] = {
+static constexpr const char* kSchemas[] = {
 #include "../capsfast/ops/schemas.inc"
 };
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
   for (const char* schema : kSchemas) m.def(schema);

@@ -8,7 +8,7 @@
 
 #include "cpu/isa.h"
 #include "ops/cpu/memory.h"
-#include "ops/cpu/passes.h"
+#include "ops/cpu/kernels.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 

@@ -1,7 +1,9 @@
-// The backward of a routing or of a pass. A routing first takes an accumulate pass for each iteration from the last to
-// the second, which give the gradients of the sums of every iteration; those of a pass are given. Then one gradient pass
-// serves all iterations. In a pass it also sums over the input capsules: the gradients of output capsules. If these sums
-// take a pass of their own, it is the same pass without other gradients.
+// The backward of a routing or of a routing_pass.
+//
+// A routing runs an accumulate pass for each iteration from the last to the second: they give the gradients of the sums
+// of every iteration. In a routing_pass these gradients are arguments. Then one gradient pass serves all iterations. In
+// a routing_pass it also sums over the input capsules, which gives the gradients of output capsules. If these sums take
+// a pass of their own, that is the same pass without other gradients.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +15,8 @@
 
 namespace capsfast::driver {
 
-// The tensors of a backward. A pass has `in`, `saved` and `out`. A routing has dv and s; of `saved` batch, norm, and for
-// its coupling weights and dweights; and out.common.
+// The tensors of a backward. A routing_pass has `in`, `saved` and `out`. A routing has dv, s, out.common and, of
+// `saved`, batch, norm and (for its coupling) weights and dweights.
 template <class T>
 struct BackwardCall {
   PassInputs in;

@@ -11,21 +11,17 @@
 #include <vector>
 
 #include "../../cpu/isa.h"
-#include "../../cpu/kernel.h"
 #include "../../cpu/parallel.h"
-#include "../../math/half.h"
 #include "capsule_lanes.h"
-#include "kernel.h"
+#include "gather.inl"
 #include "memory.h"
-#include "passes.h"
+#include "kernels.h"
 #include "plan.h"
 #include "scratch.h"
 
 namespace capsfast::driver {
 
-#include "gather.inl"
-
-// Where sample b stands in the arrays of a pass (see passes.h for the layouts). An array with J D numbers a sample has
+// Where sample b stands in the arrays of a pass (see kernels.h for the layouts). An array with J D numbers a sample has
 // element (j, d) at `vector` + (j D + d) `stride`; an array with J numbers has element j at `scalar` + j `stride`.
 struct Place {
   int64_t vector;
@@ -61,7 +57,7 @@ int64_t gradient_scratch(const Problem& p, const Plan& plan, int64_t iterations)
                            : RowsScratch<T>(p, plan, iterations, true, nullptr).size;
 }
 
-inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
+inline Range range_of(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
   return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, plan.capsules * split / splits,
           plan.capsules * (split + 1) / splits};
@@ -69,7 +65,7 @@ inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t split
 
 // The task that is taken as the n-th. Threads take tasks at the same time. If these were neighbours, both threads would
 // touch the same page of dW first, and the system would clear the page twice.
-inline int64_t apart(int64_t n, int64_t tasks, int64_t threads) {
+inline int64_t spread_out(int64_t n, int64_t tasks, int64_t threads) {
   return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
 }
 
@@ -222,9 +218,9 @@ struct Context : Planned<T> {
       move_sums(&of_task, split);
       move(&of_task.norm, split * layout.scalars());
       if (of_task.max != nullptr) of_task.max += split * layout.scalars();
-      const Range range = share(plan, task, plan.tile_groups, plan.splits);
+      const Range range = range_of(plan, task, plan.tile_groups, plan.splits);
       run_kernel(
-          in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, of_task, range, memory);
+          in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows.accumulate, of_task, range, memory);
     });
   }
 
@@ -234,7 +230,7 @@ struct Context : Planned<T> {
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
     const auto task = [&](int64_t n, int64_t member) {
-      f(p.capsule_lanes() ? n : apart(n, tasks, threads), scratch.get() + member * size);
+      f(p.capsule_lanes() ? n : spread_out(n, tasks, threads), scratch.get() + member * size);
     };
     for_tasks(tasks, task, p.capsule_lanes());
   }
@@ -326,8 +322,8 @@ struct Context : Planned<T> {
       if (dlogits_sum != nullptr) of_task.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
       weights->give(task, splits, &of_task);
       move_sums(&of_task, task % splits);
-      const Range range = share(cut, task, groups, splits);
-      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, of_task, range, memory);
+      const Range range = range_of(cut, task, groups, splits);
+      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows.gradient, of_task, range, memory);
     });
     weights->finish(out);
     for (int64_t group = 0; group < groups; ++group) {
@@ -373,23 +369,23 @@ class InNorms {
     const Problem& p = context.p;
     const Place at = context.layout.of(b);
     const int64_t scalar = at.scalar + j * at.stride;
-    Scale found;
+    Scale result;
     if (equal) {
       const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
       const int64_t entries = counted + (p.leaky ? 1 : 0);
-      found.scale = entries > 0 && context.is_valid(b, j) ? 1 / static_cast<T>(entries) : T(0);
+      result.scale = entries > 0 && context.is_valid(b, j) ? 1 / static_cast<T>(entries) : T(0);
     } else if (p.softmax_in()) {
-      std::tie(found.max, found.norm) = combined(scalar);
-      found.scale = found.norm == 0 ? T(0) : 1 / found.norm;
+      std::tie(result.max, result.norm) = combined(scalar);
+      result.scale = result.norm == 0 ? T(0) : 1 / result.norm;
     }
     if (p.softmax_in()) {
-      static_cast<T*>(kept)[0] = found.max;
-      static_cast<T*>(kept)[next] = found.scale;
+      static_cast<T*>(kept)[0] = result.max;
+      static_cast<T*>(kept)[next] = result.scale;
     }
     for (int64_t split = 0; split < context.plan.splits; ++split)
       factors[split * pitch] =
-          p.softmax_in() && !equal ? found.scale * rescaling(split, scalar, found.max) : found.scale;
-    return found;
+          p.softmax_in() && !equal ? result.scale * rescaling(split, scalar, result.max) : result.scale;
+    return result;
   }
 
  private:
@@ -415,19 +411,19 @@ class InNorms {
 };
 
 // The saved normalisers of the softmax over the input capsules, [count][scalars()], in the layout of the passes: of
-// iterations [first, first + count) of `saved` [2, r, batch, J]. Lanes without a sample get the maximum inf, so that
+// iterations [t0, t0 + count) of `saved` [2, r, batch, J]. Lanes without a sample get the maximum inf, so that
 // their c is zero for any logits.
 template <class T>
 class InNormArrays {
  public:
-  InNormArrays(const Problem& p, const Layout& layout, const void* saved, int64_t batch, int64_t first, int64_t count)
+  InNormArrays(const Problem& p, const Layout& layout, const void* saved, int64_t batch, int64_t t0, int64_t count)
       : count_(count * layout.scalars()), memory_(2 * count_) {
     std::fill_n(max(), count_, std::numeric_limits<T>::infinity());
     std::fill_n(scale(), count_, T(0));
     for (int64_t n = 0; n < count * p.B; ++n) {
       const int64_t t = n / p.B, b = n % p.B;
       const Place at = layout.of(b);
-      const T* const from = static_cast<const T*>(saved) + ((first + t) * batch + b) * p.J;
+      const T* const from = static_cast<const T*>(saved) + ((t0 + t) * batch + b) * p.J;
       for (int64_t j = 0; j < p.J; ++j) {
         const int64_t here = t * layout.scalars() + at.scalar + j * at.stride;
         max()[here] = from[j];

@@ -206,7 +206,7 @@ struct EMBackward {
   Parts parts(const Problem& p) const {
     Parts parts;
     parts.samples = p.B;
-    if (p.capsule_lanes()) parts.count = parts.rows = p.B, parts.row = 1;
+    if (p.capsule_lanes()) parts.count = parts.rounds = p.B, parts.round = 1;
     if (p.votes_given) return parts;
     const Parts cut = parts_of<T>(p, num_threads(), {});
     const Problem part = slice(p, 0, cut.begin(1));

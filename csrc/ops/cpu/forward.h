@@ -1,5 +1,5 @@
-// The forward of a routing or of a pass. An iteration is an accumulate pass, after which s_t, v_t and V_t are computed
-// from its sums. A pass is one iteration with a score that is given and without a squash: its sums are the result.
+// The forward of a routing or of a routing_pass. An iteration is an accumulate pass, from whose sums s_t, v_t and V_t
+// follow. A routing_pass is one iteration whose score is an argument, without a squash: its sums are the result.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace capsfast::driver {
 
-// The tensors of a forward. A pass has `in` and `out`. A routing has v and s, and of `out` batch, norm and, for its
-// coupling, weights.
+// The tensors of a forward. A routing_pass has `in` and `out`. A routing has v, s and, of `out`, batch, norm and (for its
+// coupling) weights.
 template <class T>
 struct ForwardCall {
   PassInputs in;
@@ -72,7 +72,7 @@ class FormArrays {
   Buffer<T> memory_;
 };
 
-// What scores the votes: V in a routing, from iteration 1 on; the arguments of a pass. And the center of the votes.
+// What scores the votes: V in a routing, from iteration 1 on; arguments in a routing_pass. Also has the center of the votes.
 template <class T>
 class Score {
  public:
@@ -202,7 +202,7 @@ class Forward {
     }
   }
 
-  // The D or 1 numbers of an output capsule, one split after the other, in loops that a compiler vectorises.
+  // Adds up the D numbers of an output capsule, one split after the other, in loops that a compiler vectorises.
   void add(const Sums<T>& sums, int64_t tile, int64_t j, int64_t D, const T* factors) const {
     const int64_t L = context.layout.lanes(), size = D * L, pitch = context.plan.tiles * p.J * size;
     const int64_t begin = (tile * p.J + j) * size;
@@ -243,9 +243,9 @@ class Forward {
   std::vector<T> bias;
 };
 
-// What the forward of a routing leaves for its backward, for a slice of positions. It is not kept between the two
-// calls: it would take r / I of the memory of the votes, and I is small. So the backward routes a slice again while its
-// votes are in the cache.
+// s and norm of a slice of positions. A routing with positions does not keep them for its backward: they would take
+// r / I of the memory of the votes, and I is small. So the backward routes a slice again while its votes are in the
+// cache.
 template <class T>
 class Intermediate {
  public:

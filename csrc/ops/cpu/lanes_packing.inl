@@ -2,8 +2,10 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // L_: lanes of one register, or of a vector of several registers.
 template <class T, int L_ = kLanes<T>>
@@ -19,13 +21,13 @@ struct LanesPacking {
   static CAPSFAST_ONCE void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
-      for (int first = 0; first < L; first += W) {
+      for (int lane0 = 0; lane0 < L; lane0 += W) {
         Register m[W];
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) m[l] = first + l < samples ? load<W>(from[first + l] + n) : Register{};
+        for (int l = 0; l < W; ++l) m[l] = lane0 + l < samples ? load<W>(from[lane0 + l] + n) : Register{};
         transpose<T, W>(m);
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) store<W>(to + (n + l) * L + first, m[l]);
+        for (int l = 0; l < W; ++l) store<W>(to + (n + l) * L + lane0, m[l]);
       }
     }
     for (; n < count; ++n) {
@@ -36,12 +38,12 @@ struct LanesPacking {
   static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
-      for (int64_t first = 0; first < samples; first += W) {
+      for (int64_t lane0 = 0; lane0 < samples; lane0 += W) {
         Register m[W];
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) m[l] = load<W>(from + (n + l) * L + first);
+        for (int l = 0; l < W; ++l) m[l] = load<W>(from + (n + l) * L + lane0);
         transpose<T, W>(m);
-        for (int64_t l = 0; l < W && first + l < samples; ++l) store<W>(to[first + l] + n, m[l]);
+        for (int64_t l = 0; l < W && lane0 + l < samples; ++l) store<W>(to[lane0 + l] + n, m[l]);
       }
     }
     for (; n < count; ++n) {
@@ -279,3 +281,5 @@ struct LanesPacking {
     return buffer;
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

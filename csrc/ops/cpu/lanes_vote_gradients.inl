@@ -3,10 +3,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "lanes.inl"
-#include "lanes_sums.inl"
-#include "lanes_tile.inl"
+#include "lanes_chunk.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // Q: a quadratic pass of one iteration.
 template <class T, int L_, bool Q>
@@ -73,28 +74,28 @@ struct LanesVoteGradients {
     int64_t count, next_factor, next_rows;
 
     CAPSFAST_INLINE Products(const GradientPass<T>& pass, const Tile& tile, const T* coefficients, const T* all,
-                             int64_t first, int64_t i, int64_t j) {
+                             int64_t t0, int64_t i, int64_t j) {
       const Problem& p = *pass.problem;
-      count = p.iterations > first ? p.iterations - first : 0;
+      count = p.iterations > t0 ? p.iterations - t0 : 0;
       next_factor = pass.plan->gradient_chunk * p.J * L;
-      factors = coefficients + (i * p.J + j) * L + (first - pass.since) * next_factor;
-      rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes() ? 1 : L);
+      factors = coefficients + (i * p.J + j) * L + (t0 - pass.since) * next_factor;
+      rows = all == nullptr ? nullptr : parameters(all, pass, t0, tile.t) + j * p.D * (p.capsule_lanes() ? 1 : L);
       next_rows = parameters(all, pass, 1, 0) - all;
     }
 
-    template <int N, bool Same>
+    template <int N, bool LanesAgree>
     CAPSFAST_INLINE void add(int64_t d, V* sums) const {
-      const T *factor = factors, *row = rows + d * (Same ? 1 : L);
+      const T *factor = factors, *row = rows + d * (LanesAgree ? 1 : L);
       for (int64_t n = 0; n < count; ++n, factor += next_factor, row += next_rows) {
         const V c = load<L>(factor);
 #pragma GCC unroll 16
-        for (int m = 0; m < N; ++m) sums[m] += c * B_::template parameter<Same>(row, m);
+        for (int m = 0; m < N; ++m) sums[m] += c * B_::template parameter<LanesAgree>(row, m);
       }
     }
   };
 
   // dvotes of input capsule i for output capsule j.
-  template <bool Same>
+  template <bool LanesAgree>
   struct VoteGradient {
     Products ds, V_t;
 
@@ -112,13 +113,13 @@ struct LanesVoteGradients {
     CAPSFAST_INLINE void rows(int64_t d, V* rows) const {
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) rows[n] = V{};
-      ds.template add<N, Same>(d, rows);
-      V_t.template add<N, Same>(d, rows);
+      ds.template add<N, LanesAgree>(d, rows);
+      V_t.template add<N, LanesAgree>(d, rows);
     }
   };
 
   // The same for a quadratic pass, which has one iteration.
-  template <bool Same>
+  template <bool LanesAgree>
   struct QuadraticVoteGradient {
     Form<T> gradient, score;
     V c, db;
@@ -135,10 +136,10 @@ struct LanesVoteGradients {
       scored = pass.scored == 0;
     }
 
-    // The first iteration's form of a tile, from output capsule j on.
+    // The form of a tile, from output capsule j on.
     static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile, int64_t j) {
       if (all.linear == nullptr) return {};
-      const int64_t row = j * pass.problem->D * (Same ? 1 : L);
+      const int64_t row = j * pass.problem->D * (LanesAgree ? 1 : L);
       return {parameters(all.linear, pass, 0, tile.t) + row, parameters(all.square, pass, 0, tile.t) + row};
     }
 
@@ -147,26 +148,26 @@ struct LanesVoteGradients {
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
         const V twice = T(2) * load<L>(x + (d + n) * L);
-        rows[n] = c * (B_::template parameter<Same>(gradient.linear, d + n) +
-                       twice * B_::template parameter<Same>(gradient.square, d + n));
+        rows[n] = c * (B_::template parameter<LanesAgree>(gradient.linear, d + n) +
+                       twice * B_::template parameter<LanesAgree>(gradient.square, d + n));
         if (!scored) continue;
-        rows[n] += db * (B_::template parameter<Same>(score.linear, d + n) +
-                         twice * B_::template parameter<Same>(score.square, d + n));
+        rows[n] += db * (B_::template parameter<LanesAgree>(score.linear, d + n) +
+                         twice * B_::template parameter<LanesAgree>(score.square, d + n));
       }
     }
   };
 
-  // Same: numbers of an output capsule are the same in all lanes.
-  template <bool Same = false>
-  using Gradient = std::conditional_t<Q, QuadraticVoteGradient<Same>, VoteGradient<Same>>;
+  // LanesAgree: numbers of an output capsule are the same in all lanes.
+  template <bool LanesAgree = false>
+  using Gradient = std::conditional_t<Q, QuadraticVoteGradient<LanesAgree>, VoteGradient<LanesAgree>>;
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                              int64_t i, int64_t j0, int64_t j1, T* dx) {
     const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j, dx += D * L) {
-      const Gradient<Same> gradient(pass, tile, at, i, j);
+      const Gradient<LanesAgree> gradient(pass, tile, at, i, j);
       const auto stored = [&](auto count, int64_t d) {
         constexpr int N = decltype(count)::value;
         V rows[N];
@@ -230,3 +231,5 @@ struct LanesVoteGradients {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -52,8 +52,8 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// Whether samples of a small batch keep their votes all at once. A dW that is not added up in place, because it is a sum
-// over input capsules or of another type, is written once.
+// Whether all samples of a small batch keep their votes at the same time. A dW that is a sum over input capsules, or has
+// another type than the sums, is not added up in place, and so is written once.
 bool votes_kept_at_once(const Problem& p, int64_t size) {
   return p.shared_weight || p.weight.storage != (size == 4 ? Storage::f32 : Storage::f64);
 }
@@ -197,11 +197,11 @@ Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t size)
   Parts parts;
   parts.samples = p.B;
   if (!p.moments || p.votes_given || p.empty()) return parts;
-  parts.row = threads * lanes;
-  parts.rows = divide_up(p.B, lanes) / threads;
+  parts.round = threads * lanes;
+  parts.rounds = divide_up(p.B, lanes) / threads;
   // With fewer tiles a part would be split along the input capsules.
   const int64_t fewest = std::max(kTasks, kPartBytes / (kPassArrays * p.J * p.D * lanes * size));
-  parts.count = std::max<int64_t>(1, parts.rows / fewest);
+  parts.count = std::max<int64_t>(1, parts.rounds / fewest);
   parts.saved = kPassArrays * p.J * p.D * (p.B - divide_up(p.B, parts.count));
   return parts;
 }

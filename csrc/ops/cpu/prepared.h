@@ -67,7 +67,7 @@ class SmallBatch {
         scratch_size(SmallBatchScratch<T>(p, kernels_.L, nullptr).size),
         votes(p.B * sample()) {
     over_blocks([&](int64_t, int64_t n0, int64_t n1, T* scratch) {
-      kernels_.small_votes(p, n0, n1, votes.get(), scratch);
+      kernels_.small_batch.votes(p, n0, n1, votes.get(), scratch);
     });
   }
 
@@ -85,7 +85,7 @@ class SmallBatch {
         gradients.dweight_sum = sums.high() + task * size;
         gradients.dweight_low = sums.low() + task * size;
       }
-      kernels_.small_gradients(gradients, p, n0, n1, scratch);
+      kernels_.small_batch.gradients(gradients, p, n0, n1, scratch);
     });
     sums.join();
     add_up<T>(sums.high(), adders, size, out.dweight);

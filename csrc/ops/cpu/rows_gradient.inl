@@ -2,9 +2,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
-#include "rows_sums.inl"
+#include "rows.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // B_: Rows or Keys, the building blocks. Q: see Rows.
 template <class T, class B_, bool Q>
@@ -178,3 +180,5 @@ struct RowsGradient {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET
