@@ -16,20 +16,24 @@
 #include <immintrin.h>
 #endif
 
-// kBytes: of a register. kRegisters: how many the set has. kTileBytes: of a vector of a tile of samples.
+// CAPSFAST_HAS_TARGET: whether the compiler's machine has the set. kBytes: of a register. kRegisters: how many registers
+// the set has. kTileBytes: of a vector of a tile of samples.
 #if defined(CAPSFAST_TARGET_AVX512)
 #define CAPSFAST_TARGET avx512
+#define CAPSFAST_HAS_TARGET CAPSFAST_X86
 namespace capsfast::avx512 {
 constexpr int kBytes = 64, kRegisters = 32, kTileBytes = 64;
 }
 #elif defined(CAPSFAST_TARGET_AVX2)
 #define CAPSFAST_TARGET avx2
+#define CAPSFAST_HAS_TARGET CAPSFAST_X86
 namespace capsfast::avx2 {
 constexpr int kBytes = 32, kRegisters = 16, kTileBytes = 64;
 }
 #else
 // The compiler's default instructions: SSE2 on x86-64, NEON on AArch64. `driver` is the namespace of gather.inl in the
 // driver, and of any .inl file that an editor has opened alone.
+#define CAPSFAST_HAS_TARGET 1
 #if defined(CAPSFAST_TARGET_PORTABLE)
 #define CAPSFAST_TARGET portable
 #else

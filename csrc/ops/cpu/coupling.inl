@@ -4,6 +4,7 @@
 
 #include "../../cpu/vec.inl"
 #include "../../math/softmax.h"
+#include "kernels.h"
 #include "gather.inl"
 
 namespace capsfast::CAPSFAST_TARGET {
@@ -237,6 +238,21 @@ struct Coupling {
       derivative(p.normalize, p.J, c, dc);
       if (p.normalize == Normalize::none) mask<LanesAgree>(lanes.valid, outputs.valid, p.J, T(0), dc);
     }
+  }
+
+  // In the gradient pass: replaces R and dc of `count` lanes, from (b, i) on, by the coupling and the gradient of the
+  // logits, and writes the gradients of activation and lse. axis: of the lanes, as in transfer().
+  template <bool LanesAgree, int axis>
+  static CAPSFAST_INLINE void finish(const GradientPass<T>& pass, const LaneNumbers& lanes,
+                                     const OutputNumbers& outputs, bool last_iteration, int64_t b, int64_t i,
+                                     int64_t count, T* c, T* dc) {
+    const Problem& p = *pass.problem;
+    if (pass.dcoupling.data != nullptr && last_iteration) transfer<false, axis>(pass.dcoupling, b, i, count, p.J, dc);
+    if (pass.dactivation.data != nullptr) put<axis>(pass.dactivation, b, i, count, lanes.valid, total(p.J, c, dc));
+    differentiate<LanesAgree>(p, lanes, outputs, c, dc);
+    if (pass.dlse_given.data != nullptr)
+      put<axis>(pass.dlse_given, b, i, count, lanes.valid, V{} - total(p.J, dc, nullptr));
+    weigh(lanes.activation, p.J, c);
   }
 
   // c, or 0 where c is 1 (see kWhole). in_scale tells: 1 / in_scale is the sum of all exp(b - max), whose largest term

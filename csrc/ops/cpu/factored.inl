@@ -2,8 +2,12 @@
 // products of matrices.
 #pragma once
 
-#include "../../cpu/vec.inl"
+#include "../../cpu/kernel.h"
 #include "factored_kernels.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
+#include "../../cpu/vec.inl"
 #include "coupling.inl"
 #include "gather.inl"
 #include "products.inl"
@@ -543,3 +547,6 @@ template const FactoredKernels<float>& factored_table<float>();
 template const FactoredKernels<double>& factored_table<double>();
 
 }  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif

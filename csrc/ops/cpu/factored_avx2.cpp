@@ -1,10 +1,3 @@
-// The kernels of routing without votes for AVX2 with FMA.
+// The kernels of routing without votes, for AVX2 with FMA.
 #define CAPSFAST_TARGET_AVX2
-#include "../../cpu/kernel.h"
-#include "factored_kernels.h"
-
-#if CAPSFAST_X86
-#include "../../cpu/begin_target.inl"
 #include "factored.inl"
-#include "../../cpu/end_target.inl"
-#endif

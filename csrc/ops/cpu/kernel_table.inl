@@ -1,6 +1,11 @@
 // The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants.
 #pragma once
 
+#include "../../cpu/kernel.h"
+#include "scratch.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
 #include "../../cpu/vec.inl"
 #include "lanes_accumulate.inl"
 #include "lanes_gradient.inl"
@@ -88,3 +93,6 @@ template const Kernels<float>& table<float>(bool);
 template const Kernels<double>& table<double>(bool);
 
 }  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif

@@ -34,7 +34,6 @@ struct LanesVoteGradients {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     for (int64_t i = 0; i < tile.count; ++i) {
-      const int64_t i_of_all = tile.i0 + i;
       const typename B_::LaneNumbers lanes = tile.numbers(p, at, i, pass.dlse);
       for (int64_t t = pass.since; t < p.iterations; ++t) {
         const int64_t scalars = (t * tiles + tile.t) * J * L;
@@ -53,16 +52,8 @@ struct LanesVoteGradients {
           continue;
         }
         B_::add(from(pass.gradient.constant, scalars), J, dc);
-        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations)
-          B_::template transfer<false, 0>(pass.dcoupling, tile.b0, i_of_all, tile.samples, J, dc);
-        if (pass.dactivation.data != nullptr)
-          B_::template put<0>(pass.dactivation, tile.b0, i_of_all, tile.samples, lanes.valid, B_::total(J, c, dc));
-        B_::template differentiate<false>(p, lanes, outputs, c, dc);
-        if (pass.dlse_given.data != nullptr) {
-          const V total = V{} - B_::total(J, dc, nullptr);
-          B_::template put<0>(pass.dlse_given, tile.b0, i_of_all, tile.samples, lanes.valid, total);
-        }
-        B_::weigh(lanes.activation, J, c);
+        const bool last = t + 1 == p.iterations;
+        B_::template finish<false, 0>(pass, lanes, outputs, last, tile.b0, tile.i0 + i, tile.samples, c, dc);
       }
     }
   }

@@ -1,10 +1,3 @@
 // The kernels of the rows layout for AVX-512 (F, BW, DQ, VL).
 #define CAPSFAST_TARGET_AVX512
-#include "../../cpu/kernel.h"
-#include "scratch.h"
-
-#if CAPSFAST_X86
-#include "../../cpu/begin_target.inl"
 #include "rows_kernels.inl"
-#include "../../cpu/end_target.inl"
-#endif

@@ -1,6 +1,11 @@
 // The kernels of the rows layout: turns the sizes of a call into template constants.
 #pragma once
 
+#include "../../cpu/kernel.h"
+#include "scratch.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
 #include "../../cpu/vec.inl"
 #include "keys.inl"
 #include "rows.inl"
@@ -35,3 +40,6 @@ template RowsKernels<float> rows_kernels<float>();
 template RowsKernels<double> rows_kernels<double>();
 
 }  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif

@@ -3,6 +3,11 @@
 // block. A vote takes K multiply-adds for a block, and no sum goes across lanes.
 #pragma once
 
+#include "../../cpu/kernel.h"
+#include "scratch.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
 #include "../../cpu/vec.inl"
 #include "gather.inl"
 #include "lanes_packing.inl"
@@ -362,3 +367,6 @@ template SmallBatchKernels<float> small_batch_kernels<float>();
 template SmallBatchKernels<double> small_batch_kernels<double>();
 
 }  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif
