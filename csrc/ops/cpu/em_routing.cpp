@@ -291,13 +291,13 @@ void em_routing(Stack& stack) {
     using T = decltype(zero);
     CpuEngine::run(p, [&] {
       const EMForward<T> forward{{call, static_cast<T*>(state.data_ptr())},
-                                 view_of(poses, p.positions >= 0),
-                                 view_of(activations, p.positions >= 0)};
+                                 view_of(poses, p.has_positions()),
+                                 view_of(activations, p.has_positions())};
       if (call.stride > 1) {
         PassOutputs out = forward.outputs(p, 0, false);
         for (View* view : {&out.mass, &out.first}) {
           view->position = view->stride[0];
-          if (p.positions >= 0) view->stride[0] *= p.positions;
+          if (p.has_positions()) view->stride[0] *= p.positions;
         }
         pass_forward<T>(at_equal_coupling(p, call.stride), {}, out);
         make_center(forward.samples.iteration(0), p.samples() * p.J, p.D);
