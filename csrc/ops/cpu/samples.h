@@ -10,12 +10,13 @@
 namespace capsfast::driver {
 
 inline View shifted(View view, int64_t elements) {
-  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * int64_t(size_of(view.storage));
+  view.data = static_cast<char*>(view.data) + elements * int64_t(size_of(view.storage));
   return view;
 }
 
 // A view with an axis B, from sample n on. Its samples run along that axis; with positions, along the positions.
 inline View samples(const Problem& p, const View& view, int64_t n) {
+  if (view.data == nullptr) return view;
   if (!p.has_positions()) return shifted(view, n * view.stride[0]);
   View part = shifted(view, n / p.positions * view.stride[0] + n % p.positions * view.position);
   part.stride[0] = view.position;
