@@ -37,8 +37,11 @@ GIGABYTES_PER_JOB = 1.5
 # In csrc/, by name: without one of them a library links all the same, and then does not load.
 SOURCES = """
 library.cpp cpu/isa.cpp cpu/parallel.cpp plans/driver.cpp plans/plan.cpp plans/serve.cpp
-ops/cpu/em_routing.cpp ops/cpu/em_update.cpp ops/cpu/factored.cpp ops/cpu/pass.cpp ops/cpu/plan.cpp
-ops/cpu/routing.cpp ops/cpu/routing_avx2.cpp ops/cpu/routing_avx512.cpp ops/cpu/routing_portable.cpp
+ops/cpu/em_routing.cpp ops/cpu/em_update.cpp ops/cpu/factored.cpp ops/cpu/plan.cpp ops/cpu/routing.cpp
+ops/cpu/factored_avx2.cpp ops/cpu/factored_avx512.cpp ops/cpu/factored_portable.cpp
+ops/cpu/routing_avx2.cpp ops/cpu/routing_avx512.cpp ops/cpu/routing_portable.cpp
+ops/cpu/rows_avx2.cpp ops/cpu/rows_avx512.cpp ops/cpu/rows_portable.cpp
+ops/cpu/small_batch_avx2.cpp ops/cpu/small_batch_avx512.cpp ops/cpu/small_batch_portable.cpp
 cuda/context.cpp ops/cuda/backward.cu ops/cuda/forward.cu ops/cuda/pass.cu
 ops/cuda/columns/routing.cu ops/cuda/instantiations/bf16.cu ops/cuda/instantiations/f16.cu
 ops/cuda/instantiations/columns_10.cu ops/cuda/instantiations/columns_8.cu ops/cuda/instantiations/f32.cu

@@ -10,7 +10,6 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "ops/cpu/context.h"
 #include "ops/cpu/engine.h"
 #include "ops/cpu/plan.h"
 #include "ops/cuda/engine.h"
@@ -23,14 +22,10 @@
 #include "capsfast_sources.h"  // setup.py writes it
 #endif
 
-namespace {
-
 // Defined when the library is loaded, not by Python, so that a process without Python finds the ops.
-constexpr const char* kSchemas[] = {
+static constexpr const char* kSchemas[] = {
 #include "../capsfast/ops/schemas.inc"
 };
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
   for (const char* schema : kSchemas) m.def(schema);
@@ -102,23 +97,24 @@ double peak_flops() {
   return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
 }
 
-// What plan.cpp chooses for a call, without logits and with contiguous storage: the Plan of its samples that go to
-// tiles. If all are a small batch, the Plan that routes its votes.
-template <class T>
-py::dict plan_of(Problem p, int64_t threads) {
-  const int64_t registers = kernels<T>(isa()).L, filled = samples_in_tiles(p, registers, sizeof(T));
+py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, bool votes_given, int64_t itemsize,
+                     bool shared_weight, int64_t threads, bool moments) {
+  Problem p;
+  p.B = B, p.I = I, p.J = J, p.D = D, p.K = votes_given ? 1 : K;
+  p.votes_given = votes_given;
+  p.shared_weight = shared_weight;
+  p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
+  p.weight = View{nullptr, p.dweight, {shared_weight ? 0 : J * D * K, D * K, K, 1}};
+  p.votes = View{nullptr, p.dweight, {I * J * D, J * D, D, 1}};
+  p.iterations = moments ? 1 : 3;
+  p.moments = moments;
+  if (threads == 0) threads = num_threads();
+  const CallPlan call = itemsize == 8 ? plan_of_call<double>(p, threads) : plan_of_call<float>(p, threads);
+  const Plan& plan = call.plan;
   py::dict d;
-  d["small_batch"] = p.B - filled;
-  d["pass_parts"] = filled == 0 ? 1 : make_parts(p, kernels<T>(isa(), true).L, threads, sizeof(T)).count;
-  if (filled > 0) {
-    p.B = filled;
-    p.tiled = true;
-  } else if (!p.votes_given) {
-    p.votes_given = p.side_by_side = p.capsule_lanes = true;
-    p.K = 1;
-  }
-  const Plan plan = make_plan(p, driver::kernels_for<T>(p, threads).L, threads, sizeof(T));
-  d["layout"] = p.capsule_lanes ? "capsules" : plan.lanes ? "lanes" : "rows";
+  d["small_batch"] = call.small_batch;
+  d["parts"] = call.parts;
+  d["layout"] = call.lane == Lane::capsule ? "capsules" : plan.lanes ? "lanes" : "rows";
   d["lanes"] = plan.L;
   d["tiles"] = plan.tiles;
   d["out_tile"] = plan.out_tile;
@@ -127,27 +123,16 @@ py::dict plan_of(Problem p, int64_t threads) {
   return d;
 }
 
-py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, bool votes_given, int64_t itemsize,
-                     bool shared_weight, int64_t threads) {
-  Problem p;
-  p.B = B, p.I = I, p.J = J, p.D = D, p.K = votes_given ? 1 : K;
-  p.votes_given = votes_given;
-  p.shared_weight = shared_weight;
-  p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
-  p.weight.stride[0] = shared_weight ? 0 : J * D * K;
-  p.iterations = 3;
-  return itemsize == 8 ? plan_of<double>(p, threads > 0 ? threads : num_threads())
-                       : plan_of<float>(p, threads > 0 ? threads : num_threads());
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of capsfast: build information and launch plans.";
   m.def("build_info", &build_info, "Compiler, the torch ABI it was built for, instruction sets built and chosen.");
   m.def("peak_flops", &peak_flops, "Measured float32 multiply-adds on registers, as FLOP per second of all threads.");
-  m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1,
-        py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false,
-        py::arg("threads") = 0, "How the CPU kernels cut three iterations: layout, tiles, splits.");
+  m.def(
+      "launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1,
+      py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false, py::arg("threads") = 0,
+      py::arg("moments") = false,
+      "How the CPU kernels cut three iterations of a routing or, with moments, a routing_pass: layout, tiles, splits.");
   plans::define(m);
 }

@@ -22,7 +22,7 @@ enum class Isa : int { portable, avx2, avx512 };
 Isa isa();
 const char* isa_name(Isa which);
 
-// The kernels of an instruction set (see ops/cpu/passes.h), with vectors of one register. tiles: the kernels for tiles
+// The kernels of an instruction set (see ops/cpu/kernels.h), with vectors of one register. tiles: the kernels for tiles
 // of samples, whose vectors have as many registers as are fastest.
 template <class T>
 struct Kernels;

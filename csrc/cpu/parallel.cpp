@@ -97,16 +97,16 @@ int64_t num_threads() {
   return team != nullptr ? team->members() : static_cast<int64_t>(torch::stable::get_num_threads());
 }
 
-// A claimed part belongs to the loop that runs now: the next loop begins only when all parts are done, this one too. So
+// A claimed task belongs to the loop that runs now: the next loop begins only when all tasks are done, this one too. So
 // a thread reads the fields of the loop after its claim, not before.
 int64_t Team::claim(int64_t member) {
-  int64_t parts = open_.load(std::memory_order_relaxed);
-  while (parts > 0) {
-    if (!open_.compare_exchange_weak(parts, parts - 1, std::memory_order_acquire, std::memory_order_relaxed)) continue;
-    if (taken_ == nullptr) return count_ - parts;
-    // As many threads have come here as parts are taken, so a part is left.
-    for (int64_t part = count_ * member / members_;; part = part + 1 < count_ ? part + 1 : 0) {
-      if (!taken_[part].exchange(true, std::memory_order_relaxed)) return part;
+  int64_t tasks = open_.load(std::memory_order_relaxed);
+  while (tasks > 0) {
+    if (!open_.compare_exchange_weak(tasks, tasks - 1, std::memory_order_acquire, std::memory_order_relaxed)) continue;
+    if (taken_ == nullptr) return count_ - tasks;
+    // As many threads have come here as tasks are taken, so a task is left.
+    for (int64_t task = count_ * member / members_;; task = task + 1 < count_ ? task + 1 : 0) {
+      if (!taken_[task].exchange(true, std::memory_order_relaxed)) return task;
     }
   }
   return -1;
@@ -114,7 +114,7 @@ int64_t Team::claim(int64_t member) {
 
 void Team::execute(int64_t index, int64_t member) {
   try {
-    part_(loop_, index, member);
+    task_(loop_, index, member);
   } catch (...) {
     const std::lock_guard<std::mutex> lock(failing_);
     if (error_ == nullptr) error_ = std::current_exception();
@@ -122,10 +122,10 @@ void Team::execute(int64_t index, int64_t member) {
   unfinished_.fetch_sub(1, std::memory_order_release);
 }
 
-void Team::share(int64_t count, bool own, Part part, const void* loop) {
+void Team::share(int64_t count, bool by_member, Task task, const void* loop) {
   count_ = count;
-  taken_.reset(own ? new std::atomic<bool>[static_cast<size_t>(count)]() : nullptr);
-  part_ = part;
+  taken_.reset(by_member ? new std::atomic<bool>[static_cast<size_t>(count)]() : nullptr);
+  task_ = task;
   loop_ = loop;
   unfinished_.store(count, std::memory_order_relaxed);
   open_.store(count, std::memory_order_release);

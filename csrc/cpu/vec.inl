@@ -10,6 +10,8 @@
 #pragma clang fp contract(fast)
 #endif
 
+namespace capsfast::CAPSFAST_TARGET {
+
 // A vector longer than a register: two halves. The compiler has vectors of any length, but GCC keeps vectors that fit
 // no register in memory from one round of a loop to the next.
 template <class Half>
@@ -427,3 +429,5 @@ CAPSFAST_INLINE V exp(V x) {
     return exp_of<std::decay_t<decltype(x[0])>, L>(x);
   }
 }
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -173,7 +173,7 @@ template <class A>
 VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>& needed, BackwardOutputs& out) {
   out.weight_rows = a.weight.has_value() ? a.weight->size(0) : 0;
   if (!a.weight.has_value())
-    return {gradient_like(a.u, needed[0], p.empty(), &out.dweight, p.positions >= 0, false),
+    return {gradient_like(a.u, needed[0], p.empty(), &out.dweight, p.has_positions(), false),
             empty(a.u, {0}, a.u.scalar_type())};
   return {
       gradient_like(a.u, needed[0], p.empty(), &out.du), gradient_like(*a.weight, needed[1], p.empty(), &out.dweight)};
@@ -182,7 +182,7 @@ VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>
 // The gradient of an argument that may be absent. per_sample: the argument has an axis B.
 inline Tensor gradient_of(const OptionalTensor& tensor, const Tensor& u, bool wanted, const Problem& p, View* view,
                           bool per_sample = true) {
-  const bool positions = per_sample && p.positions >= 0;
+  const bool positions = per_sample && p.has_positions();
   return gradient_like(tensor.value_or(u), wanted && tensor.has_value(), p.empty(), view, positions);
 }
 
@@ -204,7 +204,7 @@ struct Arguments {
                    std::initializer_list<int64_t> sizes) {
     if (!tensor.has_value()) return {};
     expect(name, *tensor, sizes, p.positions);
-    return view_of(*tensor, p.positions >= 0);
+    return view_of(*tensor, p.has_positions());
   }
 
   // A saved tensor in the type that sums are formed in, made contiguous.
@@ -231,7 +231,7 @@ struct Arguments {
     STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "capsfast: ", name, " must be bool");
     return {static_cast<const uint8_t*>(mask->data_ptr()),
             {mask->stride(0), mask->stride(1)},
-            p.positions < 0 ? 0 : mask->stride(2)};
+            p.has_positions() ? mask->stride(2) : 0};
   }
 
   static void add_logits_and_masks(Problem& p, const OptionalTensor& logits, const OptionalTensor& mask,

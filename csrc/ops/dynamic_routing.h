@@ -43,7 +43,7 @@ class DynamicRouting : Arguments<Engine> {
     stack >> return_coupling;
     const Problem p = problem(a);
     const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u), of_coupling = p.softmax_in() ? wide : type;
-    const bool positions = p.positions >= 0;
+    const bool positions = p.has_positions();
     Tensor v = empty(a.u, {p.B, p.J, p.D}, a.wide ? wide : type, p.positions);
     Tensor coupling =
         return_coupling ? empty(a.u, {p.B, p.I, p.J}, of_coupling, p.positions) : empty(a.u, {0}, of_coupling);
@@ -70,7 +70,7 @@ class DynamicRouting : Arguments<Engine> {
     a.take_options(stack);
     const std::vector<bool> needed = stack.needed(4);
     const Problem p = problem(a);
-    const bool positions = p.positions >= 0;
+    const bool positions = p.has_positions();
 
     BackwardInputs in;
     in.batch = p.B;
@@ -92,7 +92,7 @@ class DynamicRouting : Arguments<Engine> {
  private:
   // The last axis of s: a factored routing keeps sums of poses instead of sums of votes.
   static int64_t kept_size(const Problem& p) { return Engine::kFactored ? p.K : p.D; }
-  static bool keeps_norm(const Problem& p) { return p.softmax_in() && p.positions < 0 && !Engine::kFactored; }
+  static bool keeps_norm(const Problem& p) { return p.softmax_in() && !p.has_positions() && !Engine::kFactored; }
 
   static Squash squash_of(const char* name, const std::string& kind) {
     return choice_of<Squash>(name, kind, {"paper", "half", "eps_outside", "exp", "unit", "identity"});

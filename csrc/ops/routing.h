@@ -38,6 +38,12 @@ struct MaskView {
 // itself, or exp(b - lse) with a given lse. The routing ops take only the two softmaxes.
 enum class Normalize : int { out, in, sigmoid, none, lse };
 
+// What a lane of a vector holds while the CPU runs a part of a call. any: the plan still chooses, or the votes are given
+// and a vector holds numbers of one vote. sample, position: one sample, or one position of the votes. capsule: one input
+// capsule of a sample. With `capsule`, votes are [B][ceil(I / L)][J D][L]: a block of L input capsules stands where one
+// input capsule stood. Votes of masked input capsules, and lanes without an input capsule, are 0.
+enum class Lane : int { any, sample, position, capsule };
+
 struct Problem {
   int64_t B = 0, I = 0, J = 0, D = 0, K = 1;
   int64_t P = 1;           // poses of an input capsule that share its weights (pose matrices); D is P R
@@ -52,12 +58,7 @@ struct Problem {
   bool votes_given = false;     // votes instead of u and weight, K = 1
   bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over input capsules
   bool shared_outputs = false;  // one vote (stride 0) for all output capsules: dvotes is the sum over output capsules
-  bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over the batch
-  bool tiled = false;           // not a small batch, whatever B is: this part of the batch goes to tiles of samples
-  bool side_by_side = false;    // votes lie in lanes: samples are positions, or capsule_lanes
-  // Lanes are input capsules of a sample, and a block of L input capsules takes the place of an input capsule. Votes
-  // are [B][ceil(I / L)][J D][L], 0 for masked input capsules and in lanes without an input capsule.
-  bool capsule_lanes = false;
+  Lane lane = Lane::any;
   View u;                          // [B, I, P K]
   View weight;                     // [I, J, R, K]; the stride over I is 0 if shared
   Storage dweight = Storage::f32;  // of dW: the storage of the op's weight, while `weight` may be a copy
@@ -80,9 +81,13 @@ struct Problem {
   int64_t pose_size() const { return P * K; }          // size of all poses of an input capsule
   // Size of the votes of an input capsule. A shared vote takes memory even if J = 0.
   int64_t votes_size() const { return (shared_outputs ? 1 : J) * D; }
+  bool has_positions() const { return positions >= 0; }
+  bool capsule_lanes() const { return lane == Lane::capsule; }
+  // Whether neighbours in memory are numbers of different lanes, so that votes are copied as they are.
+  bool votes_in_lanes() const { return lane == Lane::position || lane == Lane::capsule; }
   // Whether a block of votes is a matrix.
   bool keys() const { return votes_given && shared_outputs && !quadratic; }
-  int64_t samples() const { return positions < 0 ? B : B * positions; }
+  int64_t samples() const { return has_positions() ? B * positions : B; }
 };
 
 // Contiguous tensors. v and coupling have the storage of the inputs. s and norm are kept for the backward, in the type

@@ -44,7 +44,7 @@ class RoutingPass : Arguments<Engine> {
     PassOutputs out;
     const auto output = [&](std::initializer_list<int64_t> sizes, bool wanted, ScalarType dtype, View* view) {
       Tensor tensor = wanted ? empty(a.u, sizes, dtype, p.positions) : empty(a.u, {0}, dtype);
-      if (wanted && tensor.numel() > 0) *view = view_of(tensor, p.positions >= 0);
+      if (wanted && tensor.numel() > 0) *view = view_of(tensor, p.has_positions());
       return tensor;
     };
     Tensor mass = output({p.B, p.J}, true, wide, &out.mass);

@@ -19,7 +19,12 @@ NATIVE = platform.machine() in ("aarch64", "arm64")
 PREFIX = "" if NATIVE else "aarch64-linux-gnu-"
 EMULATOR = [] if NATIVE else ["qemu-aarch64-static"]
 ITERATIONS = 3
-SOURCES = ("csrc/ops/cpu/routing_portable.cpp", "csrc/ops/cpu/plan.cpp", "tests/support/aarch64.cpp")
+KERNELS = ("routing", "rows", "small_batch")
+SOURCES = (
+    *(f"csrc/ops/cpu/{kernels}_portable.cpp" for kernels in KERNELS),
+    "csrc/ops/cpu/plan.cpp",
+    "tests/support/aarch64.cpp",
+)
 
 for tool in (f"{PREFIX}g++", *EMULATOR):
     if shutil.which(tool) is None:

@@ -110,8 +110,8 @@ def test_a_pass_over_parts_of_the_batch_equals_a_pass_over_all(name: str) -> Non
     count, third = threads * B, threads * B // 3
     problem = make(shape._replace(B=count), case, dtype=dtype)
     assert native.extension is not None
-    more = {"itemsize": dtype.itemsize, "shared_weight": "I" in case.shared}
-    plans = [native.extension.launch_plan(size, *shape[1:], **more)["pass_parts"] for size in (count, third)]
+    more = {"itemsize": dtype.itemsize, "shared_weight": "I" in case.shared, "moments": True}
+    plans = [native.extension.launch_plan(size, *shape[1:], **more)["parts"] for size in (count, third)]
     assert plans[0] > plans[1]
     parts = [run(samples(problem, slice(n, n + third)), "cpp") for n in range(0, count, third)]
     error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]

@@ -8,7 +8,7 @@
 
 #include "cpu/isa.h"
 #include "ops/cpu/memory.h"
-#include "ops/cpu/passes.h"
+#include "ops/cpu/kernels.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 
@@ -39,7 +39,7 @@ class Kernel {
     p.D = n.D;
     p.K = n.K;
     p.iterations = n.iterations;
-    p.tiled = true;
+    p.lane = Lane::sample;
     p.dweight = storage;
     p.u = View{u_.data(), storage, {n.I * n.K, n.K, 1}};
     p.weight = View{weight_.data(), storage, {n.J * n.D * n.K, n.D * n.K, n.K, 1}};

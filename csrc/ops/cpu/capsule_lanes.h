@@ -1,4 +1,4 @@
-// Passes whose lanes are input capsules (Problem::capsule_lanes), one sample after the other. Numbers of a sample are
+// Passes whose lanes are input capsules (Lane::capsule), one sample after the other. Numbers of a sample are
 // the same in all lanes, and arrays hold them once, as in the rows layout. This file copies them to lanes for the
 // kernels.
 #pragma once
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "memory.h"
-#include "passes.h"
+#include "kernels.h"
 #include "samples.h"
 
 namespace capsfast::driver {
@@ -37,7 +37,7 @@ class CapsuleLanes {
   CapsuleLanes(const Problem& problem, int64_t sample, int64_t lanes)
       : p(problem), b(sample), L(lanes), seen(across_lanes(problem, sample, lanes)) {}
 
-  // The pass of a split, with sums for each lane in place of the split's own sums, [B][J D] and [B][J].
+  // The pass of a split, with sums for each lane in the place of the sums of the split, [B][J D] and [B][J].
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
     AccumulatePass<T> pass = of_sample(split);
     for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(at(*numbers, p.J), p.J);
@@ -47,12 +47,12 @@ class CapsuleLanes {
     const Sum<T> norm = at(pass.norm, p.J);
     open(&pass.norm, 1);
     relative_ = !pass.unweighted;
-    own_max_ = pass.max + b * p.J;
+    sample_max_ = pass.max + b * p.J;
     // The initial value of a softmax over the input capsules must count once, not in every lane.
     pass.max = lane_max_ = take(p.J);
     std::fill_n(pass.max, p.J * L, std::numeric_limits<T>::lowest());
     for (int64_t j = 0; j < p.J; ++j) {
-      pass.max[j * L] = own_max_[j];
+      pass.max[j * L] = sample_max_[j];
       std::swap(pass.norm.high[j * L], norm.high[j]);
       std::swap(pass.norm.low[j * L], norm.low[j]);
     }
@@ -70,15 +70,15 @@ class CapsuleLanes {
         T most = std::numeric_limits<T>::lowest();
         for (int64_t l = 0; l < L; ++l) most = max[l] > most || max[l] != max[l] ? max[l] : most;
         for (int64_t l = 0; l < L; ++l) factors[j * L + l] = std::exp(max[l] - most);
-        own_max_[j] = most;
+        sample_max_[j] = most;
       }
       factor = factors;
     }
-    for (const Opened& sum : sums_) kernels.fold_capsules(sum.lanes, factor, p.J, sum.size, sum.own);
+    for (const Opened& sum : sums_) kernels.small_batch.fold(sum.lanes, factor, p.J, sum.size, sum.of_split);
   }
 
-  GradientPass<T> begin(const GradientPass<T>& given) {
-    GradientPass<T> pass = of_sample(given);
+  GradientPass<T> begin(const GradientPass<T>& split) {
+    GradientPass<T> pass = of_sample(split);
     if (p.softmax_in()) {
       for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread_iterations(*numbers);
       pass.in_dlse = spread(at(pass.in_dlse, p.J), p.J);
@@ -105,7 +105,7 @@ class CapsuleLanes {
 
   // A sum of a split, [J][size], for which the kernels have a sum for each lane.
   struct Opened {
-    Sum<T> lanes, own;
+    Sum<T> lanes, of_split;
     int64_t size;
   };
   // Replaces a sum of a split, [B][J][size], by sums for each lane that begin with 0.
@@ -153,8 +153,8 @@ class CapsuleLanes {
   const Problem seen;
   std::vector<Buffer<T>> memory_;
   std::vector<Opened> sums_;
-  bool relative_ = false;  // each lane has its own maximum, lane_max_, and the sample has own_max_
-  T *lane_max_ = nullptr, *own_max_ = nullptr;
+  bool relative_ = false;  // each lane has its own maximum, lane_max_, and the sample has sample_max_
+  T *lane_max_ = nullptr, *sample_max_ = nullptr;
 };
 
 }  // namespace capsfast::driver

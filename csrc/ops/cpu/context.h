@@ -11,21 +11,17 @@
 #include <vector>
 
 #include "../../cpu/isa.h"
-#include "../../cpu/kernel.h"
 #include "../../cpu/parallel.h"
-#include "../../math/half.h"
 #include "capsule_lanes.h"
-#include "kernel.h"
+#include "gather.inl"
 #include "memory.h"
-#include "passes.h"
+#include "kernels.h"
 #include "plan.h"
 #include "scratch.h"
 
 namespace capsfast::driver {
 
-#include "gather.inl"
-
-// Where sample b stands in the arrays of a pass (see passes.h for the layouts). An array with J D numbers a sample has
+// Where sample b stands in the arrays of a pass (see kernels.h for the layouts). An array with J D numbers a sample has
 // element (j, d) at `vector` + (j D + d) `stride`; an array with J numbers has element j at `scalar` + j `stride`.
 struct Place {
   int64_t vector;
@@ -47,7 +43,7 @@ class Layout {
 };
 
 // Whether kernels of the lanes layout run the passes.
-inline bool in_lanes(const Problem& p, const Plan& plan) { return plan.lanes || p.capsule_lanes; }
+inline bool in_lanes(const Problem& p, const Plan& plan) { return plan.lanes || p.capsule_lanes(); }
 
 // How many numbers of scratch memory a task of a pass takes.
 template <class T>
@@ -61,7 +57,7 @@ int64_t gradient_scratch(const Problem& p, const Plan& plan, int64_t iterations)
                            : RowsScratch<T>(p, plan, iterations, true, nullptr).size;
 }
 
-inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
+inline Range range_of(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
   return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, plan.capsules * split / splits,
           plan.capsules * (split + 1) / splits};
@@ -69,7 +65,7 @@ inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t split
 
 // The task that is taken as the n-th. Threads take tasks at the same time. If these were neighbours, both threads would
 // touch the same page of dW first, and the system would clear the page twice.
-inline int64_t apart(int64_t n, int64_t tasks, int64_t threads) {
+inline int64_t spread_out(int64_t n, int64_t tasks, int64_t threads) {
   return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
 }
 
@@ -147,30 +143,39 @@ const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
   return 4 * filled(tiles.L) <= 5 * filled(registers.L) ? tiles : registers;
 }
 
-// The plan of a call, its layout, its kernels, and the output mask in that layout.
+// The kernels and the plan of a part of a call.
 template <class T>
-struct Context {
-  const Problem& p;
+struct Planned {
   const Kernels<T>& kernel_table;
   Plan plan;
+
+  Planned(const Problem& p, int64_t threads)
+      : kernel_table(kernels_for<T>(p, threads)), plan(make_plan(p, kernel_table.L, threads, sizeof(T))) {
+    const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
+    // With a mask votes are also copied: zeros replace the votes of a masked capsule.
+    plan.gather_rows =
+        p.votes_in_lanes() ? false
+        : p.votes_given    ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
+                                 p.mask.data != nullptr
+                           : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
+    // In the scratch memory, copied rows of the weight take the room of rows of dW.
+    if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
+  }
+};
+
+// The plan of a part, its layout, its kernels, and the output mask in that layout.
+template <class T>
+struct Context : Planned<T> {
+  using Planned<T>::kernel_table, Planned<T>::plan;
+  const Problem& p;
   Layout layout;
   Buffer<T> valid_out;
 
   Context(const Problem& problem, int64_t threads)
-      : p(problem),
-        kernel_table(kernels_for<T>(problem, threads)),
-        plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
+      : Planned<T>(problem, threads),
+        p(problem),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
-    const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
-    // With a mask votes are also copied: zeros replace the votes of a masked capsule.
-    plan.gather_rows =
-        p.side_by_side  ? false
-        : p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
-                              p.mask.data != nullptr
-                        : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
-    // In the scratch memory, copied rows of the weight take the room of rows of dW.
-    if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -208,13 +213,14 @@ struct Context {
     pass.valid_out = valid();
     const int64_t tasks = plan.tile_groups * plan.splits;
     over_ranges(tasks, accumulate_scratch<T>(p, plan), [&](int64_t task, T* memory) {
-      AccumulatePass<T> mine = pass;
+      AccumulatePass<T> of_task = pass;
       const int64_t split = task % plan.splits;
-      move_sums(&mine, split);
-      move(&mine.norm, split * layout.scalars());
-      if (mine.max != nullptr) mine.max += split * layout.scalars();
-      const Range range = share(plan, task, plan.tile_groups, plan.splits);
-      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, mine, range, memory);
+      move_sums(&of_task, split);
+      move(&of_task.norm, split * layout.scalars());
+      if (of_task.max != nullptr) of_task.max += split * layout.scalars();
+      const Range range = range_of(plan, task, plan.tile_groups, plan.splits);
+      run_kernel(
+          in_lanes(p, plan) ? kernel_table.lanes_accumulate : kernel_table.rows.accumulate, of_task, range, memory);
     });
   }
 
@@ -224,16 +230,16 @@ struct Context {
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
     const auto task = [&](int64_t n, int64_t member) {
-      f(p.capsule_lanes ? n : apart(n, tasks, threads), scratch.get() + member * size);
+      f(p.capsule_lanes() ? n : spread_out(n, tasks, threads), scratch.get() + member * size);
     };
-    for_tasks(tasks, task, p.capsule_lanes);
+    for_tasks(tasks, task, p.capsule_lanes());
   }
 
   // Runs a kernel for a task, or, if lanes are input capsules, for each sample of the task.
   template <class Pass>
   void run_kernel(void (*kernel)(const Pass&, const Range&, T*), const Pass& pass, const Range& range,
                   T* memory) const {
-    if (!p.capsule_lanes) return kernel(pass, range, memory);
+    if (!p.capsule_lanes()) return kernel(pass, range, memory);
     for (int64_t b = 0; b < p.B; ++b) {
       CapsuleLanes<T> lanes(p, b, plan.L);
       kernel(lanes.begin(pass), {0, 1, range.i0, range.i1}, memory);
@@ -312,12 +318,12 @@ struct Context {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     over_ranges(tasks, gradient_scratch<T>(p, cut, p.iterations - pass.since), [&](int64_t task, T* memory) {
-      GradientPass<T> mine = pass;
-      if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-      weights->give(task, splits, &mine);
-      move_sums(&mine, task % splits);
-      const Range range = share(cut, task, groups, splits);
-      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
+      GradientPass<T> of_task = pass;
+      if (dlogits_sum != nullptr) of_task.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+      weights->give(task, splits, &of_task);
+      move_sums(&of_task, task % splits);
+      const Range range = range_of(cut, task, groups, splits);
+      run_kernel(in_lanes(p, plan) ? kernel_table.lanes_gradient : kernel_table.rows.gradient, of_task, range, memory);
     });
     weights->finish(out);
     for (int64_t group = 0; group < groups; ++group) {
@@ -363,23 +369,23 @@ class InNorms {
     const Problem& p = context.p;
     const Place at = context.layout.of(b);
     const int64_t scalar = at.scalar + j * at.stride;
-    Scale found;
+    Scale result;
     if (equal) {
       const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
       const int64_t entries = counted + (p.leaky ? 1 : 0);
-      found.scale = entries > 0 && context.is_valid(b, j) ? 1 / static_cast<T>(entries) : T(0);
+      result.scale = entries > 0 && context.is_valid(b, j) ? 1 / static_cast<T>(entries) : T(0);
     } else if (p.softmax_in()) {
-      std::tie(found.max, found.norm) = combined(scalar);
-      found.scale = found.norm == 0 ? T(0) : 1 / found.norm;
+      std::tie(result.max, result.norm) = combined(scalar);
+      result.scale = result.norm == 0 ? T(0) : 1 / result.norm;
     }
     if (p.softmax_in()) {
-      static_cast<T*>(kept)[0] = found.max;
-      static_cast<T*>(kept)[next] = found.scale;
+      static_cast<T*>(kept)[0] = result.max;
+      static_cast<T*>(kept)[next] = result.scale;
     }
     for (int64_t split = 0; split < context.plan.splits; ++split)
       factors[split * pitch] =
-          p.softmax_in() && !equal ? found.scale * rescaling(split, scalar, found.max) : found.scale;
-    return found;
+          p.softmax_in() && !equal ? result.scale * rescaling(split, scalar, result.max) : result.scale;
+    return result;
   }
 
  private:
@@ -405,19 +411,19 @@ class InNorms {
 };
 
 // The saved normalisers of the softmax over the input capsules, [count][scalars()], in the layout of the passes: of
-// iterations [first, first + count) of `saved` [2, r, batch, J]. Lanes without a sample get the maximum inf, so that
+// iterations [t0, t0 + count) of `saved` [2, r, batch, J]. Lanes without a sample get the maximum inf, so that
 // their c is zero for any logits.
 template <class T>
 class InNormArrays {
  public:
-  InNormArrays(const Problem& p, const Layout& layout, const void* saved, int64_t batch, int64_t first, int64_t count)
+  InNormArrays(const Problem& p, const Layout& layout, const void* saved, int64_t batch, int64_t t0, int64_t count)
       : count_(count * layout.scalars()), memory_(2 * count_) {
     std::fill_n(max(), count_, std::numeric_limits<T>::infinity());
     std::fill_n(scale(), count_, T(0));
     for (int64_t n = 0; n < count * p.B; ++n) {
       const int64_t t = n / p.B, b = n % p.B;
       const Place at = layout.of(b);
-      const T* const from = static_cast<const T*>(saved) + ((first + t) * batch + b) * p.J;
+      const T* const from = static_cast<const T*>(saved) + ((t0 + t) * batch + b) * p.J;
       for (int64_t j = 0; j < p.J; ++j) {
         const int64_t here = t * layout.scalars() + at.scalar + j * at.stride;
         max()[here] = from[j];

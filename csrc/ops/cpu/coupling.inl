@@ -3,20 +3,23 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "../../math/softmax.h"
+#include "kernels.h"
 #include "gather.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
   static constexpr int64_t kPart = 32;  // a long sum is a sum of partial sums of so many terms, to round less
 
-  // Numbers that the coupling and its gradient depend on; null where there are none. Each lane has, [L]: 1 or 0,
-  // activation, the given lse, and the gradient of the lse of a softmax over the output capsules.
+  // Numbers per lane, [L], that the coupling and its gradient depend on: valid (1 or 0), the arguments activation and
+  // lse, and the gradient of the lse of a softmax over the output capsules. Null if absent.
   struct LaneNumbers {
     const T *valid, *activation, *lse, *dlse;
   };
-  // Each output capsule has, [J][L], or [J] if the numbers are the Same in all lanes (see AccumulatePass):
+  // Numbers per output capsule: [J][L], or [J] if all lanes agree (see AccumulatePass). Null if absent.
   struct OutputNumbers {
     const T *valid, *in_max, *in_scale, *c_dc, *in_dlse;
 
@@ -64,10 +67,10 @@ struct Coupling {
     put<axis>(view, b, i, count, lanes);
   }
 
-  // Element n of an array: [..][L] or, if it is the Same in all lanes, [..].
-  template <bool Same>
+  // Element n of an array: [..][L], or [..] if all lanes agree.
+  template <bool LanesAgree>
   static CAPSFAST_INLINE auto parameter(const T* p, int64_t n) {
-    if constexpr (Same) {
+    if constexpr (LanesAgree) {
       return p[n];
     } else {
       return load<L>(p + n * L);
@@ -75,11 +78,11 @@ struct Coupling {
   }
 
   // Entries where valid_in [L] or a valid_out is 0 become `masked`. A pointer is null if everything is valid.
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static CAPSFAST_INLINE void mask(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
-    if (valid_in != nullptr || valid_out != nullptr) put_masked<Same>(valid_in, valid_out, J, masked, b);
+    if (valid_in != nullptr || valid_out != nullptr) put_masked<LanesAgree>(valid_in, valid_out, J, masked, b);
   }
-  template <bool Same>
+  template <bool LanesAgree>
   static CAPSFAST_ONCE void put_masked(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
     const V out = broadcast<L>(masked);
     if (valid_in != nullptr) {
@@ -88,18 +91,18 @@ struct Coupling {
     }
     if (valid_out != nullptr) {
       for (int64_t j = 0; j < J; ++j)
-        store<L>(b + j * L, where(V{} + parameter<Same>(valid_out, j) > V{}, load<L>(b + j * L), out));
+        store<L>(b + j * L, where(V{} + parameter<LanesAgree>(valid_out, j) > V{}, load<L>(b + j * L), out));
     }
   }
 
   // Adds a number per output capsule, unless it is null.
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
-    if (constant != nullptr) add_each<Same>(constant, J, b);
+    if (constant != nullptr) add_each<LanesAgree>(constant, J, b);
   }
-  template <bool Same>
+  template <bool LanesAgree>
   static CAPSFAST_ONCE void add_each(const T* constant, int64_t J, T* b) {
-    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + parameter<Same>(constant, j));
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + parameter<LanesAgree>(constant, j));
   }
 
   // Multiplies b [J][L] by a number per lane, unless it is null.
@@ -119,12 +122,12 @@ struct Coupling {
     return where(x > limit, root * root, e);
   }
 
-  // Replaces logits b [J][L] by R, for all but Normalize::in. given [L]: the log-sum-exp of Normalize::lse; where it is
-  // -inf, R is 0. found [L]: gets the log-sum-exp of a softmax, unless it is null.
-  static CAPSFAST_ONCE void normalize(Normalize way, int64_t J, bool leaky, const T* given, T* found, T* b) {
-    if (way == Normalize::out) return softmax_out(J, leaky, found, b);
+  // Replaces logits b [J][L] by R, for all but Normalize::in. lse [L]: the argument of Normalize::lse; where it is
+  // -inf, R is 0. lse_out [L]: gets the log-sum-exp of a softmax, unless it is null.
+  static CAPSFAST_ONCE void normalize(Normalize way, int64_t J, bool leaky, const T* lse, T* lse_out, T* b) {
+    if (way == Normalize::out) return softmax_out(J, leaky, lse_out, b);
     if (way == Normalize::sigmoid) return sigmoid(J, b);
-    if (way == Normalize::lse) return exponential(J, given, b);
+    if (way == Normalize::lse) return exponential(J, lse, b);
   }
 
   static CAPSFAST_ONCE void sigmoid(int64_t J, T* b) {
@@ -135,17 +138,17 @@ struct Coupling {
     }
   }
 
-  static CAPSFAST_ONCE void exponential(int64_t J, const T* given, T* b) {
-    const V lse = load<L>(given);
-    const auto nothing = lse == broadcast<L>(-static_cast<T>(__builtin_inf()));
+  static CAPSFAST_ONCE void exponential(int64_t J, const T* lse, T* b) {
+    const V shift = load<L>(lse);
+    const auto nothing = shift == broadcast<L>(-static_cast<T>(__builtin_inf()));
     for (int64_t j = 0; j < J; ++j) {
-      const V e = exp_of_any(load<L>(b + j * L) - lse);
+      const V e = exp_of_any(load<L>(b + j * L) - shift);
       store<L>(b + j * L, where(nothing, V{}, e));
     }
   }
 
-  // Replaces b by c, the softmax over j. If all logits are -inf, c is 0 and the log-sum-exp `found` -inf.
-  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* found, T* b) {
+  // Replaces b by c, the softmax over j. If all logits are -inf, c is 0 and the log-sum-exp -inf.
+  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* lse_out, T* b) {
     // Two chains, because a maximum waits for the one before it.
     V m = broadcast<L>(leaky ? T(0) : kLowest<T>), other = m;
     for (int64_t j = 0; j + 2 <= J; j += 2) {
@@ -166,19 +169,19 @@ struct Coupling {
     }
     const V scale = where(total == V{}, V{}, T(1) / total);
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
-    if (found == nullptr) return;
+    if (lse_out == nullptr) return;
     T totals[L];
     store<L>(totals, total);
-    store<L>(found, m);
-    for (int l = 0; l < L; ++l) found[l] += static_cast<T>(__builtin_log(static_cast<double>(totals[l])));
+    store<L>(lse_out, m);
+    for (int l = 0; l < L; ++l) lse_out[l] += static_cast<T>(__builtin_log(static_cast<double>(totals[l])));
   }
 
   // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules with a known normaliser.
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
-      const V e = exp<L>(load<L>(b + j * L) - parameter<Same>(in_max, j));
-      store<L>(b + j * L, e * parameter<Same>(in_scale, j));
+      const V e = exp<L>(load<L>(b + j * L) - parameter<LanesAgree>(in_max, j));
+      store<L>(b + j * L, e * parameter<LanesAgree>(in_scale, j));
     }
   }
 
@@ -212,29 +215,44 @@ struct Coupling {
   }
 
   // The same over the input capsules, where c_dc is the sum over i. in_scale, c_dc and dlse: numbers of output capsules.
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
                                                 T* dc) {
     for (int64_t j = 0; j < J; ++j) {
-      const V each = load<L>(c + j * L), rest = load<L>(dc + j * L) - parameter<Same>(c_dc, j);
-      const V db = divided(V{} + parameter<Same>(in_scale, j), each) * rest;
-      store<L>(dc + j * L, dlse == nullptr ? db : db + each * parameter<Same>(dlse, j));
+      const V coupling = load<L>(c + j * L), rest = load<L>(dc + j * L) - parameter<LanesAgree>(c_dc, j);
+      const V db = divided(V{} + parameter<LanesAgree>(in_scale, j), coupling) * rest;
+      store<L>(dc + j * L, dlse == nullptr ? db : db + coupling * parameter<LanesAgree>(dlse, j));
     }
   }
 
   // Replaces dc, the gradient of R activation, by the gradient of the logits.
-  template <bool Same>
+  template <bool LanesAgree>
   static CAPSFAST_INLINE void differentiate(const Problem& p, const LaneNumbers& lanes, const OutputNumbers& outputs,
                                             const T* c, T* dc) {
     weigh(lanes.activation, p.J, dc);
     if (p.normalize == Normalize::out) {
       softmax_out_backward(p.J, c, lanes.dlse, dc);
     } else if (p.softmax_in()) {
-      softmax_in_backward<Same>(p.J, outputs.in_scale, c, outputs.c_dc, outputs.in_dlse, dc);
+      softmax_in_backward<LanesAgree>(p.J, outputs.in_scale, c, outputs.c_dc, outputs.in_dlse, dc);
     } else {
       derivative(p.normalize, p.J, c, dc);
-      if (p.normalize == Normalize::none) mask<Same>(lanes.valid, outputs.valid, p.J, T(0), dc);
+      if (p.normalize == Normalize::none) mask<LanesAgree>(lanes.valid, outputs.valid, p.J, T(0), dc);
     }
+  }
+
+  // In the gradient pass: replaces R and dc of `count` lanes, from (b, i) on, by the coupling and the gradient of the
+  // logits, and writes the gradients of activation and lse. axis: of the lanes, as in transfer().
+  template <bool LanesAgree, int axis>
+  static CAPSFAST_INLINE void finish(const GradientPass<T>& pass, const LaneNumbers& lanes,
+                                     const OutputNumbers& outputs, bool last_iteration, int64_t b, int64_t i,
+                                     int64_t count, T* c, T* dc) {
+    const Problem& p = *pass.problem;
+    if (pass.dcoupling.data != nullptr && last_iteration) transfer<false, axis>(pass.dcoupling, b, i, count, p.J, dc);
+    if (pass.dactivation.data != nullptr) put<axis>(pass.dactivation, b, i, count, lanes.valid, total(p.J, c, dc));
+    differentiate<LanesAgree>(p, lanes, outputs, c, dc);
+    if (pass.dlse_given.data != nullptr)
+      put<axis>(pass.dlse_given, b, i, count, lanes.valid, V{} - total(p.J, dc, nullptr));
+    weigh(lanes.activation, p.J, c);
   }
 
   // c, or 0 where c is 1 (see kWhole). in_scale tells: 1 / in_scale is the sum of all exp(b - max), whose largest term
@@ -244,3 +262,5 @@ struct Coupling {
     return where(whole, V{}, c);
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -11,12 +11,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "backward.h"
 #include "em_update.h"
 #include "engine.h"
+#include "forward.h"
 #include "gradient_total.h"
-#include "parts.h"
-#include "pass_backward.h"
-#include "pass_forward.h"
 
 namespace capsfast {
 
@@ -138,14 +137,15 @@ template <class T>
 struct EMForward {
   Samples<T> samples;
   View poses, activations;  // [B, J, D] and [B, J]
-  BackwardOutputs gradients = {};
+  BackwardOutputs none = {};
 
+  BackwardOutputs& gradients() { return none; }
   EMForward from(const Problem& p, int64_t n) const {
     return {{samples.call, samples.state, samples.row + n},
             driver::samples(p, poses, n),
             driver::samples(p, activations, n)};
   }
-  Parts parts(const Problem& p) const { return parts_of<T>(p); }
+  Parts parts(const Problem& p) const { return parts_of<T>(p, num_threads(), {}); }
 
   void run(const Problem& p, const Totals<T>& totals) const {
     const Routing& call = samples.call;
@@ -153,13 +153,13 @@ struct EMForward {
     if (call.stride == 1) {
       const Problem equal = at_equal_coupling(p, 1);
       const PassOutputs out = outputs(p, 0, false);
-      PassForward<T>(equal, {}, out, totals.threads).run();
+      Forward<T>(equal, {{}, out}, totals.threads).run();
       make_center(results, p.B * p.J, p.D);
     }
     for (int64_t t = 0; t <= call.last; ++t) {
       const PassInputs in = samples.inputs(p, t);
       const PassOutputs out = outputs(p, t, true);
-      PassForward<T>(p, in, out, totals.threads).run();
+      Forward<T>(p, {in, out}, totals.threads).run();
       if (t == call.last) {
         em::update<T>(samples.step(p, t), results.precision, nullptr, results.prior);
       } else {
@@ -190,27 +190,27 @@ struct EMBackward {
   View dposes, dactivations;  // [B, J, D] and [B, J]; data is null if they are zero
   T* shares;                  // [r][2][rows][J]: the samples' shares of dbeta_a and dbeta_u
   View dactivation;           // [B, I]
-  BackwardOutputs gradients;
+  BackwardOutputs of_votes;
 
+  BackwardOutputs& gradients() { return of_votes; }
   EMBackward from(const Problem& p, int64_t n) const {
     return {{samples.call, samples.state, samples.row + n},
             driver::samples(p, dposes, n),
             driver::samples(p, dactivations, n),
             shares,
             driver::samples(p, dactivation, n),
-            driver::samples(p, gradients, n)};
+            driver::samples(p, of_votes, n)};
   }
   // The passes of all iterations and parts add to one dW, if that takes no memory. If not, tiles are one part, whose
   // passes have parts. The samples of a small batch come one by one: each needs memory for dvotes of two iterations.
   Parts parts(const Problem& p) const {
     Parts parts;
     parts.samples = p.B;
-    if (p.capsule_lanes) parts.count = parts.rows = p.B, parts.row = 1;
+    if (p.capsule_lanes()) parts.count = parts.rounds = p.B, parts.round = 1;
     if (p.votes_given) return parts;
-    const Parts cut = parts_of<T>(p);
-    const Problem first = slice(p, 0, cut.begin(1));
-    const Plan plan = make_plan(first, kernels_for<T>(first, num_threads()).L, num_threads(), sizeof(T));
-    if (!plan.weight_in_place && !p.shared_weight) return parts;
+    const Parts cut = parts_of<T>(p, num_threads(), {});
+    const Problem part = slice(p, 0, cut.begin(1));
+    if (!Planned<T>(part, num_threads()).plan.weight_in_place && !p.shared_weight) return parts;
     parts = cut, parts.passes = samples.call.last + 1;
     return parts;
   }
@@ -218,16 +218,15 @@ struct EMBackward {
   void run(const Problem& p, const Totals<T>& totals) const {
     const Routing& call = samples.call;
     const int64_t scalar = p.B * p.J, vector = scalar * p.D, last = call.last;
-    const bool positions = p.side_by_side && !p.capsule_lanes, held = call.options.momentum != 0;
+    const bool positions = p.lane == Lane::position, held = call.options.momentum != 0;
     const int64_t vote_rows = positions ? p.I * p.J * p.D : 1, capsule_rows = positions ? p.I : 1;
     const bool adds = !p.votes_given && totals.weights->parts() > 1;
-    const GradientTotal<T> du(p, gradients.du, p.B, last, false);
-    const GradientTotal<T> dweight(p, gradients.dweight, p.votes_given ? p.B : gradients.weight_rows, adds ? 0 : last,
-                                   p.capsule_lanes, vote_rows, positions ? gradients.dweight.stride[3] : 0);
+    const GradientTotal<T> du(p, of_votes.du, p.B, last, false);
+    const GradientTotal<T> dweight(p, of_votes.dweight, p.votes_given ? p.B : of_votes.weight_rows, adds ? 0 : last,
+                                   p.capsule_lanes(), vote_rows, positions ? of_votes.dweight.stride[3] : 0);
     const GradientTotal<T> dactivations_total(
         p, dactivation, p.B, last, false, capsule_rows, positions ? dactivation.stride[1] : 0);
-    const bool inputs =
-        gradients.du.data != nullptr || gradients.dweight.data != nullptr || dactivation.data != nullptr;
+    const bool inputs = of_votes.du.data != nullptr || of_votes.dweight.data != nullptr || dactivation.data != nullptr;
 
     const Buffer<T> memory(2 * scalar + (held ? 6 : 5) * vector);
     T *const dmass = memory.get(), *const dscore = dmass + scalar;
@@ -247,13 +246,13 @@ struct EMBackward {
       saved.dmass = scalars(p, dmass), saved.dfirst = vectors(p, dfirst), saved.dsecond = vectors(p, dsecond);
       saved.mass = scalars(p, at.mass), saved.first = vectors(p, at.first), saved.second = vectors(p, at.second);
       PassGradients out;
-      out.common = gradients;
+      out.common = of_votes;
       out.common.du = du.of(t), out.common.dweight = dweight.of(t), out.dactivation = dactivations_total.of(t);
       if (t > 0) {
         out.dprecision = vectors(p, dprecision), out.dcenter = vectors(p, dcenter), out.dprior = scalars(p, dscore);
       }
       if (p.votes_given || adds) {
-        PassBackward<T>(p, in, saved, out, totals).run();
+        Backward<T>(p, {in, saved, out}, totals).run();
       } else {
         pass_backward<T>(p, in, saved, out);
       }
@@ -292,13 +291,13 @@ void em_routing(Stack& stack) {
     using T = decltype(zero);
     CpuEngine::run(p, [&] {
       const EMForward<T> forward{{call, static_cast<T*>(state.data_ptr())},
-                                 view_of(poses, p.positions >= 0),
-                                 view_of(activations, p.positions >= 0)};
+                                 view_of(poses, p.has_positions()),
+                                 view_of(activations, p.has_positions())};
       if (call.stride > 1) {
         PassOutputs out = forward.outputs(p, 0, false);
         for (View* view : {&out.mass, &out.first}) {
           view->position = view->stride[0];
-          if (p.positions >= 0) view->stride[0] *= p.positions;
+          if (p.has_positions()) view->stride[0] *= p.positions;
         }
         pass_forward<T>(at_equal_coupling(p, call.stride), {}, out);
         make_center(forward.samples.iteration(0), p.samples() * p.J, p.D);

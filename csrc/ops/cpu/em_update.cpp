@@ -31,8 +31,8 @@ struct Call {
     STD_TORCH_CHECK(first.dim() == 3, "capsfast: first must be [B, J, D]");
     B = first.size(0), J = first.size(1), D = first.size(2);
     take("mass", mass, {B, J}, type);
-    for (Tensor* each : {&first, &second, &center}) take("first, second and center", *each, {B, J, D}, type);
-    for (Tensor* each : {&beta_a, &beta_u}) take("beta_a and beta_u", *each, {J}, type);
+    for (Tensor* moment : {&first, &second, &center}) take("first, second and center", *moment, {B, J, D}, type);
+    for (Tensor* beta : {&beta_a, &beta_u}) take("beta_a and beta_u", *beta, {J}, type);
     take("last", last, {B, J, D}, type);
     take("out_mask", out_mask, {B, J}, ScalarType::Bool);
   }
@@ -78,14 +78,14 @@ em::Step<T> Call::step() const {
 }
 
 // A new tensor of the shape of `like`, [0] if it is not wanted.
-Tensor made(const Tensor& like, bool wanted = true) {
+Tensor new_like(const Tensor& like, bool wanted = true) {
   return wanted ? empty(like, like.sizes().data(), like.sizes().size(), like.scalar_type())
                 : empty(like, {0}, like.scalar_type());
 }
 
 void em_update(Stack& stack) {
   const Call call(stack);
-  const Tensor poses = made(call.first), precision = made(call.first, !call.final), score = made(call.mass);
+  const Tensor poses = new_like(call.first), precision = new_like(call.first, !call.final), score = new_like(call.mass);
   with_type(call.type, [&](auto zero) {
     using T = decltype(zero);
     em::update<T>(call.step<T>(), data<T>(poses), data<T>(precision), data<T>(score));
@@ -102,9 +102,9 @@ void em_update_backward(Stack& stack) {
   Call::take("dprecision", dprecision, {call.B, call.J, call.D}, call.type);
   Call::take("dscore", dscore, {call.B, call.J}, call.type);
   const bool of_last = call.last.has_value();
-  const Tensor dmass = made(call.mass), dfirst = made(call.first), dsecond = made(call.first),
-               dcenter = made(call.first), dlast = made(call.first, of_last), of_beta_a = made(call.mass),
-               of_beta_u = made(call.mass), dbeta_a = made(call.beta_a), dbeta_u = made(call.beta_u);
+  const Tensor dmass = new_like(call.mass), dfirst = new_like(call.first), dsecond = new_like(call.first),
+               dcenter = new_like(call.first), dlast = new_like(call.first, of_last), of_beta_a = new_like(call.mass),
+               of_beta_u = new_like(call.mass), dbeta_a = new_like(call.beta_a), dbeta_u = new_like(call.beta_u);
   with_type(call.type, [&](auto zero) {
     using T = decltype(zero);
     const em::Gradients<T> gradients{
@@ -116,7 +116,7 @@ void em_update_backward(Stack& stack) {
     em::add_shares<T>(gradients.of_beta_a, call.B, call.J, data<T>(dbeta_a));
     em::add_shares<T>(gradients.of_beta_u, call.B, call.J, data<T>(dbeta_u));
   });
-  const auto kept = [&](const Tensor& gradient, size_t n) { return needed[n] ? gradient : made(gradient, false); };
+  const auto kept = [&](const Tensor& gradient, size_t n) { return needed[n] ? gradient : new_like(gradient, false); };
   stack.give({kept(dmass, 0), kept(dfirst, 1), kept(dsecond, 2), kept(dcenter, 3), kept(dbeta_a, 4), kept(dbeta_u, 5),
               kept(dlast, 6)});
 }

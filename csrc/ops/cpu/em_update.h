@@ -194,8 +194,8 @@ struct Gradients {
   T components(const Sample<T>& s, int64_t b, int64_t j, T dlog_sigma) const {
     const int64_t start = b * s.J * s.D;
     const auto of_variance = [&](int64_t d) {
-      const T precision = T(1) / s.variance[d], given = dprecision == nullptr ? T(0) : dprecision[start + d];
-      return precision * (T(0.5) * dlog_sigma - given * precision);
+      const T precision = T(1) / s.variance[d], upstream = dprecision == nullptr ? T(0) : dprecision[start + d];
+      return precision * (T(0.5) * dlog_sigma - upstream * precision);
     };
     T sum = 0, dn = 0;
     for (int64_t d = j * s.D; d < (j + 1) * s.D && s.options.isotropic; ++d) sum += of_variance(d);
@@ -213,8 +213,8 @@ struct Gradients {
 
   void operator()(const Sample<T>& s, int64_t b) const {
     const auto of_log_activation = [&](int64_t j) {
-      const T given = dscore == nullptr ? T(0) : dscore[b * s.J + j];
-      return s.step.final ? given * s.activation[j] : given;
+      const T upstream = dscore == nullptr ? T(0) : dscore[b * s.J + j];
+      return s.step.final ? upstream * s.activation[j] : upstream;
     };
     T sum = 0, dscale = 0;
     for (int64_t j = 0; j < s.J && s.options.softmax; ++j) sum += of_log_activation(j);

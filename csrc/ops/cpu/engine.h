@@ -4,17 +4,34 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../../cpu/parallel.h"
-#include "factored.h"
-#include "routing.h"
+#include "../pass.h"
+#include "../routing.h"
 
 namespace capsfast {
+
+// Forward and backward of routing and of a pass. T is the type that sums are formed in.
+template <class T>
+void routing_forward(const Problem& p, const ForwardOutputs& out);
+template <class T>
+void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out);
+template <class T>
+void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out);
+template <class T>
+void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out);
+
+// Routing without votes. The Problem has shared_weight, and shared_outputs where there is one W for all j. z
+// [r, B, J, K] takes the place of s.
+template <class T>
+void factored_forward(const Problem& p, const ForwardOutputs& out);
+template <class T>
+void factored_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out);
 
 struct CpuEngine {
   static constexpr const char* device = "CPU";
   static constexpr bool kSharedOutputs = true;
   static constexpr bool kPoseMatrices = true;
   static constexpr bool kPositions = true;
-  static constexpr bool kFactored = false;  // dynamic_routing without votes (see factored.h)
+  static constexpr bool kFactored = false;  // dynamic_routing without votes (see factored_kernels.h)
   // Calls with fewer multiply-adds stay on one thread: waking another thread takes longer than the work.
   static constexpr double kShared = 64 * 1024;
 

@@ -1,10 +1,11 @@
-#include "factored.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
 #include "context.h"
+#include "engine.h"
+#include "factored_kernels.h"
 
 namespace capsfast {
 
@@ -24,9 +25,33 @@ FactoredCall<T>::FactoredCall(const Problem& p, int64_t lanes) : problem(&p), L(
 template struct FactoredCall<float>;
 template struct FactoredCall<double>;
 
+namespace portable {
+template <class T>
+const FactoredKernels<T>& factored_table();
+}
+#if CAPSFAST_X86
+namespace avx2 {
+template <class T>
+const FactoredKernels<T>& factored_table();
+}
+namespace avx512 {
+template <class T>
+const FactoredKernels<T>& factored_table();
+}
+#endif
+
 namespace {
 
 using namespace driver;
+
+template <class T>
+const FactoredKernels<T>& factored_kernels() {
+#if CAPSFAST_X86
+  if (isa() == Isa::avx512) return avx512::factored_table<T>();
+  if (isa() == Isa::avx2) return avx2::factored_table<T>();
+#endif
+  return portable::factored_table<T>();
+}
 
 // The matrices, their transposes and the bias, as the kernels read them.
 template <class T>
@@ -74,9 +99,9 @@ void for_samples(const FactoredCall<T>& call, int64_t tasks, bool backward, cons
   // Memory for every thread, not for every task: the system hands out memory page by page.
   const LastingBuffer<T> memory(members() * size);
   for_tasks(tasks, [&](int64_t task, int64_t member) {
-    T* const own = memory.get() + member * size;
-    if (poisoned()) std::fill_n(own, size, std::numeric_limits<T>::quiet_NaN());  // not numbers of another task
-    f(task, blocks * task / tasks * call.samples, std::min(blocks * (task + 1) / tasks * call.samples, B), own);
+    T* const scratch = memory.get() + member * size;
+    if (poisoned()) std::fill_n(scratch, size, std::numeric_limits<T>::quiet_NaN());  // not numbers of another task
+    f(task, blocks * task / tasks * call.samples, std::min(blocks * (task + 1) / tasks * call.samples, B), scratch);
   });
 }
 
@@ -91,20 +116,19 @@ int64_t tasks_of(const FactoredCall<T>& call) {
 
 template <class T>
 void factored_forward(const Problem& p, const ForwardOutputs& out) {
-  const Kernels<T>& table = kernels<T>(isa());
+  const FactoredKernels<T>& table = factored_kernels<T>();
   FactoredCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   call.out = out;
-  for_samples(call, tasks_of(call), false, [&](int64_t, int64_t begin, int64_t end, T* memory) {
-    table.factored_forward(call, begin, end, memory);
-  });
+  for_samples(call, tasks_of(call), false,
+              [&](int64_t, int64_t begin, int64_t end, T* memory) { table.forward(call, begin, end, memory); });
 }
 
 template <class T>
 void factored_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
   // du of this size is written past the caches: half of the last cache, 32 MiB, of the machine where this was measured.
   constexpr int64_t kCaches = int64_t{1} << 24;
-  const Kernels<T>& table = kernels<T>(isa());
+  const FactoredKernels<T>& table = factored_kernels<T>();
   FactoredCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   const auto vector = static_cast<uintptr_t>(call.L) * sizeof(T);
@@ -124,8 +148,8 @@ void factored_backward(const Problem& p, const BackwardInputs& in, const Backwar
   std::fill_n(dlogits.get(), tasks * logits, 0.0);
   std::fill_n(dbias.get(), tasks * bias, 0.0);
   for_samples(call, tasks, true, [&](int64_t task, int64_t begin, int64_t end, T* memory) {
-    table.factored_backward(call, begin, end, memory,
-                            {sums.get() + task * matrix, dlogits.get() + task * logits, dbias.get() + task * bias});
+    table.backward(call, begin, end, memory,
+                   {sums.get() + task * matrix, dlogits.get() + task * logits, dbias.get() + task * bias});
   });
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);

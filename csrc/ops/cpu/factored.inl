@@ -1,12 +1,18 @@
-// Routing without votes (see factored.h). A block of samples stays in the cache for all iterations. All sums are
+// Routing without votes (see factored_kernels.h). A block of samples stays in the cache for all iterations. All sums are
 // products of matrices.
 #pragma once
 
+#include "../../cpu/kernel.h"
+#include "factored_kernels.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
 #include "../../cpu/vec.inl"
-#include "kernel.h"
 #include "coupling.inl"
 #include "gather.inl"
 #include "products.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T>
 struct Factored : Products<T> {
@@ -369,7 +375,7 @@ struct Factored : Products<T> {
                        const FactoredSums<T>& sums) {
     const Problem& p = *call.problem;
     const FactoredScratch<T> at(call, memory, true);
-    const int64_t last = p.iterations - 1, first = p.gradient_last ? last : 0, J = p.J, Dp = call.Dp;
+    const int64_t last = p.iterations - 1, since = p.gradient_last ? last : 0, J = p.J, Dp = call.Dp;
     start(call, at);
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       Block block(call, at, b0, end);
@@ -383,19 +389,19 @@ struct Factored : Products<T> {
         gather<T>(dv, (b0 + m / J) * dv.stride[0] + m % J * dv.stride[1], {1, 1, p.D}, {0, 0, dv.stride[2]}, ds);
         for (int64_t d = p.D; d < Dp; ++d) ds[d] = 0;
       }
-      for (int64_t t = last; t >= first; --t) {
+      for (int64_t t = last; t >= since; --t) {
         if (t < last) by_transpose(call, block.samples, block.dq(t), block.ds(t));
         differentiate_squash(block, t);
         by_W(call, block.samples, block.ds(t), block.dZ(t));
-        iteration_gradients(block, t, t > first);
+        iteration_gradients(block, t, t > since);
       }
-      if (call.need_weight) weight_gradients(block, first, sums.dW);
-      for (int64_t m = 0; m < (last + 1 - first) * block.rows() && call.need_bias; ++m) {
+      if (call.need_weight) weight_gradients(block, since, sums.dW);
+      for (int64_t m = 0; m < (last + 1 - since) * block.rows() && call.need_bias; ++m) {
         for (int64_t d = 0; d < p.D; ++d)
-          sums.dbias[m % J * p.D + d] += static_cast<double>(block.ds(first)[m * Dp + d]);
+          sums.dbias[m % J * p.D + d] += static_cast<double>(block.ds(since)[m * Dp + d]);
       }
       for (int64_t n = 0; n < block.samples; ++n) {
-        if (call.du.data != nullptr) input_gradients(block, n, first);
+        if (call.du.data != nullptr) input_gradients(block, n, since);
         if (call.need_logits) logit_gradients(block, n, sums);
       }
     }
@@ -480,30 +486,30 @@ struct Factored : Products<T> {
   }
 
   // dW = sum over samples and iterations of ds z and, except in the last iteration, of outputs dq.
-  static CAPSFAST_ONCE void weight_gradients(const Block& block, int64_t first, T* dW) {
+  static CAPSFAST_ONCE void weight_gradients(const Block& block, int64_t since, T* dW) {
     const FactoredCall<T>& call = block.call;
     const int64_t D = block.p.D, Kp = call.Kp, Dp = call.Dp, G = call.matrices;
-    const int64_t rows = (first == 0 ? block.sets() : 1) * block.rows() / G;
+    const int64_t rows = (since == 0 ? block.sets() : 1) * block.rows() / G;
     for (int64_t g = 0; g < G; ++g)
       Products<T>::template product<false, 1>(
-          D, {block.ds(first) + g * Dp, 1, G * Dp, rows}, {block.Z(first) + g * Kp, G * Kp, L}, Kp / L,
+          D, {block.ds(since) + g * Dp, 1, G * Dp, rows}, {block.Z(since) + g * Kp, G * Kp, L}, Kp / L,
           {dW + g * D * Kp, Kp, L, true});
   }
 
   // du_i = sum_tj (c_ij dz_j + dl_ij q_j), of all iterations at once.
-  static CAPSFAST_ONCE void input_gradients(const Block& block, int64_t n, int64_t first) {
+  static CAPSFAST_ONCE void input_gradients(const Block& block, int64_t n, int64_t since) {
     const Problem& p = block.p;
-    const int64_t J = p.J, K = p.K, Kp = block.call.Kp, size = J * Kp, sets = first == 0 ? block.sets() : 1;
+    const int64_t J = p.J, K = p.K, Kp = block.call.Kp, size = J * Kp, sets = since == 0 ? block.sets() : 1;
     T* const vectors = block.at.vectors;
     for (int64_t set = 0; set < sets; ++set) {
-      const T* const from = block.of(block.at.back, first + set) + n * size;
+      const T* const from = block.of(block.at.back, since + set) + n * size;
       __builtin_memcpy(vectors + set * size, from, static_cast<size_t>(size) * sizeof(T));
     }
     const View& du = block.call.du;
     for (int64_t k = 0; k < block.call.blocks; ++k) {
       const int64_t to = (block.b0 + n) * du.stride[0] + k * L * du.stride[1], count = block.capsules(k);
       T* const rows = block.call.in_place ? static_cast<T*>(du.data) + to : block.at.du;
-      const LeftFactor<T> factors{block.coupling(n, first) + k * J * L, 1, L, J, sets, block.size()};
+      const LeftFactor<T> factors{block.coupling(n, since) + k * J * L, 1, L, J, sets, block.size()};
       if (k >= block.used[n]) {
         __builtin_memset(rows, 0, static_cast<size_t>(L * Kp) * sizeof(T));
       } else if (block.call.past_cache) {
@@ -530,3 +536,17 @@ struct Factored : Products<T> {
     }
   }
 };
+
+template <class T>
+const FactoredKernels<T>& factored_table() {
+  static const FactoredKernels<T> kernels{kLanes<T>, Factored<T>::forward, Factored<T>::backward};
+  return kernels;
+}
+
+template const FactoredKernels<float>& factored_table<float>();
+template const FactoredKernels<double>& factored_table<double>();
+
+}  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif

@@ -2,7 +2,10 @@
 #pragma once
 
 #include "../../cpu/kernel.h"
-#include "kernel.h"
+#include "../../math/half.h"
+#include "../routing.h"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T>
 CAPSFAST_INLINE T read(const View& view, int64_t offset) {
@@ -97,3 +100,5 @@ bool is_run(const View& view, const int64_t (&n)[3], const int64_t (&s)[3]) {
   return view.storage == kStorage<T> && (n[2] == 1 || s[2] == 1) && (n[1] == 1 || s[1] == n[2]) &&
          (n[0] == 1 || s[0] == n[1] * n[2]);
 }
+
+}  // namespace capsfast::CAPSFAST_TARGET

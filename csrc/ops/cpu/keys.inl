@@ -4,10 +4,12 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
 #include "products.inl"
 #include "rows.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T>
 struct Keys : RowsBlock<T, Products<T>::L>, Products<T> {
@@ -87,3 +89,5 @@ struct Keys : RowsBlock<T, Products<T>::L>, Products<T> {
         count, {coefficients, 1, L, J}, {pitch == D ? vectors : padded, pitch, L}, pitch / L, {to, pitch, L, true});
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

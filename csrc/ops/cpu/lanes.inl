@@ -7,9 +7,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "coupling.inl"
 #include "lanes_packing.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T, int L_, int K_>
 struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
@@ -46,7 +48,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   static CAPSFAST_INLINE void votes_block(const T* w, const T* u, const T* center, int64_t K, V* rows) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = Q ? V{} - load<L>(center + n * L) : V{};
-    if constexpr (K_ > 0) {
+    if constexpr (kConstantK) {
       // Prefetches the weights of the next block.
       if constexpr (N == R) {
 #pragma GCC unroll 16
@@ -65,9 +67,14 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     }
   }
 
+  // Whether K is a template constant. Then poses are vectors, and votes are made from a weight.
+  static constexpr bool kConstantK = K_ > 0;
+  static CAPSFAST_INLINE int64_t K_of(int64_t K) { return kConstantK ? K_ : K; }
+  static CAPSFAST_INLINE bool pose_matrices(int64_t P) { return !kConstantK && P > 1; }
+  static CAPSFAST_INLINE bool votes_given(const Problem& p) { return !kConstantK && p.votes_in_lanes(); }
   // Rows of an output capsule in the weight of an input capsule, and the size of the poses of an input capsule.
-  static CAPSFAST_INLINE int64_t weight_rows_of(const Problem& p) { return K_ > 0 ? p.D : p.R(); }
-  static CAPSFAST_INLINE int64_t pose_size_of(const Problem& p) { return K_ > 0 ? K_ : p.pose_size(); }
+  static CAPSFAST_INLINE int64_t weight_rows_of(const Problem& p) { return kConstantK ? p.D : p.R(); }
+  static CAPSFAST_INLINE int64_t pose_size_of(const Problem& p) { return kConstantK ? K_ : p.pose_size(); }
 
   // Clears the lanes for which valid [L] is 0. Does nothing if `valid` is null.
   template <int N>
@@ -120,7 +127,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   template <bool Q>
   static CAPSFAST_ONCE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t P,
                                   int64_t outputs, int64_t D, T* x) {
-    if (K_ == 0 && P > 1) return votes_of_poses<Q>(w, u, valid, center, K, outputs * (D / P), P, D / P, x);
+    if (pose_matrices(P)) return votes_of_poses<Q>(w, u, valid, center, K, outputs * (D / P), P, D / P, x);
     const int64_t rows = outputs * D;
     const auto stored = [&](auto count, int64_t row) {
       constexpr int N = decltype(count)::value;
@@ -136,17 +143,17 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   }
 
   // Applies each of `sets` forms p[set], q[set] [outputs D] (a dot product unless Q) to the votes x [outputs D][L].
-  template <bool Q, bool Same>
+  template <bool Q, bool LanesAgree>
   static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
                                            const T* const* q, T* const* out) {
     for (int64_t set = 0; set < sets; ++set) {
       for (int64_t j = 0; j < outputs; ++j) {
-        const int64_t row = j * D * (Same ? 1 : L);
+        const int64_t row = j * D * (LanesAgree ? 1 : L);
         const T *vote = x + j * D * L, *linear = p[set] == nullptr ? nullptr : p[set] + row;
         if constexpr (Q) {
-          store<L>(out[set] + j * L, form<Same>(vote, linear, q[set] + row, D));
+          store<L>(out[set] + j * L, form<LanesAgree>(vote, linear, q[set] + row, D));
         } else {
-          store<L>(out[set] + j * L, dot<Same>(vote, linear, D));
+          store<L>(out[set] + j * L, dot<LanesAgree>(vote, linear, D));
         }
       }
     }
@@ -161,7 +168,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, const T* center, int64_t K,
                                            int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,
                                            const T* const* p, const T* const* q, T* const* out) {
-    if (D % R != 0 || (K_ == 0 && P > 1)) {
+    if (D % R != 0 || pose_matrices(P)) {
       T* votes_at = x != nullptr ? x : spare;
       votes<Q>(w, u, valid, center, K, P, outputs, D, votes_at);
       return score_stored<Q, false>(votes_at, outputs, D, sets, p, q, out);
@@ -212,20 +219,20 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   }
 
   // The sum of x[d] p[d] over d < n. Four chains hide the latency of the additions.
-  template <bool Same>
+  template <bool LanesAgree>
   static CAPSFAST_INLINE V dot(const T* x, const T* p, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
     for (; d + 4 <= n; d += 4) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * Lanes::template parameter<Same>(p, d + c);
+      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * Lanes::template parameter<LanesAgree>(p, d + c);
     }
-    for (; d < n; ++d) a[0] += load<L>(x + d * L) * Lanes::template parameter<Same>(p, d);
+    for (; d < n; ++d) a[0] += load<L>(x + d * L) * Lanes::template parameter<LanesAgree>(p, d);
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
   // The sum of x[d] p[d] + x[d]^2 q[d] over d < n. With p null: of x[d]^2 q[d] alone.
-  template <bool Same>
+  template <bool LanesAgree>
   static CAPSFAST_INLINE V form(const T* x, const T* p, const T* q, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
@@ -233,7 +240,7 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
 #pragma GCC unroll 4
       for (; d < n; ++d) {
         const V v = load<L>(x + d * L);
-        a[0] += v * v * Lanes::template parameter<Same>(q, d);
+        a[0] += v * v * Lanes::template parameter<LanesAgree>(q, d);
       }
       return a[0];
     }
@@ -241,12 +248,13 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) {
         const V v = load<L>(x + (d + c) * L);
-        a[c] += v * (Lanes::template parameter<Same>(p, d + c) + v * Lanes::template parameter<Same>(q, d + c));
+        a[c] +=
+            v * (Lanes::template parameter<LanesAgree>(p, d + c) + v * Lanes::template parameter<LanesAgree>(q, d + c));
       }
     }
     for (; d < n; ++d) {
       const V v = load<L>(x + d * L);
-      a[0] += v * (Lanes::template parameter<Same>(p, d) + v * Lanes::template parameter<Same>(q, d));
+      a[0] += v * (Lanes::template parameter<LanesAgree>(p, d) + v * Lanes::template parameter<LanesAgree>(q, d));
     }
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
@@ -277,3 +285,5 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
     for (int64_t d = 0; d < n; ++d) store<L>(y + d * L, load<L>(y + d * L) + c * load<L>(x + d * L));
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -3,15 +3,17 @@
 // A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
 // (plan.out_tile >= J), the pass makes them once, scores them and adds them up. Otherwise a first sweep over tiles of
 // output capsules keeps only the scores [chunk][J]; a second sweep makes the votes again and adds them up. When a tile
-// of output capsules ends, the sums of the chunk join the sums of the pass while they are in L1. Given votes
-// (side_by_side) are copied to lanes, less the center, in the place of poses. Votes that lie in lanes are read in place
-// if there is no center.
+// of output capsules ends, the sums of the chunk join the sums of the pass while they are in L1. Votes with positions
+// are copied to lanes, less the center, in the place of poses. Votes whose lanes are input capsules are read in place if
+// there is no center.
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "lanes.inl"
-#include "lanes_coefficients.inl"
+#include "lanes_chunk.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // Q: a quadratic pass.
 template <class T, int L_, int K_, bool Q>
@@ -47,14 +49,14 @@ struct LanesAccumulate {
 
   // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless x is null, and scores
   // them. `apart`: as a function call, not inlined in the loop.
-  template <bool apart = K_ == 0>
+  template <bool apart = !B_::kConstantK>
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
                                     T* dc) {
     const Problem& p = *pass.problem;
     const Sets sets(tile, p.D, j0, j1, L, b, dc);
     const Votes of = votes_of(pass, tile, at, i, j0);
-    const int64_t K = K_ > 0 ? K_ : p.K;
+    const int64_t K = B_::K_of(p.K);
     if constexpr (apart) {
       B_::template scored_votes_apart<Q>(of.weight, of.poses, tile.valid_of(i), of.center, K, p.P, j1 - j0, p.D, x,
                                          at.x, sets.count, sets.linear, sets.square, sets.out);
@@ -66,9 +68,9 @@ struct LanesAccumulate {
 
   static CAPSFAST_INLINE void score_given(const AccumulatePass<T>& pass, const Tile& tile, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
-    const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes ? 1 : L, b, dc);
+    const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes() ? 1 : L, b, dc);
     const T* votes = tile.votes + i * p.J * p.D * L;
-    if (p.capsule_lanes) {
+    if (p.capsule_lanes()) {
       B_::template score_stored<Q, true>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
     } else {
       B_::template score_stored<Q, false>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
@@ -82,7 +84,7 @@ struct LanesAccumulate {
   static CAPSFAST_INLINE Votes votes_of(const AccumulatePass<T>& pass, const Tile& tile,
                                         const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0) {
     const Problem& p = *pass.problem;
-    const int64_t K = K_ > 0 ? K_ : p.K;
+    const int64_t K = B_::K_of(p.K);
     return {tile.weights + i * tile.pitch + j0 * B_::weight_rows_of(p) * K, at.u + i * B_::pose_size_of(p) * L,
             Q ? tile.center + j0 * p.D * L : nullptr};
   }
@@ -135,7 +137,7 @@ struct LanesAccumulate {
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
+    const int64_t J = p.J, D = p.D, K = B_::K_of(p.K);
     const bool online_softmax = p.softmax_in() && tile.outputs.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
@@ -195,7 +197,7 @@ struct LanesAccumulate {
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + row * K;
       if (piece < kBytesAhead) prefetch_rows<T, 1>(w + ahead, 0, N * K);
-      if constexpr (K_ == 0) {
+      if constexpr (!B_::kConstantK) {
         B_::template add_products<N, 4>(w, u + i * next, 0, K, rows);
         continue;
       }
@@ -210,7 +212,7 @@ struct LanesAccumulate {
   }
 
   static void plain_rows(const Tile& tile, const T* u, int64_t next, int64_t K_given, int64_t rows, T* sum) {
-    const int64_t K = K_ > 0 ? K_ : K_given;
+    const int64_t K = B_::K_of(K_given);
     // These sums go on over the whole chunk. As many as registers hold, so that additions do not wait for each other.
     constexpr int R = L == kLanes<T> ? B_::R : B_::R * 3 / 2;
     int64_t row = 0;
@@ -221,8 +223,8 @@ struct LanesAccumulate {
 
   static void plain(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t K = K_ > 0 ? K_ : p.K, rows = p.J * p.D, some = pass.plan->out_tile * p.D;
-    if (K_ == 0 && p.side_by_side) {
+    const int64_t K = B_::K_of(p.K), rows = p.J * p.D, some = pass.plan->out_tile * p.D;
+    if (B_::votes_given(p)) {
       // One input capsule after the other, in the order of memory: the votes may not be in the cache.
       for (int64_t row = 0; row < rows; row += some) {
         const int64_t count = row + some < rows ? some : rows - row;
@@ -241,7 +243,7 @@ struct LanesAccumulate {
     Tile part = tile;
     for (int64_t row = 0; row < rows; row += some) {
       const int64_t count = row + some < rows ? some : rows - row;
-      if (K_ == 0 && p.P > 1) {
+      if (B_::pose_matrices(p.P)) {
         part.weights = tile.weights + row / p.P * K;
         plain_poses(part, p, at, count, at.sum);
       } else {
@@ -270,7 +272,7 @@ struct LanesAccumulate {
     const bool written = pass.coupling.data != nullptr || pass.lse.data != nullptr;
     const bool masked = tile.valid != nullptr || tile.outputs.valid != nullptr;
     return p.normalize == Normalize::out && pass.second.high != nullptr && !scored && !written && !masked &&
-           (K_ > 0 || p.P == 1);
+           !B_::pose_matrices(p.P);
   }
 
   // The first iteration of such a pass. As in plain_block(), the sums of N rows stay in registers over the whole chunk:
@@ -278,7 +280,7 @@ struct LanesAccumulate {
   template <int N>
   static CAPSFAST_INLINE void alike_block(const Problem& p, const Tile& tile, const LanesAccumulateScratch<T>& at,
                                           const V* equal, int64_t row, int64_t to) {
-    const int64_t K = K_ > 0 ? K_ : p.K;
+    const int64_t K = B_::K_of(p.K);
     const T* activation = p.activation.data == nullptr ? nullptr : at.activation;
     V first[N] = {}, second[N] = {};
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -357,7 +359,7 @@ struct LanesAccumulate {
         }
         __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(J * L) * sizeof(T));
-        if (K_ == 0 && p.side_by_side) {
+        if (B_::votes_given(p)) {
           chunk_given(pass, tile, at);
         } else if (Q && is_alike(pass, tile)) {
           if constexpr (Q) alike(pass, tile, at);
@@ -370,3 +372,5 @@ struct LanesAccumulate {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -7,11 +7,13 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
 #include "lanes_products.inl"
-#include "lanes_tile.inl"
+#include "lanes_chunk.inl"
 #include "lanes_vote_gradients.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // Q: a quadratic pass of one iteration, which keeps the votes, less the center, from the score to dvotes.
 template <class T, int L_, int K_, bool Q>
@@ -28,7 +30,7 @@ struct LanesGradient {
   static void score(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t j0,
                     int64_t j1) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->gradient_chunk;
+    const int64_t J = p.J, D = p.D, K = B_::K_of(p.K), chunk = pass.plan->gradient_chunk;
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + j0 * B_::weight_rows_of(p) * K;
       const T* p_set[2 * kTogether];
@@ -57,9 +59,9 @@ struct LanesGradient {
           out[sets++] = dc;
         }
         T* x = Q || pass.first.high != nullptr ? at.held + (i * J + j0) * D * L : nullptr;
-        if (K_ == 0 && p.side_by_side) {
+        if (B_::votes_given(p)) {
           const T* votes = tile.votes + (i * J + j0) * D * L;
-          if (p.capsule_lanes) {
+          if (p.capsule_lanes()) {
             B_::template score_stored<Q, true>(votes, j1 - j0, D, sets, p_set, q_set, out);
           } else {
             B_::template score_stored<Q, false>(votes, j1 - j0, D, sets, p_set, q_set, out);
@@ -77,7 +79,7 @@ struct LanesGradient {
   // L. dvotes stay in registers: they give du and then, transposed, dW.
   static void blocks(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t i,
                      int64_t j, T* dw) {
-    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
+    const int64_t D = pass.problem->D, K = B_::K_of(pass.problem->K);
     const T* u = at.u + i * K * L;
     const typename VoteGradients::template Gradient<> gradient(pass, tile, at, i, j);
     for (int64_t d = 0; d < D; d += L) {
@@ -113,7 +115,7 @@ struct LanesGradient {
 
   static void tile_pass(const GradientPass<T>& pass, Tile& tile, int64_t t, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
+    const int64_t J = p.J, D = p.D, K = B_::K_of(p.K), held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
@@ -123,7 +125,7 @@ struct LanesGradient {
     VoteGradients::coefficients(pass, tile, at);
     if (pass.mass.high != nullptr) VoteGradients::add_sums(pass, tile, at);
     if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) VoteGradients::sum_logits(pass, tile, at);
-    if (K_ == 0 && p.side_by_side) {
+    if (B_::votes_given(p)) {
       if (pass.dvotes.data != nullptr) VoteGradients::write_votes(pass, tile, at);
       return;
     }
@@ -137,7 +139,7 @@ struct LanesGradient {
         T* dw = want_w && pass.plan->weight_in_place
                     ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * p.weight_size()
                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
-        if (K_ == 0 && p.P > 1) {
+        if (B_::pose_matrices(p.P)) {
           VoteGradients::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
           products_of_poses(pass, tile, at, i, j0, j1, dw);
           continue;
@@ -211,7 +213,7 @@ struct LanesGradient {
       }
       if (pass.dlogits != nullptr) {
         for (int64_t n = 0; n < tile.count * p.J; ++n) {
-          if (!p.capsule_lanes) {
+          if (!p.capsule_lanes()) {
             pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
             continue;
           }
@@ -222,3 +224,5 @@ struct LanesGradient {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

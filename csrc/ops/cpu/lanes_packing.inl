@@ -2,8 +2,10 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // L_: lanes of one register, or of a vector of several registers.
 template <class T, int L_ = kLanes<T>>
@@ -19,13 +21,13 @@ struct LanesPacking {
   static CAPSFAST_ONCE void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
-      for (int first = 0; first < L; first += W) {
+      for (int lane0 = 0; lane0 < L; lane0 += W) {
         Register m[W];
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) m[l] = first + l < samples ? load<W>(from[first + l] + n) : Register{};
+        for (int l = 0; l < W; ++l) m[l] = lane0 + l < samples ? load<W>(from[lane0 + l] + n) : Register{};
         transpose<T, W>(m);
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) store<W>(to + (n + l) * L + first, m[l]);
+        for (int l = 0; l < W; ++l) store<W>(to + (n + l) * L + lane0, m[l]);
       }
     }
     for (; n < count; ++n) {
@@ -36,12 +38,12 @@ struct LanesPacking {
   static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + W <= count; n += W) {
-      for (int64_t first = 0; first < samples; first += W) {
+      for (int64_t lane0 = 0; lane0 < samples; lane0 += W) {
         Register m[W];
 #pragma GCC unroll 16
-        for (int l = 0; l < W; ++l) m[l] = load<W>(from + (n + l) * L + first);
+        for (int l = 0; l < W; ++l) m[l] = load<W>(from + (n + l) * L + lane0);
         transpose<T, W>(m);
-        for (int64_t l = 0; l < W && first + l < samples; ++l) store<W>(to[first + l] + n, m[l]);
+        for (int64_t l = 0; l < W && lane0 + l < samples; ++l) store<W>(to[lane0 + l] + n, m[l]);
       }
     }
     for (; n < count; ++n) {
@@ -135,36 +137,36 @@ struct LanesPacking {
   }
 
   // Whether the passes read votes where they lie.
-  static bool votes_in_place(const Problem& p, const T* center) { return p.capsule_lanes && center == nullptr; }
+  static bool votes_in_place(const Problem& p, const T* center) { return p.capsule_lanes() && center == nullptr; }
 
   // Whether some lanes of a chunk must not count. Lanes without a sample hold zeros and do not matter.
   static bool masked(const Problem& p, int64_t samples) {
-    return p.mask.data != nullptr || (p.capsule_lanes && samples < L);
+    return p.mask.data != nullptr || (p.capsule_lanes() && samples < L);
   }
 
   // How many lanes hold a sample of a tile or, if lanes are input capsules, an input capsule of a block.
   static int64_t lanes_used(const Problem& p, int64_t tile, int64_t i0) {
-    return p.capsule_lanes ? min(L, p.I - i0 * L) : min(L, p.B - tile * L);
+    return p.capsule_lanes() ? min(L, p.I - i0 * L) : min(L, p.B - tile * L);
   }
 
   // How many input capsules from i0 on make a chunk. A block with empty lanes is a chunk of its own.
   static int64_t chunk_of(const Problem& p, int64_t i0, int64_t i1, int64_t most) {
     const int64_t count = min(most, i1 - i0);
-    return p.capsule_lanes && count > 1 && (i0 + count) * L > p.I ? count - 1 : count;
+    return p.capsule_lanes() && count > 1 && (i0 + count) * L > p.I ? count - 1 : count;
   }
 
   // Copies the poses of a chunk to u [chunk][P K][L], or its votes, less a center that is not null, to u [chunk][J
   // D][L]. Masked capsules get zeros. If there is a mask, or a block is not full, valid [chunk][L] gets 1 or 0.
   static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
                                        const T* center, T* buffer, T* u, T* valid) {
-    const int64_t size = p.side_by_side ? p.J * p.D : p.pose_size();
+    const int64_t size = p.votes_in_lanes() ? p.J * p.D : p.pose_size();
     const bool in_place = votes_in_place(p, center);
     if (in_place) {
       // Votes are read in place; masked votes are zeros already.
-    } else if (p.capsule_lanes) {
+    } else if (p.capsule_lanes()) {
       const T* votes = static_cast<const T*>(p.votes.data) + i0 * size * L;
       for (int64_t n = 0; n < count * size * L; n += L) store<L>(u + n, load<L>(votes + n) - center[n / L % size]);
-    } else if (p.side_by_side) {
+    } else if (p.votes_in_lanes()) {
       for (int64_t i = 0; i < count; ++i) {
         T* votes = u + i * size * L;
         pack(of_capsule(p.votes, i0 + i), b0, samples, 0, p.J, p.D, buffer, votes);
@@ -268,7 +270,7 @@ struct LanesPacking {
   // and of type T, else copied to `buffer`.
   static CAPSFAST_ONCE const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
     const View& w = p.weight;
-    if (p.side_by_side) return nullptr;
+    if (p.votes_in_lanes()) return nullptr;
     const int64_t n[3] = {p.J, p.R(), p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (is_run<T>(w, n, s)) {
       *pitch = w.stride[0];
@@ -279,3 +281,5 @@ struct LanesPacking {
     return buffer;
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

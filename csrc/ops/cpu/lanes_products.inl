@@ -7,9 +7,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "lanes.inl"
 #include "lanes_packing.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T, int L_, int K_>
 struct LanesProducts : Lanes<T, L_, K_> {
@@ -54,7 +56,7 @@ struct LanesProducts : Lanes<T, L_, K_> {
   // most N as possible, of about the same size.
   template <int N, int k = 0, class F>
   static CAPSFAST_INLINE void in_blocks(int64_t K, const F& f) {
-    if constexpr (K_ > 0) {
+    if constexpr (LanesProducts::kConstantK) {
       constexpr int blocks = (K_ - k + N - 1) / N, count = (K_ - k + blocks - 1) / blocks;
       f(std::integral_constant<int, count>{}, k);
       if constexpr (k + count < K_) in_blocks<N, k + count>(K, f);
@@ -79,11 +81,11 @@ struct LanesProducts : Lanes<T, L_, K_> {
   }
 
   static CAPSFAST_ONCE void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
-    if constexpr (K_ > 0 && K_ <= 16 && L == W) {
+    if constexpr (LanesProducts::kConstantK && K_ <= 16 && L == W) {
       pose_gradient_block<K_>(w, K_, dx, rows, du);
     } else {
-      in_blocks<kProducts>(K_ > 0 ? K_ : K, [&](auto count, int64_t k) {
-        pose_gradient_block<decltype(count)::value>(w + k, K_ > 0 ? K_ : K, dx, rows, du + k * L);
+      in_blocks<kProducts>(LanesProducts::K_of(K), [&](auto count, int64_t k) {
+        pose_gradient_block<decltype(count)::value>(w + k, LanesProducts::K_of(K), dx, rows, du + k * L);
       });
     }
   }
@@ -111,28 +113,28 @@ struct LanesProducts : Lanes<T, L_, K_> {
   // dw [K][L] += sum over samples l of m[l] u[k][l]. m: L rows of dvotes, transposed, in registers.
   static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
     if constexpr (L > W) {
-      in_blocks<kProducts>(K_ > 0 ? K_ : K, [&](auto count, int64_t k) {
+      in_blocks<kProducts>(LanesProducts::K_of(K), [&](auto count, int64_t k) {
         weight_gradient_block<decltype(count)::value>(m, u + k * L, dw + k * L);
       });
-    } else if constexpr (K_ > 0 && K_ % kPoses == 0) {
+    } else if constexpr (LanesProducts::kConstantK && K_ % kPoses == 0) {
 #pragma GCC unroll 4
       for (int k = 0; k < K_; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, dw + k * L);
     } else {
-      weight_gradient_blocks<kPoses>(m, u, 0, K_ > 0 ? K_ : K, dw);
+      weight_gradient_blocks<kPoses>(m, u, 0, LanesProducts::K_of(K), dw);
     }
   }
 
   // m[l] = lane l of rows dx [L][L], along the lanes.
   static CAPSFAST_INLINE void transpose_rows(const T* dx, V* m) {
     T* const to = reinterpret_cast<T*>(m);
-    for (int first = 0; first < L; first += W) {
+    for (int row0 = 0; row0 < L; row0 += W) {
       for (int lane = 0; lane < L; lane += W) {
         Register block[W];
 #pragma GCC unroll 16
-        for (int n = 0; n < W; ++n) block[n] = load<W>(dx + (first + n) * L + lane);
+        for (int n = 0; n < W; ++n) block[n] = load<W>(dx + (row0 + n) * L + lane);
         transpose<T, W>(block);
 #pragma GCC unroll 16
-        for (int n = 0; n < W; ++n) store<W>(to + (lane + n) * L + first, block[n]);
+        for (int n = 0; n < W; ++n) store<W>(to + (lane + n) * L + row0, block[n]);
       }
     }
   }
@@ -151,7 +153,7 @@ struct LanesProducts : Lanes<T, L_, K_> {
     for (int64_t row = 0; row < rows; row += W) {
       const int64_t some = row + W < rows ? W : rows - row;
       const T* block = dw + row / L * L * K + row % L;
-      if constexpr (K_ > 0 && K_ <= W) {
+      if constexpr (LanesProducts::kConstantK && K_ <= W) {
         Register m[W];
 #pragma GCC unroll 16
         for (int n = 0; n < W; ++n) m[n] = n < K_ ? load<W>(block + n * L) : Register{};
@@ -184,3 +186,5 @@ struct LanesProducts : Lanes<T, L_, K_> {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

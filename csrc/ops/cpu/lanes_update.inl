@@ -4,8 +4,10 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "lanes_packing.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T, int L_>
 struct LanesUpdate {
@@ -134,3 +136,5 @@ struct LanesUpdate {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -3,10 +3,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "lanes.inl"
-#include "lanes_sums.inl"
-#include "lanes_tile.inl"
+#include "lanes_chunk.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // Q: a quadratic pass of one iteration.
 template <class T, int L_, bool Q>
@@ -24,7 +25,7 @@ struct LanesVoteGradients {
 
   static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
     const int64_t JD = pass.problem->J * pass.problem->D;
-    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
+    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes() ? 1 : L);
   }
 
   // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of activation and
@@ -33,7 +34,6 @@ struct LanesVoteGradients {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     for (int64_t i = 0; i < tile.count; ++i) {
-      const int64_t i_of_all = tile.i0 + i;
       const typename B_::LaneNumbers lanes = tile.numbers(p, at, i, pass.dlse);
       for (int64_t t = pass.since; t < p.iterations; ++t) {
         const int64_t scalars = (t * tiles + tile.t) * J * L;
@@ -52,16 +52,8 @@ struct LanesVoteGradients {
           continue;
         }
         B_::add(from(pass.gradient.constant, scalars), J, dc);
-        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations)
-          B_::template transfer<false, 0>(pass.dcoupling, tile.b0, i_of_all, tile.samples, J, dc);
-        if (pass.dactivation.data != nullptr)
-          B_::template put<0>(pass.dactivation, tile.b0, i_of_all, tile.samples, lanes.valid, B_::total(J, c, dc));
-        B_::template differentiate<false>(p, lanes, outputs, c, dc);
-        if (pass.dlse_given.data != nullptr) {
-          const V total = V{} - B_::total(J, dc, nullptr);
-          B_::template put<0>(pass.dlse_given, tile.b0, i_of_all, tile.samples, lanes.valid, total);
-        }
-        B_::weigh(lanes.activation, J, c);
+        const bool last = t + 1 == p.iterations;
+        B_::template finish<false, 0>(pass, lanes, outputs, last, tile.b0, tile.i0 + i, tile.samples, c, dc);
       }
     }
   }
@@ -73,28 +65,28 @@ struct LanesVoteGradients {
     int64_t count, next_factor, next_rows;
 
     CAPSFAST_INLINE Products(const GradientPass<T>& pass, const Tile& tile, const T* coefficients, const T* all,
-                             int64_t first, int64_t i, int64_t j) {
+                             int64_t t0, int64_t i, int64_t j) {
       const Problem& p = *pass.problem;
-      count = p.iterations > first ? p.iterations - first : 0;
+      count = p.iterations > t0 ? p.iterations - t0 : 0;
       next_factor = pass.plan->gradient_chunk * p.J * L;
-      factors = coefficients + (i * p.J + j) * L + (first - pass.since) * next_factor;
-      rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes ? 1 : L);
+      factors = coefficients + (i * p.J + j) * L + (t0 - pass.since) * next_factor;
+      rows = all == nullptr ? nullptr : parameters(all, pass, t0, tile.t) + j * p.D * (p.capsule_lanes() ? 1 : L);
       next_rows = parameters(all, pass, 1, 0) - all;
     }
 
-    template <int N, bool Same>
+    template <int N, bool LanesAgree>
     CAPSFAST_INLINE void add(int64_t d, V* sums) const {
-      const T *factor = factors, *row = rows + d * (Same ? 1 : L);
+      const T *factor = factors, *row = rows + d * (LanesAgree ? 1 : L);
       for (int64_t n = 0; n < count; ++n, factor += next_factor, row += next_rows) {
         const V c = load<L>(factor);
 #pragma GCC unroll 16
-        for (int m = 0; m < N; ++m) sums[m] += c * B_::template parameter<Same>(row, m);
+        for (int m = 0; m < N; ++m) sums[m] += c * B_::template parameter<LanesAgree>(row, m);
       }
     }
   };
 
   // dvotes of input capsule i for output capsule j.
-  template <bool Same>
+  template <bool LanesAgree>
   struct VoteGradient {
     Products ds, V_t;
 
@@ -112,13 +104,13 @@ struct LanesVoteGradients {
     CAPSFAST_INLINE void rows(int64_t d, V* rows) const {
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) rows[n] = V{};
-      ds.template add<N, Same>(d, rows);
-      V_t.template add<N, Same>(d, rows);
+      ds.template add<N, LanesAgree>(d, rows);
+      V_t.template add<N, LanesAgree>(d, rows);
     }
   };
 
   // The same for a quadratic pass, which has one iteration.
-  template <bool Same>
+  template <bool LanesAgree>
   struct QuadraticVoteGradient {
     Form<T> gradient, score;
     V c, db;
@@ -135,10 +127,10 @@ struct LanesVoteGradients {
       scored = pass.scored == 0;
     }
 
-    // The first iteration's form of a tile, from output capsule j on.
+    // The form of a tile, from output capsule j on.
     static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile, int64_t j) {
       if (all.linear == nullptr) return {};
-      const int64_t row = j * pass.problem->D * (Same ? 1 : L);
+      const int64_t row = j * pass.problem->D * (LanesAgree ? 1 : L);
       return {parameters(all.linear, pass, 0, tile.t) + row, parameters(all.square, pass, 0, tile.t) + row};
     }
 
@@ -147,26 +139,26 @@ struct LanesVoteGradients {
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
         const V twice = T(2) * load<L>(x + (d + n) * L);
-        rows[n] = c * (B_::template parameter<Same>(gradient.linear, d + n) +
-                       twice * B_::template parameter<Same>(gradient.square, d + n));
+        rows[n] = c * (B_::template parameter<LanesAgree>(gradient.linear, d + n) +
+                       twice * B_::template parameter<LanesAgree>(gradient.square, d + n));
         if (!scored) continue;
-        rows[n] += db * (B_::template parameter<Same>(score.linear, d + n) +
-                         twice * B_::template parameter<Same>(score.square, d + n));
+        rows[n] += db * (B_::template parameter<LanesAgree>(score.linear, d + n) +
+                         twice * B_::template parameter<LanesAgree>(score.square, d + n));
       }
     }
   };
 
-  // Same: numbers of an output capsule are the same in all lanes.
-  template <bool Same = false>
-  using Gradient = std::conditional_t<Q, QuadraticVoteGradient<Same>, VoteGradient<Same>>;
+  // LanesAgree: numbers of an output capsule are the same in all lanes.
+  template <bool LanesAgree = false>
+  using Gradient = std::conditional_t<Q, QuadraticVoteGradient<LanesAgree>, VoteGradient<LanesAgree>>;
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
-  template <bool Same = false>
+  template <bool LanesAgree = false>
   static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                              int64_t i, int64_t j0, int64_t j1, T* dx) {
     const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j, dx += D * L) {
-      const Gradient<Same> gradient(pass, tile, at, i, j);
+      const Gradient<LanesAgree> gradient(pass, tile, at, i, j);
       const auto stored = [&](auto count, int64_t d) {
         constexpr int N = decltype(count)::value;
         V rows[N];
@@ -188,7 +180,7 @@ struct LanesVoteGradients {
       for (int64_t i = 0; i < tile.count; ++i) mass += load<L>(at.db + (i * J + j) * L);
       LanesSums<T, L>::join(mass, pass.mass, (tile.t * J + j) * L);
     }
-    const T* const votes = pass.problem->side_by_side ? tile.votes : at.held;
+    const T* const votes = pass.problem->votes_in_lanes() ? tile.votes : at.held;
     if (pass.first.high != nullptr) LanesSums<T, L>::template add_chunk<Q>(pass, tile.t, tile.count, votes, at.db);
   }
 
@@ -209,7 +201,7 @@ struct LanesVoteGradients {
   static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
-    if (p.capsule_lanes) {
+    if (p.capsule_lanes()) {
       // Gradients replace the votes. Masked votes are 0 and give no gradients.
       T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
       for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
@@ -230,3 +222,5 @@ struct LanesVoteGradients {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

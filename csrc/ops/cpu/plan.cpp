@@ -52,6 +52,12 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
+// Whether all samples of a small batch keep their votes at the same time. A dW that is a sum over input capsules, or has
+// another type than the sums, is not added up in place, and so is written once.
+bool votes_kept_at_once(const Problem& p, int64_t size) {
+  return p.shared_weight || p.weight.storage != (size == 4 ? Storage::f32 : Storage::f64);
+}
+
 // Whether the sums of a gradient pass take a pass of their own. A gradient pass is cut along the input capsules, so it
 // has more partial sums: high and low of two moments.
 bool are_sums_apart(const Problem& p, int64_t size, int64_t threads, const Plan& plan) {
@@ -78,7 +84,7 @@ bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
   const double kept = double(samples_kept(p, lanes, size)) * sample_votes(p, lanes, size);
   // Lanes without an input capsule cost as much as others.
   const bool few = p.B * blocks_of(p, lanes) * lanes < smallest_lanes_batch(lanes) * p.I;
-  return !p.tiled && few && kept <= double(kKeptVotes);
+  return p.lane == Lane::any && few && kept <= double(kKeptVotes);
 }
 
 // Cuts each of `count` parts into kTasks, up to `most` parts in all.
@@ -94,7 +100,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
   if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
   // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
-  if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
+  if (p.votes_in_lanes()) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
   const int64_t chunks = divide_up(p.I, plan->chunk), cheap = std::min(chunks, p.I * p.K / kPerSum);
   if (threads > 1 && cheap >= kTasks * threads) {
     // A long weight comes from memory: a task then reads its part once for all samples.
@@ -109,7 +115,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple
   // of L rows (j, d), which is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
-  const int64_t whole = p.side_by_side ? 1 : L / std::gcd(p.R(), L);
+  const int64_t whole = p.votes_in_lanes() ? 1 : L / std::gcd(p.R(), L);
   plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
   // A task that alone writes a row of dW adds it up in place, and has more room for scores.
@@ -118,7 +124,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
   // A routing_pass, and a pass over positions, keep the votes of a chunk.
-  if (p.moments || p.side_by_side)
+  if (p.moments || p.votes_in_lanes())
     plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
   const int64_t gradient_chunks = divide_up(p.I, plan->gradient_chunk);
@@ -190,18 +196,18 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Parts parts;
   parts.samples = p.B;
-  if (p.votes_given || p.empty()) return parts;
-  parts.row = threads * lanes;
-  parts.rows = divide_up(p.B, lanes) / threads;
+  if (!p.moments || p.votes_given || p.empty()) return parts;
+  parts.round = threads * lanes;
+  parts.rounds = divide_up(p.B, lanes) / threads;
   // With fewer tiles a part would be split along the input capsules.
   const int64_t fewest = std::max(kTasks, kPartBytes / (kPassArrays * p.J * p.D * lanes * size));
-  parts.count = std::max<int64_t>(1, parts.rows / fewest);
+  parts.count = std::max<int64_t>(1, parts.rounds / fewest);
   parts.saved = kPassArrays * p.J * p.D * (p.B - divide_up(p.B, parts.count));
   return parts;
 }
 
 int64_t samples_kept(const Problem& p, int64_t lanes, int64_t size) {
-  if (p.together) return p.B;
+  if (votes_kept_at_once(p, size)) return p.B;
   const double fit = double(kLasting) / std::max(1.0, sample_votes(p, lanes, size));
   return fit >= double(p.B) ? std::max<int64_t>(1, p.B) : std::max<int64_t>(1, static_cast<int64_t>(fit));
 }
@@ -209,7 +215,7 @@ int64_t samples_kept(const Problem& p, int64_t lanes, int64_t size) {
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t size) {
   if (p.votes_given || p.empty()) return p.B;
   if (is_small_batch(p, lanes, size)) return 0;
-  if (p.together) return p.B;
+  if (votes_kept_at_once(p, size)) return p.B;
   Problem rest = p;
   rest.B = p.B % lanes;
   return rest.B > 0 && is_small_batch(rest, lanes, size) ? p.B - rest.B : p.B;
@@ -218,14 +224,11 @@ int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t size) {
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
   plan.L = lanes;
-  plan.capsules = p.capsule_lanes ? blocks_of(p, lanes) : p.I;
-  plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
+  plan.capsules = p.capsule_lanes() ? blocks_of(p, lanes) : p.I;
   // Without votes there is nothing to tile. With D = 0 there is only a coupling, which follows from the logits.
   const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;
-  plan.lanes = (!p.votes_given || p.side_by_side) && !p.capsule_lanes && !plan.small_batch && !nothing;
-  if (plan.small_batch) {
-    // A second problem routes its votes.
-  } else if (p.capsule_lanes) {
+  plan.lanes = (!p.votes_given || p.votes_in_lanes()) && !p.capsule_lanes() && !nothing;
+  if (p.capsule_lanes()) {
     plan_capsules(p, size, threads, &plan);
   } else if (plan.lanes) {
     plan_lanes(p, size, threads, &plan);

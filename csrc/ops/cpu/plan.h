@@ -1,7 +1,7 @@
 // How a call is cut into tasks and tiles. Python gets it from capsfast._C.launch_plan().
 #pragma once
 
-#include "passes.h"
+#include "kernels.h"
 
 namespace capsfast {
 
@@ -21,7 +21,7 @@ struct Slices {
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
                    bool shared_logits_gradient);
 
-// How many samples, from the first on, go to tiles: all, or as many as fill whole tiles if the rest is faster as a
+// How many samples, from sample 0 on, go to tiles: all, or as many as fill whole tiles if the rest is faster as a
 // small batch.
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
@@ -33,14 +33,24 @@ int64_t samples_kept(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 struct Parts {
   int64_t count = 1;
   // The first sample of a part; begin(count) is the number of samples. Parts are whole tiles.
-  int64_t begin(int64_t part) const { return part == count ? samples : rows * part / count * row; }
+  int64_t begin(int64_t part) const { return part == count ? samples : rounds * part / count * round; }
 
   int64_t samples = 0;
-  int64_t saved = 0;          // numbers that are not in memory
-  int64_t rows = 0, row = 0;  // parts consist of rows of `row` samples, a tile for every thread
-  int64_t passes = 1;         // gradient passes of a part, which add to the same dW
+  int64_t saved = 0;              // numbers of arrays that parts do without
+  int64_t rounds = 0, round = 0;  // a part has whole rounds of `round` samples: a tile for every thread
+  int64_t passes = 1;             // gradient passes of a part, which add to the same dW
 };
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
+
+// How a forward is cut. lane and plan: of its leading part, or of the leading slice of given votes.
+struct CallPlan {
+  int64_t small_batch;  // samples that do not go to tiles
+  int64_t parts;        // that samples in tiles are cut into
+  Lane lane;
+  Plan plan;
+};
+template <class T>
+CallPlan plan_of_call(const Problem& p, int64_t threads);
 
 }  // namespace capsfast

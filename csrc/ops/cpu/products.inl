@@ -2,7 +2,8 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // Element (m, k) of a left factor is at[m row + k / inner jump + k % inner step], for k < outer inner.
 template <class T>
@@ -119,3 +120,5 @@ struct Products {
     return sum<T, L>(total);
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

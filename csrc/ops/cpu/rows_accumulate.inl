@@ -2,9 +2,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
-#include "rows_sums.inl"
+#include "rows.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // B_: Rows or Keys, the building blocks.
 template <class T, class B_, bool>
@@ -81,9 +83,9 @@ struct RowsAccumulate {
     B_::template add<true>(score.constant, J, at.c);
     B_::add_logits(p, block.b, block.i0, block.count, lanes.valid, outputs.valid, at.c);
     if (!p.softmax_in()) {
-      alignas(sizeof(V)) T found[L];
-      B_::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : found, at.c);
-      if (pass.lse.data != nullptr) B_::template put<1>(pass.lse, block.b, block.i0, block.count, found);
+      alignas(sizeof(V)) T lse[L];
+      B_::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : lse, at.c);
+      if (pass.lse.data != nullptr) B_::template put<1>(pass.lse, block.b, block.i0, block.count, lse);
     } else if (outputs.in_max != nullptr) {
       B_::template softmax_in<true>(J, outputs.in_max, outputs.in_scale, at.c);
     } else {
@@ -123,3 +125,5 @@ struct RowsAccumulate {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

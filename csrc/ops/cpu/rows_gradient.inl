@@ -2,9 +2,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
-#include "rows_sums.inl"
+#include "rows.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 // B_: Rows or Keys, the building blocks. Q: see Rows.
 template <class T, class B_, bool Q>
@@ -49,16 +51,8 @@ struct RowsGradient {
       }
       B_::dots(block.votes, block.count, pass.gradient.from(scalars * D, scalars), center, J, D, at.part, dc);
       B_::template add<true>(from(pass.gradient.constant, scalars), J, dc);
-      if (pass.dcoupling.data != nullptr && t + 1 == p.iterations)
-        B_::template transfer<false, 1>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
-      if (pass.dactivation.data != nullptr)
-        B_::template put<1>(pass.dactivation, block.b, block.i0, block.count, lanes.valid, B_::total(J, c, dc));
-      B_::template differentiate<true>(p, lanes, outputs, c, dc);
-      if (pass.dlse_given.data != nullptr) {
-        const V total = V{} - B_::total(J, dc, nullptr);
-        B_::template put<1>(pass.dlse_given, block.b, block.i0, block.count, lanes.valid, total);
-      }
-      B_::weigh(lanes.activation, J, c);
+      const bool last = t + 1 == p.iterations;
+      B_::template finish<true, 1>(pass, lanes, outputs, last, block.b, block.i0, block.count, c, dc);
     }
     if (want_logits) logits(pass, at, block);
   }
@@ -178,3 +172,5 @@ struct RowsGradient {
     }
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

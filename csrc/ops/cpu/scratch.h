@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "passes.h"
+#include "kernels.h"
 
 namespace capsfast {
 
@@ -25,18 +25,18 @@ class Carver {
 };
 
 // Whether some lanes may not count.
-inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes; }
+inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes(); }
 
 // How many numbers of a sample are copied at a time before they go to lanes: poses or votes, logits, activation or lse.
 inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
-  const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
+  const int64_t poses = p.votes_in_lanes() ? 0 : chunk * p.pose_size(), votes = p.votes_in_lanes() ? p.J * p.D : 0;
   return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
 // The data of a chunk of input capsules in the lanes layout. weights [chunk][J R K], or [1][J R K] if shared: copies, if
-// gather_rows. buffer [L][chunk][P K or J]: copies of poses or logits before they are transposed. u [chunk][P K][L]. With
-// side_by_side, u holds the votes, less the center, [chunk][J D][L], and buffer the votes of an input capsule. logits
-// [chunk][J][L], valid [chunk][L] (0 if masked). activation, lse and dlse [chunk][L].
+// gather_rows. buffer [L][chunk][P K or J]: copies of poses or logits before they are transposed. u [chunk][P K][L]: the
+// poses. If votes lie in lanes, u [chunk][J D][L] holds the votes, less the center, and buffer the votes of an input
+// capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked). activation, lse and dlse [chunk][L].
 template <class T>
 struct LanesChunkScratch {
   T *weights, *buffer, *u, *logits, *valid, *activation, *lse, *dlse;
@@ -46,7 +46,7 @@ struct LanesChunkScratch {
     const int64_t rows = p.weight.stride[0] == 0 ? 1 : chunk;
     weights = carve->take(plan.gather_rows ? rows * p.weight_size() : 0);
     buffer = take(true, packing_buffer(p, chunk));
-    u = take(true, chunk * (p.side_by_side ? p.J * p.D : p.pose_size()));
+    u = take(true, chunk * (p.votes_in_lanes() ? p.J * p.D : p.pose_size()));
     logits = take(p.logits.data != nullptr, chunk * p.J);
     valid = take(masked(p), chunk);
     activation = take(p.moments, chunk), lse = take(p.moments, chunk), dlse = take(p.moments, chunk);
@@ -64,7 +64,7 @@ struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base)
       : Carver<T>(base), LanesChunkScratch<T>(p, plan, plan.chunk, this) {
     const auto take = [&](bool wanted, int64_t count) { return Carver<T>::take(wanted ? count * plan.L : 0); };
-    const int64_t pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
+    const int64_t pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.votes_in_lanes() ? pair : plan.chunk;
     scores = take(true, scored * p.J), dc = take(true, scored * p.J);
     x = take(true, pair * plan.out_tile * p.D);
     sum = take(true, plan.out_tile * p.D), norm = take(true, p.J);
@@ -91,11 +91,11 @@ struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
     c = take(true, iterations * chunk * p.J), db = take(true, iterations * chunk * p.J);
     x = take(true, tile_rows), dx = take(true, tile_rows);
     du = take(true, chunk * p.pose_size());
-    dweight = take(!in_place && !p.side_by_side, (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K);
+    dweight = take(!in_place && !p.votes_in_lanes(), (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K);
     dlogits = take(p.logits.data != nullptr, chunk * p.J);
     row = Carver<T>::take(in_place ? 0 : rows * p.K);
     block = take(in_place, p.K);
-    held = p.side_by_side ? this->u : take(p.moments, chunk * p.J * p.D);
+    held = p.votes_in_lanes() ? this->u : take(p.moments, chunk * p.J * p.D);
     size = Carver<T>::used();
   }
 };
@@ -147,59 +147,6 @@ struct RowsScratch {
     second = take(p.moments, sums), mass = take(p.moments || p.softmax_in(), p.J * L);
     row = take(gradient, p.votes_size());
     gradients = take(gradient && p.keys(), L * vote), padded = take(gradient && p.keys(), sums);
-    size = carve.used();
-  }
-};
-
-// The arrays of a block of samples. size: their length in T, from `memory` on. Coefficients of a sample are
-// [blocks][J][L]. A forward has coefficients of one iteration, and no arrays of the backward.
-template <class T>
-struct FactoredScratch {
-  T *U, *Ut;          // [samples][blocks L][Kp], unless read in place, and [samples][blocks][K][L]. 0 if masked
-  T* logits;          // [samples], or one for all
-  T* valid;           // [samples][blocks][L], or [L] without a mask: 1 in lanes with an input capsule, else 0
-  T* valid_out;       // [samples][J][L]
-  T* c;               // [blocks][J][L]
-  T* start;           // couplings of iteration 0, if all samples have the same
-  T *mean, *inverse;  // [J][L]: of a softmax over the input capsules, sum_i c dc and 1 / sum_i exp(b - max)
-  T *part, *low;      // [J][Kp]: a part of a sum, and rounding errors of adding parts
-  // Forward.
-  T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
-  T* s;      // [rows][Dp]: W z, then the outputs
-  // Backward. right, left, coefficients and vectors are each a factor of one product over all iterations.
-  T *right, *left;  // [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp], whose product is dW: z of all iterations and dq of
-                    // all but the last; ds of all iterations and the outputs of all but the last
-  T* sums;          // [r][rows][Dp]: W z and the bias
-  T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
-  T *f, *squares;   // [r][rows]: factor of the squash, and |s|^2
-  T* coefficients;  // [samples][2 r - 1], for du: c of all iterations, then the gradients of the logits
-  T* vectors;       // [2 r - 1][J][Kp]: the vectors that the coefficients multiply
-  T* inverses;      // [samples][r][J][L]: `inverse` of every iteration
-  T* dlogits;       // [samples]
-  T* du;            // [L][Kp]
-  int64_t size = 0;
-
-  FactoredScratch(const FactoredCall<T>& call, T* memory, bool backward) {
-    const Problem& p = *call.problem;
-    const int64_t n = call.samples, M = call.rows(), r = p.iterations, J = p.J, L = call.L, sets = 2 * r - 1;
-    const int64_t Kp = call.Kp, Dp = call.Dp, Ip = call.blocks * L;
-    Carver<T> carve(memory);
-    const auto take = [&](bool wanted, int64_t count) { return carve.take(wanted ? count : 0); };
-    const bool same = call.same_start();
-    U = take(!call.in_place, n * Ip * Kp), Ut = take(true, n * Ip * Kp);
-    logits = take(p.logits.data != nullptr, (same ? 1 : n) * J * Ip);
-    valid = take(true, p.mask.data == nullptr ? L : n * Ip);
-    valid_out = take(p.out_mask.data != nullptr, n * J * L);
-    c = take(true, J * Ip), start = take(same, J * Ip);
-    mean = take(true, J * L), inverse = take(true, J * L);
-    part = take(true, J * Kp), low = take(true, J * Kp);
-    Z = take(!backward, M * Kp), q = take(!backward, M * Kp), s = take(!backward, M * Dp);
-    right = take(backward, sets * M * Kp), left = take(backward, sets * M * Dp);
-    sums = take(backward, r * M * Dp), back = take(backward, sets * M * Kp);
-    f = take(backward, r * M), squares = take(backward, r * M);
-    coefficients = take(backward, n * sets * J * Ip), vectors = take(backward, sets * J * Kp);
-    inverses = take(backward, n * r * J * L);
-    dlogits = take(backward && call.need_logits, n * J * Ip), du = take(backward && !call.in_place, L * Kp);
     size = carve.used();
   }
 };

@@ -4,9 +4,11 @@
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
+#include "scratch.h"
 #include "gather.inl"
 #include "lanes_packing.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
 
 template <class T>
 struct SmallBatchRows {
@@ -330,3 +332,5 @@ struct SmallBatchRows {
            });
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

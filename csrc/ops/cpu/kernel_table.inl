@@ -1,20 +1,42 @@
-// The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants. This
-// file is included inside the namespace and the target region of the set.
+// The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants.
 #pragma once
 
+#include "../../cpu/kernel.h"
+#include "scratch.h"
+
+#if CAPSFAST_HAS_TARGET
+#include "../../cpu/begin_target.inl"
 #include "../../cpu/vec.inl"
-#include "kernel.h"
-#include "../../cpu/peak.inl"
-#include "factored.inl"
-#include "keys.inl"
 #include "lanes_accumulate.inl"
 #include "lanes_gradient.inl"
 #include "lanes_packing.inl"
 #include "lanes_update.inl"
-#include "rows.inl"
-#include "rows_accumulate.inl"
-#include "rows_gradient.inl"
-#include "small_batch.inl"
+
+namespace capsfast::CAPSFAST_TARGET {
+
+// Compiled apart: rows_kernels.inl and small_batch.inl.
+template <class T>
+RowsKernels<T> rows_kernels();
+template <class T>
+SmallBatchKernels<T> small_batch_kernels();
+
+// Multiply-adds on registers alone: their rate bounds every kernel of this instruction set. A round is one multiply-add
+// in each of 12 independent chains, which keep two units with a latency of up to 6 cycles busy.
+template <class T>
+T multiply_adds(int64_t rounds) {
+  constexpr int kChains = 12;
+  using V = Vec<T, kLanes<T>>;
+  V chain[kChains];
+  for (int n = 0; n < kChains; ++n) chain[n] = broadcast<kLanes<T>>(static_cast<T>(n));
+  const V factor = broadcast<kLanes<T>>(static_cast<T>(0.5)), term = broadcast<kLanes<T>>(static_cast<T>(1));
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int n = 0; n < kChains; ++n) chain[n] = chain[n] * factor + term;
+  }
+  V total = V{};
+  for (int n = 0; n < kChains; ++n) total += chain[n];
+  return sum<T, kLanes<T>>(total);
+}
 
 // Calls Pass<T, L, K, Q>::run. Common K are template constants; 0 stands for any other K, for pose matrices, for given
 // votes and for a quadratic pass (Q), except K = `quadratic`.
@@ -38,23 +60,6 @@ void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   Pass<T, L, 0, false>::run(pass, range, scratch);
 }
 
-// Calls Pass<T, Rows<T, L, NV, Q>, Q>::run. The plan chose L, which is less than the lanes of a register for short
-// votes. NV is the number of vectors of a vote if it is a constant, else 0.
-template <template <class, class, bool> class Pass, class T, class Arguments, int L = kLanes<T>>
-void rows_run(const Arguments& pass, const Range& range, T* scratch) {
-  const Problem& p = *pass.problem;
-  if (p.keys()) return Pass<T, Keys<T>, false>::run(pass, range, scratch);
-  if constexpr (L > 2 && 4 * L > kLanes<T>) {
-    if (pass.plan->L < L) return rows_run<Pass, T, Arguments, L / 2>(pass, range, scratch);
-  }
-  if (p.quadratic) return Pass<T, Rows<T, L, 0, true>, true>::run(pass, range, scratch);
-  if (p.D == L) return Pass<T, Rows<T, L, 1, false>, false>::run(pass, range, scratch);
-  if constexpr (L == kLanes<T>) {
-    if (p.D == 2 * L) return Pass<T, Rows<T, L, 2, false>, false>::run(pass, range, scratch);
-  }
-  Pass<T, Rows<T, L, 0, false>, false>::run(pass, range, scratch);
-}
-
 template <class T, int L>
 TileKernels<T> tile_kernels_of() {
   using Packing = LanesPacking<T, L>;
@@ -72,13 +77,8 @@ const Kernels<T>& table_of() {
       tile_kernels_of<T, L>(),
       tile_kernels_of<T, 1>(),
       LanesPacking<T>::copy_weights,
-      rows_run<RowsAccumulate, T, AccumulatePass<T>>,
-      rows_run<RowsGradient, T, GradientPass<T>>,
-      SmallBatch<T>::fold,
-      SmallBatch<T>::votes,
-      SmallBatch<T>::gradients,
-      Factored<T>::forward,
-      Factored<T>::backward,
+      rows_kernels<T>(),
+      small_batch_kernels<T>(),
       multiply_adds<T>};
   return kernels;
 }
@@ -91,3 +91,8 @@ const Kernels<T>& table(bool tiles) {
 
 template const Kernels<float>& table<float>(bool);
 template const Kernels<double>& table<double>(bool);
+
+}  // namespace capsfast::CAPSFAST_TARGET
+
+#include "../../cpu/end_target.inl"
+#endif

@@ -2,30 +2,29 @@
 //
 // There are two layouts of arrays. In "lanes" a vector holds one number of L samples and weights are broadcast; an
 // array with n numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector
-// holds L numbers of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With
-// Problem::capsule_lanes the kernels of lanes run with arrays as in rows; only sums and numbers of output capsules,
-// [J][L], are in lanes. T is the type sums are formed in.
+// holds L numbers of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. If lanes are
+// input capsules (Lane::capsule), the kernels of "lanes" run with arrays as in "rows"; only sums, and numbers [J][L] of
+// output capsules, are in lanes. T is the type that sums are formed in.
 #pragma once
 
 #include <cstdint>
 
+#include "../../cpu/isa.h"
 #include "../routing.h"
 #include "memory.h"
-#include "factored.h"
 
 namespace capsfast {
 
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
   bool lanes = true;           // layout: lanes, else rows
-  bool small_batch = false;    // votes are made once and kept, then routed with input capsules in lanes
   int64_t L = 1;               // of a vector: samples or input capsules in lanes, numbers of a vote in rows
-  int64_t tiles = 1;           // lanes: ceil(B / L); rows and capsule_lanes: B
+  int64_t tiles = 1;           // lanes: ceil(B / L); rows and lanes of input capsules: B
   int64_t capsules = 1;        // input capsules, or blocks of L if input capsules are lanes
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
   int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time
-  int64_t tile_groups = 1;     // parts of the tiles; a task has one part and one split
-  int64_t splits = 1;          // parts of the input capsules
+  int64_t tile_groups = 1;     // shares of the tiles; a task has one group and one split
+  int64_t splits = 1;          // shares of the input capsules
   int64_t gradient_chunk = 1;  // this and the next three: the same for the gradient pass
   int64_t gradient_out_tile = 1;
   int64_t gradient_groups = 1;
@@ -172,6 +171,23 @@ struct TileKernels {
   void (*differentiate)(const Update<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
 };
 
+// The kernels of the rows layout.
+template <class T>
+struct RowsKernels {
+  void (*accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
+  void (*gradient)(const GradientPass<T>&, const Range&, T* scratch);
+};
+
+// The kernels of a small batch, for blocks [n0, n1) of L input capsules; small_batch.inl has the shapes.
+template <class T>
+struct SmallBatchKernels {
+  void (*votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
+  void (*gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
+  // Adds up the lanes of sums [J][size][L], times the factor [L] of the output capsule if there are factors, to sums
+  // [J][size].
+  void (*fold)(const Sum<T>& lanes, const T* factor, int64_t J, int64_t size, const Sum<T>& to);
+};
+
 // The kernels of one instruction set. `scratch` is aligned to 64 bytes; scratch.h says what is in it.
 template <class T>
 struct Kernels {
@@ -181,17 +197,8 @@ struct Kernels {
   TileKernels<T> lanes_tiles, rows_tiles;
   // The weights of input capsules [i0, i1), contiguous, to `out`.
   void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
-  void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
-  void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
-  // Adds up the lanes of sums [rows][size][L], times the factor [L] of the row if there are factors, to sums
-  // [rows][size].
-  void (*fold_capsules)(const Sum<T>& lanes, const T* factor, int64_t rows, int64_t size, const Sum<T>& to);
-  // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.
-  void (*small_votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
-  void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
-  // Samples [begin, end) of routing without votes; scratch as in factored.h.
-  void (*factored_forward)(const FactoredCall<T>&, int64_t begin, int64_t end, T* scratch);
-  void (*factored_backward)(const FactoredCall<T>&, int64_t begin, int64_t end, T* scratch, const FactoredSums<T>&);
+  RowsKernels<T> rows;
+  SmallBatchKernels<T> small_batch;
   T (*multiply_adds)(int64_t rounds);  // 12 multiply-adds of registers a round
 };
 

@@ -1,14 +1,127 @@
-// What the passes of the lanes layout make of scores: coupling coefficients, the gradient of the logits, and sums that
-// go on from chunk to chunk. Nothing here depends on K or on how votes are scored.
+// The work of the lanes layout on a chunk of input capsules of a tile of samples: its data in lanes, its sums, and what
+// the passes make of scores. Nothing here depends on K or on how votes are scored.
 #pragma once
 
 #include "../../cpu/vec.inl"
-#include "kernel.h"
 #include "coupling.inl"
 #include "lanes_packing.inl"
-#include "lanes_sums.inl"
-#include "lanes_tile.inl"
 
+namespace capsfast::CAPSFAST_TARGET {
+
+// A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
+// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if votes are given.
+// valid [count][L], if there is a mask or the block is not full.
+template <class T, int L_>
+struct LanesTile {
+  static constexpr int L = L_;
+  using Packing = LanesPacking<T, L>;
+  using Couplings = Coupling<T, L>;
+
+  int64_t t, b0, samples, i0, count;
+  const T* weights;
+  int64_t pitch;
+  const T *votes, *valid;
+
+  CAPSFAST_INLINE const T* valid_of(int64_t i) const {
+    return __builtin_expect(valid == nullptr, 1) ? nullptr : valid + i * L;
+  }
+
+  // Begins a chunk of at most `most` input capsules of [from, to). Weights that must be copied go to `to_weights`.
+  void begin_chunk(const Problem& p, int64_t from, int64_t to, int64_t most, T* to_weights) {
+    i0 = from;
+    count = Packing::chunk_of(p, from, to, most);
+    weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
+  }
+
+  // What begin() has copied for input capsule i.
+  template <class At>
+  CAPSFAST_INLINE typename Couplings::LaneNumbers numbers(const Problem& p, const At& at, int64_t i,
+                                                          const View& dlse = {}) const {
+    const auto row = [&](const View& view, const T* rows) { return view.data == nullptr ? nullptr : rows + i * L; };
+    return {valid_of(i), row(p.activation, at.activation), row(p.lse, at.lse), row(dlse, at.dlse)};
+  }
+  template <class At>
+  CAPSFAST_INLINE void add_logits(const Problem& p, const T* valid_out, const At& at, int64_t i, T* b) const {
+    const bool per_sample = p.logits.stride[0] != 0;
+    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * p.J * (per_sample ? L : 1);
+    per_sample ? Couplings::add(logits, p.J, b) : Couplings::template add<true>(logits, p.J, b);
+    Couplings::mask(valid_of(i), valid_out, p.J, Couplings::masked_logit(p.normalize), b);
+  }
+
+  // Copies the data of tile `tile` for this chunk to `at`: poses or votes less the center, logits, numbers of input
+  // capsules.
+  template <class At>
+  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const At& at, const View& dlse = {}) {
+    t = tile;
+    b0 = t * L;
+    samples = Packing::lanes_used(p, t, i0);
+    valid = Packing::masked(p, samples) ? at.valid : nullptr;
+    votes = Packing::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + i0 * p.J * p.D * L : at.u;
+    Packing::pack_poses(p, b0, samples, i0, count, center, at.buffer, at.u, at.valid);
+    if (p.logits.data != nullptr) Packing::pack_logits(p, b0, samples, i0, count, at.buffer, at.logits);
+    if (!p.moments) return;
+    Packing::pack_numbers(p.activation, p, b0, samples, i0, count, at.valid, at.buffer, at.activation);
+    Packing::pack_numbers(p.lse, p, b0, samples, i0, count, at.valid, at.buffer, at.lse);
+    Packing::pack_numbers(dlse, p, b0, samples, i0, count, at.valid, at.buffer, at.dlse);
+  }
+};
+
+// Sums over a chunk of input capsules, and how they join the sums of a pass.
+template <class T, int L_>
+struct LanesSums {
+  static constexpr int L = L_;
+  static constexpr int kTogether = LanesPacking<T, L>::kSums;  // sums that stay in registers over a chunk
+  using V = Vec<T, L>;
+
+  static CAPSFAST_INLINE void join(V x, const Sum<T>& sum, int64_t to) {
+    V h = load<L>(sum.high + to), l = load<L>(sum.low + to);
+    add_exactly(x, &h, &l);
+    store<L>(sum.high + to, h);
+    store<L>(sum.low + to, l);
+  }
+
+  // Adds `rows` rows of a sum of the chunk, from [rows][L], to the sum of the pass from `to` on.
+  static CAPSFAST_INLINE void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
+    for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
+  }
+
+  // Adds the votes of a chunk, [count][J D][L], weighted by e [count][J][L], to the sums of tile t.
+  template <bool Q, class Pass>
+  static CAPSFAST_INLINE void add_chunk(const Pass& pass, int64_t t, int64_t count, const T* votes, const T* e) {
+    for (int64_t j = 0; j < pass.problem->J; ++j) add_rows<Q, kTogether>(pass, t, count, votes, e, j, 0);
+  }
+
+ private:
+  // Adds components d to D of the votes for output capsule j: N at a time, then half as many for the rest.
+  template <bool Q, int N, class Pass>
+  static CAPSFAST_INLINE void add_rows(const Pass& pass, int64_t t, int64_t count, const T* votes, const T* e,
+                                       int64_t j, int64_t d) {
+    const int64_t J = pass.problem->J, D = pass.problem->D;
+    const bool squares = Q && pass.second.high != nullptr;
+    for (; d + N <= D; d += N) {
+      V first[N] = {}, second[N] = {};
+      for (int64_t i = 0; i < count; ++i) {
+        const T* x = votes + ((i * J + j) * D + d) * L;
+        const V c = load<L>(e + (i * J + j) * L);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const V v = load<L>(x + n * L), cv = c * v;
+          first[n] += cv;
+          if (squares) second[n] += cv * v;
+        }
+      }
+      const int64_t to = ((t * J + j) * D + d) * L;
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        join(first[n], pass.first, to + n * L);
+        if (squares) join(second[n], pass.second, to + n * L);
+      }
+    }
+    if constexpr (N > 1) add_rows<Q, N / 2>(pass, t, count, votes, e, j, d);
+  }
+};
+
+// Turns scores into coupling coefficients and the gradient of the logits, and keeps sums that go on from chunk to chunk.
 template <class T, int L_>
 struct LanesCoefficients : LanesSums<T, L_> {
   static constexpr int L = L_;
@@ -34,9 +147,9 @@ struct LanesCoefficients : LanesSums<T, L_> {
     Couplings::add(tile.score.constant, J, b);
     tile.add_logits(p, tile.outputs.valid, at, i, b);
     if (!p.softmax_in()) {
-      alignas(sizeof(V)) T found[L];
-      Couplings::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : found, b);
-      if (pass.lse.data != nullptr) Couplings::template put<0>(pass.lse, tile.b0, i_of_all, tile.samples, found);
+      alignas(sizeof(V)) T lse[L];
+      Couplings::normalize(p.normalize, J, p.leaky, lanes.lse, pass.lse.data == nullptr ? nullptr : lse, b);
+      if (pass.lse.data != nullptr) Couplings::template put<0>(pass.lse, tile.b0, i_of_all, tile.samples, lse);
     } else if (tile.outputs.in_max != nullptr) {
       Couplings::softmax_in(J, tile.outputs.in_max, tile.outputs.in_scale, b);
     }
@@ -136,3 +249,5 @@ struct LanesCoefficients : LanesSums<T, L_> {
     for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
   }
 };
+
+}  // namespace capsfast::CAPSFAST_TARGET

@@ -1,0 +1,3 @@
+// The kernels of routing without votes, for the compiler's default instructions.
+#define CAPSFAST_TARGET_PORTABLE
+#include "factored.inl"
