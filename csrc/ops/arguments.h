@@ -24,7 +24,7 @@
 
 #include "../new_tensor.h"
 #include "cpu/memory.h"
-#include "routing.h"
+#include "problem.h"
 
 namespace capsfast {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "routing.h"
+#include "problem.h"
 
 namespace capsfast {
 

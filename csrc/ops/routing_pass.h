@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "pass.h"
+#include "pass_problem.h"
 
 namespace capsfast {
 

@@ -4,8 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../../cpu/parallel.h"
-#include "../pass.h"
-#include "../routing.h"
+#include "../pass_problem.h"
+#include "../problem.h"
 
 namespace capsfast {
 

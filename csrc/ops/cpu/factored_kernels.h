@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "../../cpu/isa.h"
-#include "../routing.h"
+#include "../problem.h"
 #include "scratch.h"
 
 namespace capsfast {

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "../pass.h"
+#include "../pass_problem.h"
 #include "call.h"
 
 namespace capsfast::driver {

@@ -3,7 +3,7 @@
 
 #include "../../cpu/kernel.h"
 #include "../../math/half.h"
-#include "../routing.h"
+#include "../problem.h"
 
 namespace capsfast::CAPSFAST_TARGET {
 

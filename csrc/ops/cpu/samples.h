@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "../routing.h"
+#include "../problem.h"
 
 namespace capsfast::driver {
 

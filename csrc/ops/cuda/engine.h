@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../cuda/context.h"
-#include "../pass.h"
+#include "../pass_problem.h"
 
 namespace capsfast::cuda {
 

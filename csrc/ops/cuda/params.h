@@ -8,7 +8,7 @@
 
 #include "../../cuda/device.h"
 #include "../../math/half.h"
-#include "../routing.h"
+#include "../problem.h"
 
 namespace capsfast::cuda {
 

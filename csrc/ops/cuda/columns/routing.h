@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../cuda/context.h"
-#include "../../routing.h"
+#include "../../problem.h"
 
 namespace capsfast::cuda::columns {
 

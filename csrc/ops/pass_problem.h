@@ -1,10 +1,10 @@
-// What routing_pass adds to routing.h: the arguments that score votes, and the moments.
+// What routing_pass adds to problem.h: the arguments that score votes, and the moments.
 //
 //   x = W u - center;  b = logits + prior + x . query - sum_d precision x^2 / 2;  r = normalize(b) activation
 //   mass = sum_i r;  first = sum_i r x;  second = sum_i r x^2
 #pragma once
 
-#include "routing.h"
+#include "problem.h"
 
 namespace capsfast {
 
