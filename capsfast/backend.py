@@ -46,9 +46,9 @@ def _reach(call: Call) -> int:
 
 
 def _not_by_cuda(call: Call) -> str:
-    options, given = call.options, call.parameters
+    options, parameters = call.options, call.parameters
     if isinstance(options, PassOptions):
-        lacking = [name for name in ("precision", "center", "activation") if getattr(given, name) is not None]
+        lacking = [name for name in ("precision", "center", "activation") if getattr(parameters, name) is not None]
         lacking += ["second"] * options.second
         if lacking:
             return f"it serves linear passes, without {', '.join(lacking)}"
@@ -118,11 +118,11 @@ def _served_by_rows(call: Call, with_coupling: bool) -> bool:
 
     False if a symbolic size decides it. with_coupling: the coupling is returned.
     """
-    u, weight, options, given = call.u, call.weight, call.options, call.parameters
+    u, weight, options, parameters = call.u, call.weight, call.options, call.parameters
     if weight is None or with_coupling or u.dtype == torch.float64 or isinstance(options, PassOptions):
         return False
-    masked = given.mask is not None or given.out_mask is not None
-    if options.softmax != "out" or options.leaky or masked or given.logits is not None:
+    masked = parameters.mask is not None or parameters.out_mask is not None
+    if options.softmax != "out" or options.leaky or masked or parameters.logits is not None:
         return False
     (B, I, _), (_, J, D, K) = u.shape, weight.shape
     # The kernels count samples and input capsules in 32 bits.

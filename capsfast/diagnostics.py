@@ -174,9 +174,9 @@ def _buffers_kept(layer: nn.Module) -> Iterator[None]:
 def _couplings(layer: Layer, u: Tensor, softmax: str, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
     with torch.no_grad():
-        found = routed_by_passes(layer, u, **given)
-        shares = map(shares_of, found.weights) if softmax == "out" else found.weights
-        return [c.unflatten(1, (found.groups, -1)) for c in shares]
+        routed = routed_by_passes(layer, u, **given)
+        shares = map(shares_of, routed.weights) if softmax == "out" else routed.weights
+        return [c.unflatten(1, (routed.groups, -1)) for c in shares]
 
 
 def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> Iterator[Finding]:

@@ -130,19 +130,19 @@ def dynamic_routing(
     """
     op = "capsfast.distributed.dynamic_routing"
     keywords.check(dynamic_routing, options, CoupledKeywords, op)
-    given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
+    parameters = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
     named = {name: options[name] for name in Options._fields[1:] if name in options}  # type: ignore[literal-required]
     o = Options(num_iterations, **named).checked(op)
     return_coupling = options.get("return_coupling", False)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
-    call, _ = arguments.check(op, u, weight, given, o)
+    call, _ = arguments.check(op, u, weight, parameters, o)
     # Tells the passes J, which may be 1, if the weight does not.
     prior = u.new_zeros(u.shape[0], call.J) if weight.shape[1] == 1 else None
     common: PassKeywords = {
-        "mask": given.mask,
-        "out_mask": given.out_mask,
+        "mask": parameters.mask,
+        "out_mask": parameters.out_mask,
         "prior": prior,
         "backend": options.get("backend"),
     }
@@ -156,7 +156,7 @@ def dynamic_routing(
         asked: PassKeywords = {**common, "query": query, "normalize": "none", "return_weights": True}
         return passes.routing_pass(u.to(wide), weight.to(wide), **asked).weights
 
-    logits, bias, _, out_mask = given
+    logits, bias, _, out_mask = parameters
     v, last = agree(
         moments, o, logits=logits, bias=bias, out_mask=out_mask, agreement=agreement, return_weights=return_coupling
     )
@@ -216,28 +216,32 @@ def _combined(op: str, ranks: "_Ranks", local: Callable[..., Moments], options: 
     """A pass over the rank's own input capsules; its moments are combined over all ranks."""
     leaky, return_lse = options.get("leaky", False), options.get("return_lse", False)
     checks.boolean(op, "leaky", leaky)
-    given: dict[str, Any] = {name: options[name] for name in SHARED if options.get(name) is not None}  # type: ignore[literal-required]
-    alike = dict(zip(given, ranks.alike(*given.values()), strict=True))
+    shared: dict[str, Any] = {name: options[name] for name in SHARED if options.get(name) is not None}  # type: ignore[literal-required]
+    alike = dict(zip(shared, ranks.alike(*shared.values()), strict=True))
     inward = options.get("normalize") == "in"
     # The leak counts once in all, not once per rank.
-    found = local(**{**options, **alike, "leaky": leaky and not inward, "return_lse": return_lse or inward})
-    ranks.agree(op, found.first)
-    moments = [found.mass, found.first] if found.second is None else [found.mass, found.first, found.second]
+    moments_here = local(**{**options, **alike, "leaky": leaky and not inward, "return_lse": return_lse or inward})
+    ranks.agree(op, moments_here.first)
+    moments = (
+        [moments_here.mass, moments_here.first]
+        if moments_here.second is None
+        else [moments_here.mass, moments_here.first, moments_here.second]
+    )
     if not inward:
-        return found._replace(**dict(zip(("mass", "first", "second"), ranks.total(*moments), strict=False)))
+        return moments_here._replace(**dict(zip(("mass", "first", "second"), ranks.total(*moments), strict=False)))
 
-    assert found.lse is not None
-    largest = ranks.largest(found.lse)
+    assert moments_here.lse is not None
+    largest = ranks.largest(moments_here.lse)
     largest = largest.clamp_min(0.0) if leaky else largest.masked_fill(torch.isneginf(largest), 0.0)
     # This rank's share of the softmax over all input capsules, up to a factor that is the same on all ranks.
-    share = torch.exp(found.lse - largest)
+    share = torch.exp(moments_here.lse - largest)
     total, *moments = ranks.total(share, share * moments[0], *(share[:, :, None] * moment for moment in moments[1:]))
     if leaky:
         total = total + torch.exp(-largest)
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
     mass, first, *rest = (moment / total.reshape(total.shape + (1,) * (moment.dim() - 2)) for moment in moments)
-    weights = found.weights
+    weights = moments_here.weights
     if weights is not None:
         (divisor,) = ranks.alike(total)
         weights = (weights * (share / divisor)[:, None]).to(weights.dtype)
@@ -333,8 +337,8 @@ _agreed: set[tuple[Any, ...]] = set()
 
 def _all_reduce(value: Tensor, how: str, group: Any) -> Tensor:
     """group: its name, because torch.compile can't keep a group in a Function's context."""
-    found = collectives.all_reduce(value.contiguous(), how, group)
-    return found.wait() if isinstance(found, collectives.AsyncCollectiveTensor) else found
+    reduced = collectives.all_reduce(value.contiguous(), how, group)
+    return reduced.wait() if isinstance(reduced, collectives.AsyncCollectiveTensor) else reduced
 
 
 class _Total(torch.autograd.Function):
@@ -367,6 +371,6 @@ def _together(function: type[torch.autograd.Function], group: str, values: tuple
     """Applies the function to all values with a single collective."""
     if len(values) < 2:
         return [function.apply(group, value) for value in values]
-    found = function.apply(group, torch.cat([value.reshape(-1) for value in values]))
-    parts = found.split([value.numel() for value in values])
+    flat = function.apply(group, torch.cat([value.reshape(-1) for value in values]))
+    parts = flat.split([value.numel() for value in values])
     return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]

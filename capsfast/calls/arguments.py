@@ -89,11 +89,11 @@ class Call:
         """Every position as a sample of its own."""
         if self.weight is not None or self.u.dim() == 4:
             return self
-        given = {
+        per_sample = {
             name: value if value is None or axes_of(name, value)[0] != "B" else positions.to_samples(value)
             for name, value in self.parameters._asdict().items()
         }
-        return replace(self, u=positions.to_samples(self.u), parameters=type(self.parameters)(**given))
+        return replace(self, u=positions.to_samples(self.u), parameters=type(self.parameters)(**per_sample))
 
 
 def unchecked(
@@ -233,9 +233,9 @@ def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str,
     J: int = value.shape[axis]
     if J != 1:
         return J
-    for name, given in saying.items():
-        if isinstance(given, Tensor) and given.dim() > 1:
-            return given.shape[axes_of(name, given).index("J")]
+    for name, size in saying.items():
+        if isinstance(size, Tensor) and size.dim() > 1:
+            return size.shape[axes_of(name, size).index("J")]
     if needed:
         raise ValueError(
             f"{op}: {anchor} {shape_of(value)} is shared by all output capsules, so another argument must say how many "

@@ -199,10 +199,10 @@ def without_memory(op: str, error: Exception, remedy: str, on_gpu: bool = False)
     if isinstance(error, torch.OutOfMemoryError):
         # torch's text has the size. A layer in a layer keeps the message of the inner one.
         return None if text.startswith(f"{PACKAGE}.") else torch.OutOfMemoryError(f"{op}: {text}; {remedy}")
-    found = _NO_MEMORY.match(text)
-    if found is None:
+    match = _NO_MEMORY.match(text)
+    if match is None:
         return None
-    size = found["bytes"] or found["of_torch"]
+    size = match["bytes"] or match["of_torch"]
     wanted = "of more bytes than 64 bits count" if size is None else f"of {size} bytes ({int(size) / 2**30:.3g} GiB)"
     kind, system = (torch.OutOfMemoryError, "GPU") if on_gpu else (MemoryError, "system")
     return kind(f"{op}: the {system} has no memory for a tensor {wanted}; {remedy}")

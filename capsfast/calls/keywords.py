@@ -23,8 +23,8 @@ _MEANT = {name: own for own, names in OTHER_NAMES.items() for name in names.spli
 
 def meant(name: str, known: Collection[str]) -> str:
     """Returns " (did you mean num_iterations?)", or "" if no known name is close."""
-    own = _MEANT.get(name)
-    close = [own] if own in known else difflib.get_close_matches(name, known, 1, 0.7)
+    our_name = _MEANT.get(name)
+    close = [our_name] if our_name in known else difflib.get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

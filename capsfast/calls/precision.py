@@ -56,5 +56,5 @@ def in_wide_dtype(
     dtype = u.dtype
     with no_autocast:
         wide = replace(call, u=u, weight=weight).with_tensors(lambda value: value.to(wide_dtype(dtype)))
-        found = definition(wide)
-        return tuple(value.to(dtype) if n in narrow else value for n, value in enumerate(found))
+        results = definition(wide)
+        return tuple(value.to(dtype) if n in narrow else value for n, value in enumerate(results))

@@ -54,8 +54,8 @@ class WindowLayer(Layer):
     def capsules(self, poses: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
         """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""
         if self.uses_poses_alone:
-            found = self(poses, **given)
-            return Capsules(found, lengths(found, dim=2))
+            poses_out = self(poses, **given)
+            return Capsules(poses_out, lengths(poses_out, dim=2))
         return self(poses, lengths(poses, dim=2) if activation is None else activation, **given)  # type: ignore[no-any-return]
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
@@ -201,11 +201,11 @@ class _Job:
             del inputs, found
         return tuple(whole)
 
-    def _empty(self, samples: int, found: Tensor) -> Tensor:
+    def _empty(self, samples: int, like: Tensor) -> Tensor:
         """An empty tensor for all blocks, with the memory order of the axes in a block."""
-        size = (samples, *found.shape[1 : found.dim() - len(self.grid)], *self.grid)
-        order = sorted(range(found.dim()), key=found.stride, reverse=True)
-        return torch.empty_permuted(size, order, dtype=found.dtype, device=found.device)
+        size = (samples, *like.shape[1 : like.dim() - len(self.grid)], *self.grid)
+        order = sorted(range(like.dim()), key=like.stride, reverse=True)
+        return torch.empty_permuted(size, order, dtype=like.dtype, device=like.device)
 
     def call(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
         """Calls the function with the parameters of the forward, which functional_call may have removed since then.
@@ -220,8 +220,8 @@ class _Job:
         """The gradients through the graph of the whole image, for second derivatives and batches of gradients."""
         poses, activation, *parameters = tensors
         with torch.enable_grad():
-            found = self.call(parameters, self.layer._whole, poses, activation, self.grid)
-        return _gradients(found, tensors, upstream, create_graph=torch.is_grad_enabled())
+            results = self.call(parameters, self.layer._whole, poses, activation, self.grid)
+        return _gradients(results, tensors, upstream, create_graph=torch.is_grad_enabled())
 
     def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         poses, activation, *parameters = tensors

@@ -41,9 +41,9 @@ def within(op: str, name: str, value: Tensor, least: int, most: int, meaning: st
 def of_lengths(op: str, lengths: object, behaviours: Tensor) -> Tensor:
     """Lengths ``[B]`` to the mask ``[B, I]``."""
     B, I = behaviours.shape[:2]
-    found = sized(op, "lengths", lengths, B, behaviours)
-    within(op, "lengths", found, 0, I, "I")
-    return torch.arange(I, device=found.device) < found[:, None]
+    checked = sized(op, "lengths", lengths, B, behaviours)
+    within(op, "lengths", checked, 0, I, "I")
+    return torch.arange(I, device=checked.device) < checked[:, None]
 
 
 def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple[Tensor, Tensor]:
@@ -57,26 +57,26 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
             f"for every call, got None; give the layer a max_length"
         )
     N = values.shape[0]
-    found = whole(op, "offsets", offsets, "[B + 1]")
-    if found.shape[0] == 0:
+    checked = whole(op, "offsets", offsets, "[B + 1]")
+    if checked.shape[0] == 0:
         raise ValueError(f"{op}: offsets must be [B + 1], at least one number, got none")
-    checks.same_device(op, "behaviours", values, "offsets", found)
-    lengths = found.diff()
-    if checks.can_be_looked_at(found):
-        if int(found[0]) != 0 or int(found[-1]) != N or bool((lengths < 0).any()):
+    checks.same_device(op, "behaviours", values, "offsets", checked)
+    lengths = checked.diff()
+    if checks.can_be_looked_at(checked):
+        if int(checked[0]) != 0 or int(checked[-1]) != N or bool((lengths < 0).any()):
             raise ValueError(
                 f"{op}: offsets must begin with 0, not decrease and end with N={N}, the number of behaviours, "
-                f"got {found.tolist() if found.shape[0] <= 8 else [*found[:4].tolist(), '...', int(found[-1])]}"
+                f"got {checked.tolist() if checked.shape[0] <= 8 else [*checked[:4].tolist(), '...', int(checked[-1])]}"
             )
         longest = int(lengths.max()) if lengths.numel() else 0
         if width is not None and longest > width:
             raise ValueError(f"{op}: histories must be at most max_length={width} long, got one of {longest}")
     I = int(lengths.max()) if width is None and lengths.numel() else (width or 0)
-    mask = torch.arange(I, device=found.device) < lengths[:, None]
+    mask = torch.arange(I, device=checked.device) < lengths[:, None]
     if N == 0:  # one row to read, so that the result stays connected to the values
         values = F.pad(values, (0, 0, 0, 1))
     # The rows of all positions. Positions behind a history read any row, which is masked later.
-    place = (found[:-1, None] + torch.arange(I, device=found.device)).clamp(0, max(N - 1, 0))
+    place = (checked[:-1, None] + torch.arange(I, device=checked.device)).clamp(0, max(N - 1, 0))
     return values[place].masked_fill(~mask[..., None], 0.0), mask
 
 

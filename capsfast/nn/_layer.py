@@ -32,9 +32,9 @@ def hooked(module: nn.Module) -> bool:
 
 def _proxy_in(values: tuple[Any, ...]) -> torch.fx.Proxy | None:
     for value in values:
-        found = _proxy_in(value) if isinstance(value, tuple) else value
-        if isinstance(found, torch.fx.Proxy):
-            return found
+        proxy = _proxy_in(value) if isinstance(value, tuple) else value
+        if isinstance(proxy, torch.fx.Proxy):
+            return proxy
     return None
 
 
@@ -48,18 +48,18 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """With the keywords of ``**options: Unpack[Keywords]`` instead of ``options``."""
-    signature, found = inspect.signature(function), []
+    signature, parameters = inspect.signature(function), []
     for parameter in signature.parameters.values():
         keywords = getattr(parameter.annotation, "__args__", ()) if parameter.kind is parameter.VAR_KEYWORD else ()
         if keywords:
             default = Options._field_defaults
-            found += [
+            parameters += [
                 inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default.get(name), annotation=annotation)
                 for name, annotation in keywords[0].__annotations__.items()
             ]
         else:
-            found.append(parameter)
-    return signature.replace(parameters=found)
+            parameters.append(parameter)
+    return signature.replace(parameters=parameters)
 
 
 def _checked(owner: type["Layer"]) -> Callable[..., None]:
@@ -93,14 +93,14 @@ def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, 
     signature, op = _without_self(owner), layer._op
     known = signature.parameters
     try:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         open_end = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         unknown = [] if open_end else [name for name in kwargs if name not in known]
         said = keywords.unexpected(unknown[0], known) if unknown else str(error)
         meant = kinds.lead(op, layer._others, args, kwargs) if layer._others else ""
         raise TypeError(f"{op}: takes {keywords.takes(signature)}, {said}{meant}") from None
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not known[name].default:
             _arguments.option(op, name, known[name].annotation, value)
 
@@ -118,8 +118,8 @@ def _tensors_of(module: nn.Module) -> list[str]:
     lists = (nn.ParameterList, nn.ParameterDict)
     if isinstance(module, lists):
         return []
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return [name for name, _ in own] + [name for name, child in module.named_children() if isinstance(child, lists)]
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, _ in tensors] + [name for name, child in module.named_children() if isinstance(child, lists)]
 
 
 def _reset_parts(module: nn.Module) -> None:
@@ -214,18 +214,18 @@ class Layer(Node):
             TypeError: a part holds parameters and has no ``reset_parameters``; nothing is changed.
         """
         for name, module in self.named_modules():
-            own = _tensors_of(module)
-            if own and _reset_of(module) is None:
+            tensors = _tensors_of(module)
+            if tensors and _reset_of(module) is None:
                 raise TypeError(
                     f"{self._op}: reset_parameters needs that of every part, got {name or 'the layer itself'}, a "
-                    f"{type(module).__name__} that holds {', '.join(own)} and has none; define it, or remove a "
+                    f"{type(module).__name__} that holds {', '.join(tensors)} and has none; define it, or remove a "
                     f"parametrization first"
                 )
         _reset_parts(self)
         self._initialise()
 
     def extra_repr(self) -> str:
-        found = []
+        texts = []
         # A user's subclass may take other arguments.
         own: Any = next(kind for kind in type(self).__mro__ if ours(kind))
         for parameter in [*inspect.signature(own.__init__).parameters.values()][1:]:
@@ -233,9 +233,9 @@ class Layer(Node):
             if value is parameter.empty or not (isinstance(value, PLAIN) or (required and value is None)):
                 continue
             if required:
-                found.append(repr(value))
+                texts.append(repr(value))
             elif parameter.name == "num_iterations" or not (
                 value == parameter.default or _arguments.for_all_axes(value, parameter.default)
             ):
-                found.append(f"{parameter.name}={value!r}")
-        return ", ".join(found)
+                texts.append(f"{parameter.name}={value!r}")
+        return ", ".join(texts)

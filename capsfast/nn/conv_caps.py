@@ -214,10 +214,10 @@ class ConvCaps2d(WindowLayer):
         u, activation, mask = inputs
         assert u is not None
         places = [last - first for first, last in box]
-        found = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
-        poses = found if isinstance(found, Tensor) else found.poses
+        capsules = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
+        poses = capsules if isinstance(capsules, Tensor) else capsules.poses
         out = poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-        return (out,) if self.uses_poses_alone else (out, found.activations.unflatten(0, places).movedim(-1, 1))
+        return (out,) if self.uses_poses_alone else (out, capsules.activations.unflatten(0, places).movedim(-1, 1))
 
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
         box = tuple((0, size) for size in (poses.shape[0], *grid))
@@ -273,20 +273,20 @@ class ConvCaps2d(WindowLayer):
         if self.competition == "window" and not return_coupling:
             self._check(poses, activation)
             numbers = self.routing.in_caps * self.in_dim
-            found = self._in_blocks(self.routing.routing, poses, activation, self.grid(poses.shape[3:]), numbers)
-            return found[0] if self.uses_poses_alone else Capsules(*found)
+            capsules = self._in_blocks(self.routing.routing, poses, activation, self.grid(poses.shape[3:]), numbers)
+            return capsules[0] if self.uses_poses_alone else Capsules(*capsules)
         votes = self.votes(poses)
         recorded = RecordedVotes(votes, last=True)
         at_windows = None if activation is None else self.unfold_activation(poses, activation)
-        found = self.routing.routing(recorded if return_coupling else votes, at_windows)
+        capsules = self.routing.routing(recorded if return_coupling else votes, at_windows)
         places = (poses.shape[0], *self.grid(poses.shape[3:]))
-        out: Any = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+        out: Any = capsules.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
         if not self.uses_poses_alone:
-            out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
+            out = Capsules(out, capsules.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
         return (out, recorded.weights[-1].unflatten(0, places)) if return_coupling else out
 
 
 def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:
     """``count`` places of an axis, ``step`` apart. A slice of a whole axis would be none for batched gradients."""
-    found = value.narrow(axis, first, (count - 1) * step + 1)
-    return found if step == 1 else found.movedim(axis, 0)[::step].movedim(0, axis)
+    taken = value.narrow(axis, first, (count - 1) * step + 1)
+    return taken if step == 1 else taken.movedim(axis, 0)[::step].movedim(0, axis)

@@ -94,7 +94,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     checks.boolean("capsfast.nn.recorded", "shares", shares)
     if not isinstance(layer, RoutedCaps):
         raise TypeError(f"capsfast.nn.recorded: layer must be a RoutedCaps, got {type(layer).__name__}")
-    found: list[Tensor] = []
+    coefficients: list[Tensor] = []
     votes: list[RecordedVotes] = []
 
     def record(module: nn.Module, args: Any) -> Any:
@@ -106,11 +106,11 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
         if not weights:
             name = type(module).__name__
             raise RuntimeError(f"capsfast.nn.recorded: {name} decides nothing: all its coupling is given")
-        found.append(shares_of(weights[-1]) if shares else weights[-1])
+        coefficients.append(shares_of(weights[-1]) if shares else weights[-1])
 
     handles = [layer.routing.register_forward_pre_hook(record), layer.routing.register_forward_hook(keep)]
     try:
-        yield found
+        yield coefficients
     finally:
         for handle in handles:
             handle.remove()

@@ -171,9 +171,9 @@ class DynamicRouting(RoutedCaps):
     ) -> None:
         W = self._parameters.get("W")
         if W is not None:
-            given = state_dict.get(f"{prefix}W")
-            if isinstance(given, Tensor) and given.shape == (1, *W.shape):
-                state_dict[f"{prefix}W"] = given[0]
+            weight = state_dict.get(f"{prefix}W")
+            if isinstance(weight, Tensor) and weight.shape == (1, *W.shape):
+                state_dict[f"{prefix}W"] = weight[0]
             lists[-1].extend(foreign_weights(self._op, state_dict, prefix, W))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
@@ -202,14 +202,14 @@ def foreign_weights(op: str, state_dict: Mapping[str, Any], prefix: str, W: Tens
     with the shape of a weight count as weights: torch does not tell whether loading is strict, and without W the layer
     would keep its initial weight.
     """
-    own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-    given = {name: value for name, value in own.items() if "." not in name and isinstance(value, Tensor)}
-    if "W" in given:
-        given = {"W": given["W"]} if given["W"].shape != W.shape else {}
+    entries = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    tensors = {name: value for name, value in entries.items() if "." not in name and isinstance(value, Tensor)}
+    if "W" in tensors:
+        tensors = {"W": tensors["W"]} if tensors["W"].shape != W.shape else {}
     sizes = dict(zip("IJDK", W.shape, strict=True))
     return [
         _message(op, name, value, sizes)
-        for name, value in given.items()
+        for name, value in tensors.items()
         if name == "W" or kinds.orders_of(value.shape, sizes)
     ]
 

@@ -215,9 +215,9 @@ class InterestCapsules(Layer):
     def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:
         J = self.num_interests
         if interests is not None:
-            found = sized(op, "interests", interests, number.shape[0], behaviours)
-            within(op, "interests", found, 1, J, "num_interests")
-            return torch.arange(J, device=found.device) < found[:, None]
+            counts = sized(op, "interests", interests, number.shape[0], behaviours)
+            within(op, "interests", counts, 1, J, "num_interests")
+            return torch.arange(J, device=counts.device) < counts[:, None]
         if self.count is None:
             return number.new_ones(number.shape[0], J, dtype=torch.bool)
         return interests_of(number, J, self.count)

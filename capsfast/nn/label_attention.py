@@ -94,12 +94,12 @@ class LabelAwareAttention(Layer):
             if absent is not None:
                 scores = scores.masked_fill(absent, -math.inf)
             best = scores.argmax(2)[..., None].expand(-1, -1, vectors.shape[2])
-            found = vectors.gather(1, best)
+            chosen = vectors.gather(1, best)
         else:
-            found = self._weights(scores, absent).to(vectors.dtype) @ vectors
+            chosen = self._weights(scores, absent).to(vectors.dtype) @ vectors
         if mask is not None:
-            found = found.masked_fill(~mask.any(1)[:, None, None], 0.0)
-        return found if targets.dim() == 3 else found[:, 0]
+            chosen = chosen.masked_fill(~mask.any(1)[:, None, None], 0.0)
+        return chosen if targets.dim() == 3 else chosen[:, 0]
 
     def _weights(self, scores: Tensor, absent: Tensor | None) -> Tensor:
         if self.power != 1:

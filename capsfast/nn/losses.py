@@ -26,29 +26,29 @@ def _reduced(per_sample: Tensor, reduction: str) -> Tensor:
     return per_sample.sum() if reduction == "sum" else per_sample
 
 
-def _lengths(op: str, name: str, given: Tensor) -> Tensor:
+def _lengths(op: str, name: str, value: Tensor) -> Tensor:
     """``[B, J]``, or the lengths of ``[B, J, D]``."""
-    if isinstance(given, Tensor) and given.dim() > 3:
-        _refuse_axes(op, name, given)
-    if isinstance(given, Tensor) and given.dim() == 3:
-        _arguments.floats(op, name, given, "[B, J, D]")
-        return torch.linalg.vector_norm(_wide(given), dim=-1)  # type: ignore[no-any-return]
-    _arguments.floats(op, name, given, "[B, J]")
-    return _wide(given)
+    if isinstance(value, Tensor) and value.dim() > 3:
+        _refuse_axes(op, name, value)
+    if isinstance(value, Tensor) and value.dim() == 3:
+        _arguments.floats(op, name, value, "[B, J, D]")
+        return torch.linalg.vector_norm(_wide(value), dim=-1)  # type: ignore[no-any-return]
+    _arguments.floats(op, name, value, "[B, J]")
+    return _wide(value)
 
 
-def _refuse_axes(op: str, name: str, given: Tensor) -> NoReturn:
+def _refuse_axes(op: str, name: str, value: Tensor) -> NoReturn:
     """Raises the error for lengths or capsules with axes of length 1, or at the positions of an image."""
-    ones = [axis for axis in (*range(given.dim() - 1, 2, -1), 1, 2) if given.shape[axis] == 1][: given.dim() - 3]
-    if given.dim() - len(ones) == 3:
+    ones = [axis for axis in (*range(value.dim() - 1, 2, -1), 1, 2) if value.shape[axis] == 1][: value.dim() - 3]
+    if value.dim() - len(ones) == 3:
         remedy = f"give {name}.squeeze({tuple(ones) if len(ones) > 1 else ones[0]})"
     else:
-        image, norm = ("[B, J, H, W]", "") if given.dim() == 4 else ("[B, J, D, *spatial]", ".norm(dim=2)")
+        image, norm = ("[B, J, H, W]", "") if value.dim() == 4 else ("[B, J, D, *spatial]", ".norm(dim=2)")
         remedy = (
             f"of an image {image} every position is a sample: give {name}{norm}.movedim(1, -1).flatten(0, -2), and "
             f"targets.flatten(), or if the targets have an axis J targets.movedim(1, -1).flatten(0, -2)"
         )
-    raise ValueError(f"{op}: {name} must be [B, J] or capsules [B, J, D], got {checks.shape_of(given)}; {remedy}")
+    raise ValueError(f"{op}: {name} must be [B, J] or capsules [B, J, D], got {checks.shape_of(value)}; {remedy}")
 
 
 class MarginLoss(Layer):

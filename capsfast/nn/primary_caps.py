@@ -162,10 +162,10 @@ class PrimaryCaps(Layer):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
         entry = re.compile(re.escape(prefix) + r"(\w+)\.(\d+\.(?:weight|bias))")
-        found = {key: match for key in state_dict if (match := entry.fullmatch(key))}
-        if len({match[1] for match in found.values()}) == 1:
+        matches = {key: match for key in state_dict if (match := entry.fullmatch(key))}
+        if len({match[1] for match in matches.values()}) == 1:
             _, _, error_msgs = lists
-            convs = {match[2]: state_dict.pop(key) for key, match in found.items()}
+            convs = {match[2]: state_dict.pop(key) for key, match in matches.items()}
             first = convs.get("0.weight")
             sizes = (sum(key.endswith("weight") for key in convs), 0 if first is None else len(first))
             fitting = [order for order in EACH if self._list_sizes(order) == sizes]

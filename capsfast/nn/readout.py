@@ -8,18 +8,18 @@ from . import _arguments
 from ._layer import Layer
 
 
-def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") -> None:
+def class_indices(op: str, labels: Tensor, anchor: Tensor, name: str = "labels") -> None:
     """Checks labels, int64 [B] for an anchor [B, J, ...]; their range only if this needs no synchronisation."""
-    checks.tensor(op, name, given, "[B]")
+    checks.tensor(op, name, labels, "[B]")
     B, J = anchor.shape[:2]
-    if given.dtype != torch.int64:
-        raise TypeError(f"{op}: {name} must be int64, got {checks.dtype_of(given)}; convert with {name}.long()")
-    if given.shape[0] != B:
-        raise ValueError(f"{op}: {name} must be [B] = [{B}], got {checks.shape_of(given)}")
-    if given.device != anchor.device:
-        raise ValueError(f"{op}: {name} must be on {anchor.device}, got {given.device}; move with {name}.to()")
-    if checks.can_be_looked_at(given) and given.numel():
-        low, high = int(given.min()), int(given.max())
+    if labels.dtype != torch.int64:
+        raise TypeError(f"{op}: {name} must be int64, got {checks.dtype_of(labels)}; convert with {name}.long()")
+    if labels.shape[0] != B:
+        raise ValueError(f"{op}: {name} must be [B] = [{B}], got {checks.shape_of(labels)}")
+    if labels.device != anchor.device:
+        raise ValueError(f"{op}: {name} must be on {anchor.device}, got {labels.device}; move with {name}.to()")
+    if checks.can_be_looked_at(labels) and labels.numel():
+        low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= J:
             raise ValueError(f"{op}: {name} must be in [0, {J - 1}], got {low if low < 0 else high}")
 

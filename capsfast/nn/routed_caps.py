@@ -149,14 +149,14 @@ class RoutedCaps(Layer):
 
     def _votes_of(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
         op, groups = self._op, self.held.groups
-        given: dict[str, Any] = {"J": self.out_caps // groups, "backend": self.routing.backend}
+        common: dict[str, Any] = {"J": self.out_caps // groups, "backend": self.routing.backend}
         if groups == 1:
-            return votes_of(op, self._product(u), mask=mask, out_mask=out_mask, **given)
+            return votes_of(op, self._product(u), mask=mask, out_mask=out_mask, **common)
         sizes = (u.shape[0], self.in_caps, self.out_caps, self.out_dim)
         arguments.check_parameters(op, "u", u, sizes, {"mask": mask, "out_mask": out_mask})
         runs = [[None] * groups if keep is None else keep.chunk(groups, 1) for keep in (mask, out_mask)]
         parts = [
-            votes_of(op, part, mask=own, out_mask=own_out, **given)
+            votes_of(op, part, mask=own, out_mask=own_out, **common)
             for part, own, own_out in zip(self.held.products(u, *self._parameters_held()), *runs, strict=True)
         ]
         return GroupedVotes(parts, mask, out_mask)

@@ -228,14 +228,14 @@ class SlimConvCaps2d(WindowLayer):
                 raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
             _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
         # With a softmax over all positions, positions depend on each other; perhaps also with a subclassed convolution.
-        own: Any = self._convolution
-        whole = return_coupling or self.everywhere or type(self.conv).forward is not own.forward
+        convolution: Any = self._convolution
+        whole = return_coupling or self.everywhere or type(self.conv).forward is not convolution.forward
         if whole:
-            *found, coupling = self._all(poses, activation, grid, return_coupling)
+            *capsules, coupling = self._all(poses, activation, grid, return_coupling)
         else:
             numbers = self.in_types * self.out_types * self.out_dim
-            found = [*self._in_blocks(self.routing, poses, activation, grid, numbers)]
-        out = found[0] if self.uses_poses_alone else Capsules(*found)
+            capsules = [*self._in_blocks(self.routing, poses, activation, grid, numbers)]
+        out = capsules[0] if self.uses_poses_alone else Capsules(*capsules)
         return (out, coupling) if return_coupling else out
 
     def _routing_inputs(
@@ -272,13 +272,13 @@ class SlimConvCaps2d(WindowLayer):
 
     def _from_votes(self, votes: Tensor, activation: Tensor | None, return_coupling: bool) -> tuple[Any, ...]:
         """The output capsules, then their coupling or None."""
-        own: Any = self.routing
+        routing: Any = self.routing
         if self.uses_poses_alone and not self.everywhere:
             # Positions stay the last axes; turning them into samples would copy the votes.
-            given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
-            found: Any = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
-            return found if return_coupling else (found, None)
-        checked = votes_of(self._op, votes, J=self.out_types, backend=own.backend)
+            common = {"logits": routing.logits, "bias": routing.bias, "backend": routing.backend}
+            routed: Any = route_votes(votes, **routing.options(), **common, return_coupling=return_coupling)
+            return routed if return_coupling else (routed, None)
+        checked = votes_of(self._op, votes, J=self.out_types, backend=routing.backend)
         if self.everywhere:
             checked = WindowVotes(checked, Everywhere(math.prod(votes.shape[4:])))
         recorded = RecordedVotes(checked, last=True)
@@ -287,12 +287,12 @@ class SlimConvCaps2d(WindowLayer):
 
             def over_image(s: Tensor) -> Tensor:
                 image = checked.restore(s)
-                return to_samples(squash(image.flatten(2), 2, own.eps, own.squash).view_as(image).flatten(3))
+                return to_samples(squash(image.flatten(2), 2, routing.eps, routing.squash).view_as(image).flatten(3))
 
-            options = {**own.options(), "squash": over_image, "logits": own.logits, "bias": own.bias}
+            options = {**routing.options(), "squash": over_image, "logits": routing.logits, "bias": routing.bias}
             out = (checked.restore(seen.agree(**options)),)
         else:
-            out = tuple(own(seen, activation))
+            out = tuple(routing(seen, activation))
         return *out, checked.restore(recorded.weights[-1]) if return_coupling else None
 
     def extra_repr(self) -> str:

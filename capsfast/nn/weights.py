@@ -225,8 +225,8 @@ class Groups(Weight):
             [parameter] * self.groups if axis is None else parameter.chunk(self.groups, axis)
             for parameter, axis in zip(parameters, axes, strict=True)
         ]
-        for run, *own in zip(u.chunk(self.groups, 1), *parts, strict=True):
-            yield self.weight.product(run, *own)
+        for run, *of_group in zip(u.chunk(self.groups, 1), *parts, strict=True):
+            yield self.weight.product(run, *of_group)
 
 
 def chosen(op: str, weight: Weight | None, shared_weight: bool, positions: int) -> Weight:

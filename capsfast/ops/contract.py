@@ -18,10 +18,10 @@ def _listed(text: str) -> dict[str, str]:
 
 def _parsed(name: str) -> tuple[dict[str, str], tuple[str, ...]]:
     for schema in SCHEMAS:
-        found = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema)
-        assert found is not None, schema
-        if found[1] == name:
-            return _listed(found[2]), tuple(_listed(found[3]))
+        match = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema)
+        assert match is not None, schema
+        if match[1] == name:
+            return _listed(match[2]), tuple(_listed(match[3]))
     raise KeyError(name)
 
 

@@ -96,20 +96,20 @@ class Op:
             return checks.in_memory(call.op, remedy, self.run_definition, call, requests)  # type: ignore[no-any-return]
         J = call.J if call.weight is None else None
         tf32 = BACKENDS[chosen].rounds and tf32_allowed()
-        found: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests)
-        return found
+        outputs: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests)
+        return outputs
 
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
         """The results of the op from its definition."""
         assert self.definition is not None
-        found = in_wide_dtype(self.definition, call.as_samples(), self.narrow(call.options))
+        outputs = in_wide_dtype(self.definition, call.as_samples(), self.narrow(call.options))
         if call.weight is None and call.u.dim() == 5:
             B, S = call.u.shape[0], call.u.shape[4]
-            found = tuple(value if value.dim() == 1 else from_samples(value, B, S) for value in found)
+            outputs = tuple(value if value.dim() == 1 else from_samples(value, B, S) for value in outputs)
         asked = dict(zip(self.contract.arguments[-len(requests) :], requests, strict=True))
         return tuple(
             value if asked.get(f"return_{name.removesuffix('_out')}", True) else value.new_empty(0)
-            for name, value in zip(self.contract.outputs, found, strict=False)
+            for name, value in zip(self.contract.outputs, outputs, strict=False)
         )
 
     def define(self, prefix: str) -> Function:
@@ -176,10 +176,10 @@ def fake_sizes(u: Tensor, weight: Tensor | None, J: int | None) -> tuple[tuple[i
     """(B, I, J, D) and the sizes of the positions; checks that u and weight fit."""
     if weight is None:
         torch._check(u.dim() in (4, 5), lambda: "votes must be [B, I, J or 1, D] or [B, I, J, D, S]")
-        B, I, given, D = u.shape[:4]
-        J = given if J is None else J
-        if given != 1 or u.dim() == 5:
-            torch._check(given == J, lambda: "votes must have 1 or J output capsules")
+        B, I, J_of_votes, D = u.shape[:4]
+        J = J_of_votes if J is None else J
+        if J_of_votes != 1 or u.dim() == 5:
+            torch._check(J_of_votes == J, lambda: "votes must have 1 or J output capsules")
         return (B, I, J, D), u.shape[4:]
     torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, P K], weight [I, J, R, K]")
     torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")

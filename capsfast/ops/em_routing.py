@@ -57,17 +57,17 @@ def run(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``(poses, activations)``. options: of an update."""
-    given, wide = call.parameters, wide_dtype(call.u.dtype)
+    parameters, wide = call.parameters, wide_dtype(call.u.dtype)
     beta_a, beta_u = (beta if beta.dtype == wide else beta.to(wide) for beta in betas)
     J = call.J if call.weight is None else None
     differentiated = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad
-        for tensor in (call.u, call.weight, given.activation, beta_a, beta_u)
+        for tensor in (call.u, call.weight, parameters.activation, beta_a, beta_u)
     )
     tf32 = BACKENDS[backend].rounds and tf32_allowed()
     poses, activations, *_ = OP.kernels[backend](
-        call.u, call.weight, given.activation, beta_a, beta_u, given.mask, given.out_mask, J, inverse_temperatures,
-        *options[:6], call.options.leaky, stride, tf32, differentiated,
+        call.u, call.weight, parameters.activation, beta_a, beta_u, parameters.mask, parameters.out_mask, J,
+        inverse_temperatures, *options[:6], call.options.leaky, stride, tf32, differentiated,
     )  # fmt: skip
     return poses, activations
 

@@ -67,8 +67,8 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     (B, I, K), (_, columns, D, size) = a.u.shape, a.weight.shape
     torch._check(size == K, lambda: "u and weight must agree in K")
     J, new = columns if a.J is None else a.J, a.u.new_empty
-    given = {"logits": a.logits, "bias": a.bias, "mask": a.mask, "out_mask": a.out_mask}
-    check_fake(given, (B, I, J, D), ())
+    parameters = {"logits": a.logits, "bias": a.bias, "mask": a.mask, "out_mask": a.out_mask}
+    check_fake(parameters, (B, I, J, D), ())
     wide = wide_dtype(a.u.dtype)
     coupling = new((B, I, J) if a.return_coupling else (0,), dtype=wide if a.softmax == "in" else a.u.dtype)
     return (

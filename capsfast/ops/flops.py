@@ -52,8 +52,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         self.searching = True
         try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((flops for flops in found if flops is not None), None)
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((flops for flops in specs if flops is not None), None)
         finally:
             self.searching = False
         if spec is None or spec.loader is None:

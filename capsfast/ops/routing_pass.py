@@ -49,8 +49,8 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     (B, I, J, D), wide, inward = sizes, wide_dtype(a.u.dtype), a.normalize == "in"
 
     def new(*size: int, wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
-        found: Tensor = a.u.new_empty(size if wanted else (0,), dtype=dtype)
-        return found
+        empty: Tensor = a.u.new_empty(size if wanted else (0,), dtype=dtype)
+        return empty
 
     return (
         new(B, J, *S),

@@ -105,11 +105,11 @@ def _rules(
         named = list(zip(names, args, strict=True))
         call = _Call({n: value for n, value in named[:options] if value is not None}, dict(named[options:]))
         without = [None] * (len(named) - options)
-        found = []
+        placements = []
         for axis in ("", *call.splits):
             outputs, inputs = rule(contract, call, axis)
-            found.append((outputs, [inputs.get(name) for name in names[:options]] + without))
-        return found
+            placements.append((outputs, [inputs.get(name) for name in names[:options]] + without))
+        return placements
 
     return sharding
 

@@ -27,8 +27,8 @@ def with_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest
     """``run(call, *rest)`` over stored votes: they take 1 / J of the votes with a weight for each output capsule."""
 
     def routed(wide: Call) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = run(replace(wide, u=votes(wide), weight=None, P=1), *rest)
-        return found
+        results: tuple[Tensor, ...] = run(replace(wide, u=votes(wide), weight=None, P=1), *rest)
+        return results
 
     return in_wide_dtype(routed, call, narrow)
 
@@ -52,12 +52,12 @@ def votes(call: Call) -> Tensor:
 
 def saves_votes(call: Call, backend: str | None, where: Collection[str] = tuple(WORTH_IT)) -> bool:
     """Whether :func:`without_votes` makes the passes of a call faster; ``where``: the backends that may do so."""
-    u, weight, given = call.u, call.weight, call.parameters
+    u, weight, parameters = call.u, call.weight, call.parameters
     if weight is None or weight.shape[0] != 1 or call.P != 1:
         return False
     if type(u) not in (Tensor, torch.nn.Parameter) or getattr(call.options, "second", False):
         return False
-    if getattr(given, "precision", None) is not None or getattr(given, "center", None) is not None:
+    if getattr(parameters, "precision", None) is not None or getattr(parameters, "center", None) is not None:
         return False
     chosen = choose(call, backend)
     if chosen not in where:
@@ -71,11 +71,11 @@ def without_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *r
     """The pass ``run(call, *rest)`` with u as votes that all output capsules share."""
 
     def routed(wide: Call) -> tuple[Tensor, ...]:
-        u, weight, given = wide.u, wide.weight, wide.parameters
+        u, weight, parameters = wide.u, wide.weight, wide.parameters
         assert weight is not None
         matrices = weight[0].expand(wide.J, -1, -1)
-        query = given.query if given.query is None else by_output(given.query, matrices)
-        keys = replace(wide, u=u[:, :, None], weight=None, D=u.shape[2], parameters=given._replace(query=query))
+        query = parameters.query if parameters.query is None else by_output(parameters.query, matrices)
+        keys = replace(wide, u=u[:, :, None], weight=None, D=u.shape[2], parameters=parameters._replace(query=query))
         mass, first, *others = run(keys, *rest)
         return mass, by_output(first, matrices.transpose(1, 2)), *others
 

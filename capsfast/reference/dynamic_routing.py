@@ -58,14 +58,14 @@ def agree(
             assert agreed is not None
             score, prior = None, agreed.detach() if prior is None else prior + agreed.detach()
         asked = {**passed, "return_weights": True} if return_weights and last else passed
-        found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
-        v = found.first if bias is None else found.first + bias
+        moments_of_pass = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
+        v = moments_of_pass.first if bias is None else moments_of_pass.first + bias
         v = shrink(v, o.last_squash if last else o.squash)
         v = v if out_mask is None else v.masked_fill(~out_mask[:, :, None], 0.0)
         v = v.detach() if constant and not last else v
         v = v if last or o.sharpness == 1 else o.sharpness * v
         query = query + v if o.accumulate and query is not None else v
-    return v, found
+    return v, moments_of_pass
 
 
 def dynamic_routing(call: Call) -> tuple[Tensor, Tensor]:

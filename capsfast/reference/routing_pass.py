@@ -72,7 +72,7 @@ def routing_pass(call: Call) -> tuple[Tensor, ...]:
     return r.sum(1), first, second, r, log_sum_exp(score, valid, o.normalize, o.leaky) if softmax else x.new_empty(0)
 
 
-def _without_masked(given: PassParameters) -> PassParameters:
+def _without_masked(parameters: PassParameters) -> PassParameters:
     """Zeros for masked capsules: their values must not reach a gradient either."""
 
     def cleared(value: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -81,7 +81,8 @@ def _without_masked(given: PassParameters) -> PassParameters:
         return value.masked_fill(~mask.reshape(*mask.shape, *(1,) * (value.dim() - 2)), 0.0)
 
     of_outputs = {
-        name: cleared(getattr(given, name), given.out_mask) for name in ("query", "precision", "center", "prior")
+        name: cleared(getattr(parameters, name), parameters.out_mask)
+        for name in ("query", "precision", "center", "prior")
     }
-    of_inputs = {name: cleared(getattr(given, name), given.mask) for name in ("activation", "lse")}
-    return given._replace(**of_outputs, **of_inputs)
+    of_inputs = {name: cleared(getattr(parameters, name), parameters.mask) for name in ("activation", "lse")}
+    return parameters._replace(**of_outputs, **of_inputs)

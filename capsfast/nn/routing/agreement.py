@@ -104,12 +104,14 @@ class AgreementRouting(Agreement, SummingRouting):
         Raises:
             ValueError: shapes that differ.
         """
-        own = self.logits
-        if own is None or logits is None:
-            return logits if own is None else own
-        if isinstance(logits, Tensor) and logits.shape[-2:] != own.shape:
-            raise ValueError(f"{self._op}: logits must end in {checks.shape_of(own)}, got {checks.shape_of(logits)}")
-        return own + logits
+        learned = self.logits
+        if learned is None or logits is None:
+            return logits if learned is None else learned
+        if isinstance(logits, Tensor) and logits.shape[-2:] != learned.shape:
+            raise ValueError(
+                f"{self._op}: logits must end in {checks.shape_of(learned)}, got {checks.shape_of(logits)}"
+            )
+        return learned + logits
 
     def extra_repr(self) -> str:
         text = super().extra_repr()

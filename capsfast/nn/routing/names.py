@@ -103,15 +103,15 @@ def options_of(routing: Callable[..., Any]) -> list[str]:
     """The keyword options of a routing class and its bases; [] if it is not a class."""
     if not inspect.isclass(routing):
         return []
-    found: list[str] = []
+    options: list[str] = []
     for base in routing.__mro__:
         if not issubclass(base, Routing) or "__init__" not in vars(base):
             continue
         parameters = inspect.signature(base.__init__).parameters.values()
-        found += [what.name for what in parameters if what.kind == what.KEYWORD_ONLY and what.name not in found]
+        options += [what.name for what in parameters if what.kind == what.KEYWORD_ONLY and what.name not in options]
         if not any(what.kind == what.VAR_KEYWORD for what in parameters):
             break
-    return found
+    return options
 
 
 def routing_name(routing: RoutingChoice) -> str:

@@ -107,16 +107,16 @@ class Votes(ABC):
             options: softmax and so on, as keywords, and what ``RoutingOptions`` in capsfast/calls/options.py adds.
         """
         kind, shrink = (squash, None) if isinstance(squash, str) else ("paper", partial(_squashed_by, squash))
-        given = routing_options(OP, num_iterations, squash=kind, **options)
+        checked = routing_options(OP, num_iterations, squash=kind, **options)
         v, last = agree_by_passes(
             self.moments,
-            given,
+            checked,
             logits=logits,
             bias=bias,
             shrink=shrink,
             return_weights=return_coupling,
         )
-        if not given.wide:
+        if not checked.wide:
             cast = checks.autocast_dtype(self.device)  # the dtype of the fused op's result
             v = v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
         return (v, last.weights) if return_coupling else v
@@ -155,8 +155,8 @@ class Votes(ABC):
         part of them is used, if it is known to have enough of the mass of every sample.
         """
         with torch.no_grad():
-            found = self._some(self._stride(activation), activation)
-            return found.first * inverse(found.mass)[..., None]
+            moments = self._some(self._stride(activation), activation)
+            return moments.first * inverse(moments.mass)[..., None]
 
     def _stride(self, activation: Tensor | None) -> int:
         """Every so many input capsules one has a part in the origin."""
@@ -267,8 +267,8 @@ class PassVotes(Votes):
                         f"every position of an image is a sample"
                     )
                 arguments[name] = self.restore(value)
-        found = by_pass(*self.tensors, **arguments, **self.given)
-        return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
+        at_places = by_pass(*self.tensors, **arguments, **self.given)
+        return Moments(*(None if value is None else self._sampled(value) for value in at_places))  # type: ignore[arg-type]
 
     def _stride(self, activation: Tensor | None) -> int:
         return 1 if self.spatial else super()._stride(activation)
@@ -276,13 +276,13 @@ class PassVotes(Votes):
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         if self.spatial:
             return super()._some(step, activation)
-        given = {**self.given, "mask": _every(step, self.given["mask"])}
-        given["activation"] = _every(step, activation)
+        common = {**self.given, "mask": _every(step, self.given["mask"])}
+        common["activation"] = _every(step, activation)
         u, *weights = self.tensors
         if not weights:
-            return votes_pass(u[:, ::step], **given)
+            return votes_pass(u[:, ::step], **common)
         (weight,) = weights
-        return routing_pass(u[:, ::step], weight if weight.shape[0] == 1 else weight[::step], **given)
+        return routing_pass(u[:, ::step], weight if weight.shape[0] == 1 else weight[::step], **common)
 
     def agree(
         self,
@@ -440,10 +440,10 @@ class RecordedVotes(VotesAround):
     def moments(self, **arguments: Any) -> Moments:
         if arguments.get("normalize") == "none":
             return self.votes.moments(**arguments)
-        found = self.votes.moments(**{**arguments, "return_weights": True})
-        assert found.weights is not None
-        self.weights.append(found.weights if self.last else found.weights.detach())
-        return found
+        moments_of_pass = self.votes.moments(**{**arguments, "return_weights": True})
+        assert moments_of_pass.weights is not None
+        self.weights.append(moments_of_pass.weights if self.last else moments_of_pass.weights.detach())
+        return moments_of_pass
 
 
 class GroupedVotes(Votes):
@@ -465,19 +465,23 @@ class GroupedVotes(Votes):
         self.mask, self.out_mask = mask, out_mask
 
     def moments(self, **arguments: Any) -> Moments:
-        found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
-        return Moments(*(None if field[0] is None else torch.cat(field, 1) for field in zip(*found, strict=True)))  # type: ignore[arg-type]
+        of_groups = [part.moments(**of_group) for part, of_group in zip(self.parts, self._cut(arguments), strict=True)]
+        fields = zip(*of_groups, strict=True)
+        return Moments(*(None if field[0] is None else torch.cat(field, 1) for field in fields))  # type: ignore[arg-type]
 
     def agree(self, num_iterations: int, **options: Any) -> Any:
         """Routes each group by the fused op."""
-        found = [part.agree(num_iterations, **own) for part, own in zip(self.parts, self._cut(options), strict=True)]
+        of_groups = [
+            part.agree(num_iterations, **of_group)
+            for part, of_group in zip(self.parts, self._cut(options), strict=True)
+        ]
         if options.get("return_coupling"):
-            return tuple(torch.cat(field, 1) for field in zip(*found, strict=True))
-        return torch.cat(found, 1)
+            return tuple(torch.cat(field, 1) for field in zip(*of_groups, strict=True))
+        return torch.cat(of_groups, 1)
 
     def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each group."""
-        found: list[dict[str, Any]] = [{**arguments} for _ in self.parts]
+        cut: list[dict[str, Any]] = [{**arguments} for _ in self.parts]
         for name, value in arguments.items():
             if not isinstance(value, Tensor) or name not in AXES:
                 continue
@@ -485,8 +489,8 @@ class GroupedVotes(Votes):
             runs = value.chunk(self.groups, axes.find("I" if "I" in axes else "J"))
             for group, run in enumerate(runs):
                 whole = name == "logits" and run.shape[-1] == self.J
-                found[group][name] = run.chunk(self.groups, -1)[group] if whole else run
-        return found
+                cut[group][name] = run.chunk(self.groups, -1)[group] if whole else run
+        return cut
 
 
 def _squashed_by(squash: Callable[[Tensor], Tensor], s: Tensor, kind: str) -> Tensor:
@@ -499,7 +503,7 @@ def _every(step: int, value: Tensor | None) -> Tensor | None:
 
 def votes_of(
     op: str,
-    given: object,
+    value: object,
     *,
     J: int | None = None,
     mask: Tensor | None = None,
@@ -513,12 +517,12 @@ def votes_of(
         ValueError: a shape that does not fit, or a mask for :class:`Votes`, which have their own.
     """
     options: dict[str, Any] = {"J": J, "mask": mask, "out_mask": out_mask, "backend": backend}
-    if isinstance(given, Votes):
+    if isinstance(value, Votes):
         if mask is not None or out_mask is not None:
             raise ValueError(f"{op}: mask and out_mask belong to the Votes; give them where these are made")
-        return given
-    if isinstance(given, Tensor):
-        return PassVotes(op, given, GIVEN, **options)
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        return PassVotes(op, *given, **options)
-    raise TypeError(f"{op}: votes must be a torch.Tensor, a pair (u, weight) or Votes, got {type(given).__name__}")
+        return value
+    if isinstance(value, Tensor):
+        return PassVotes(op, value, GIVEN, **options)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return PassVotes(op, *value, **options)
+    raise TypeError(f"{op}: votes must be a torch.Tensor, a pair (u, weight) or Votes, got {type(value).__name__}")

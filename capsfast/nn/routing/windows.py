@@ -115,8 +115,8 @@ class WindowVotes(VotesAround):
             lse = self.windows.log_sum(of_windows)
         if leaky:
             lse = torch.logaddexp(lse, torch.zeros_like(lse))
-        found = self.votes.moments(normalize="lse", lse=lse, **arguments)
-        return found._replace(lse=lse) if return_lse else found
+        moments_here = self.votes.moments(normalize="lse", lse=lse, **arguments)
+        return moments_here._replace(lse=lse) if return_lse else moments_here
 
     def _equal(self) -> Tensor:
         """The log-sum-exp if all logits are 0, ``[B·windows, I]``."""

@@ -117,8 +117,8 @@ class ObjectCaps(Layer):
 
     def forward(self, encodings: Tensor) -> Objects:
         M = self.num_parts
-        found = self.predict(self.describe(encodings))
-        relations, pose, logits, scales = found.split((6 * M, 6, 1 + M, M), 2)
+        predicted = self.predict(self.describe(encodings))
+        relations, pose, logits, scales = predicted.split((6 * M, 6, 1 + M, M), 2)
         relations = relations.unflatten(2, (M, 6))
         logits = logits + self.presence
         if self.training and self.noise:

@@ -45,8 +45,8 @@ class PartCaps(Layer):
         self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **factory_kwargs)
 
     def forward(self, maps: Tensor) -> Parts:
-        found = self.conv(maps).flatten(2).unflatten(1, (self.num_parts, -1))  # [B, M, 8 + F, places]
-        pooled = (found[:, :, :-1] * found[:, :, -1:].softmax(3)).sum(3)
+        maps_of_parts = self.conv(maps).flatten(2).unflatten(1, (self.num_parts, -1))  # [B, M, 8 + F, places]
+        pooled = (maps_of_parts[:, :, :-1] * maps_of_parts[:, :, -1:].softmax(3)).sum(3)
         poses, presence, features = pooled.split((6, 1, self.features), 2)
         logit = presence.squeeze(2)
         if self.training and self.noise:
