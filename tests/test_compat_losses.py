@@ -69,6 +69,8 @@ CASES: list[tuple[dict[str, float] | tuple[float, ...], Callable[..., Tensor], C
     ((J, *MARGINS), of_capsules, with_capsules),
     ({"n_labels": J, "m_positive": 0.8, "m_negative": 0.2, "lambda_": 0.3}, of_capsules, with_capsules),
     ({"n_labels": J, "lambda_": 0.3, "m_negative": 0.2, "m_positive": 0.8}, of_capsules, with_capsules),
+    ((1, 0, 0.0), lambda x, _: squares(x, PRESENT, 1, 0, 0).mean(), with_lengths),
+    ((J, 1, 0, 0.3), lambda v, _: of_capsules(v, _, (1, 0, 0.3)), with_capsules),
     ({"n_labels": J}, lambda v, _: of_capsules(v, _, (0.9, 0.1, 0.5)), with_capsules),
     ({"m_plus": 0.8, "m_minus": 0.2, "lambda_": 0.3}, of_paper, lambda: [lengths(), PRESENT]),
     ((), lambda x, y: squares(x, y, 0.9, 0.1, 0.5).sum(1).mean(), lambda: [lengths(), PRESENT]),

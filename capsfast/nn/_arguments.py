@@ -12,7 +12,10 @@ from ..calls.options import Backend, OptionKeywords
 
 Reduction = Literal["mean", "sum", "none"]
 # Floats that may be 0; all others are positive.
-FROM_0 = ("m_plus", "m_minus", "lam", "reconstruction_weight", "noise", "momentum", "logits_std", "dropout")
+FROM_0 = (
+    *("m_plus", "m_minus", "lam", "reconstruction_weight", "noise", "momentum", "logits_std", "dropout"),
+    *("m_pos", "m_neg", "m_positive", "m_negative", "lambda_"),  # of the losses in capsfast.compat
+)
 ANY_SIGN = ("initial_beta_a", "initial_beta_u")
 
 
