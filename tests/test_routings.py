@@ -3,7 +3,9 @@
 import copy
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -335,9 +337,12 @@ def test_a_layer_checks_its_arguments_once(routing: str, monkeypatch: pytest.Mon
         assert checked == ["capsfast.nn.RoutedCaps"]
 
 
-def in_place_of_forward(layer: RoutedCaps, seen: list[int]) -> None:
-    real = layer.routing.forward
-    layer.routing.forward = lambda *args, **options: seen.append(1) or real(*args, **options)
+def replaces(owner: Any, name: str, seen: list[int]) -> Any:
+    """Replaces a method of an object or a class; ``remove()`` of the result undoes that."""
+    real = getattr(owner, name)
+    replaced = patch.object(owner, name, lambda *args, **options: seen.append(1) or real(*args, **options))
+    replaced.start()
+    return SimpleNamespace(remove=replaced.stop)
 
 
 def by_a_class_of_its_own(layer: RoutedCaps, seen: list[int]) -> None:
@@ -355,7 +360,12 @@ WATCHING = {
     "hook of all modules": lambda layer, seen: register_module_forward_hook(
         lambda module, *_: seen.extend([1] * (module is layer.routing))
     ),
-    "forward": in_place_of_forward,
+    "forward": lambda layer, seen: replaces(layer.routing, "forward", seen),
+    "route": lambda layer, seen: replaces(layer.routing, "route", seen),
+    "options": lambda layer, seen: replaces(layer.routing, "options", seen),
+    "votes": lambda layer, seen: replaces(layer, "votes", seen),
+    "route of the class": lambda layer, seen: replaces(type(layer.routing), "route", seen),
+    "votes of the class": lambda layer, seen: replaces(RoutedCaps, "votes", seen),
     "votes of a subclass": by_a_class_of_its_own,
 }
 

@@ -1,6 +1,7 @@
 """Fully connected capsules with any routing."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
 from .routing.votes import GroupedVotes, Votes, votes_of
 from .weights import Weight
+
+# The methods of the routing that a call without votes bypasses.
+BYPASSED = ("forward", "route", "prior", "options")
+_bypassed_of = attrgetter(*BYPASSED)
+_BYPASSED = _bypassed_of(AgreementRouting)
 
 
 class RoutedCaps(Layer):
@@ -201,16 +207,17 @@ class RoutedCaps(Layer):
 
         Traced programs hold the call of the part ``routing``, which users see in them.
         """
+        if torch.compiler.is_compiling() or tracing_state() is not None or any_autocast() or transformed():
+            return False
         routing = self.routing
         if type(routing) is not AgreementRouting or hooked(routing) or any_global_hook():
             return False
-        if "forward" in vars(routing) or routing._compiled_call_impl is not None:
+        if not vars(routing).keys().isdisjoint(BYPASSED) or routing._compiled_call_impl is not None:
             return False
-        if self.held.groups > 1 or self.competing is not None or type(self).votes is not RoutedCaps.votes:
+        # A user may also replace a method of the class.
+        if _bypassed_of(AgreementRouting) != _BYPASSED or type(self).votes is not _VOTES or "votes" in vars(self):
             return False
-        if torch.compiler.is_compiling() or tracing_state() is not None or any_autocast() or transformed():
-            return False
-        return type(u) is Tensor
+        return self.held.groups == 1 and self.competing is None and type(u) is Tensor
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
@@ -222,6 +229,9 @@ class RoutedCaps(Layer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + weights.text(self.held)
+
+
+_VOTES = RoutedCaps.votes
 
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
