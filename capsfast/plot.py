@@ -92,7 +92,7 @@ def images_figure(rows: Mapping[str, Tensor], columns: Sequence[str], title: str
 
 
 def perturbations_figure(images: Tensor, label: str, deltas: Sequence[float]) -> Figure:
-    """``found [D, n, C, H, W]``: a row for each dimension of a capsule, a column for each value added."""
+    """``images [D, n, C, H, W]``: a row for each dimension of a capsule, a column for each value added."""
     rows = {f"dimension {d + 1}": row for d, row in enumerate(images)}
     return images_figure(rows, [f"{delta:+.2f}" for delta in deltas], f"capsule of {label}, one dimension varied")
 

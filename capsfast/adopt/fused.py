@@ -172,7 +172,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def fused_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of all fused layers whose own class is ``own``."""
+    """The class of all fused layers whose own class is ``original``."""
     if original not in _classes:
 
         @functools.wraps(original.forward)  # with the signature that export and others look at
@@ -192,7 +192,7 @@ def is_fused(layer: object) -> bool:
 
 
 def original_class(fused_kind: type) -> type[nn.Module]:
-    """The class before the layer was fused; ``made`` itself if it is not a fused class."""
+    """The class before the layer was fused; ``fused_kind`` itself if it is not a fused class."""
     return next((kind.__bases__[1] for kind in fused_kind.__mro__ if kind.__bases__[:1] == (FusedLayer,)), fused_kind)
 
 

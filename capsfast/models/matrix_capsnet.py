@@ -30,7 +30,7 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
 
 
 def starting_options(op: str, routing: RoutingChoice, dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of EM routing with which three layers of EM routing learn. ``given`` options take precedence.
+    """Options of EM routing with which three layers of EM routing learn. ``options`` take precedence.
 
     Poses keep their scale from layer to layer, and the floor is below the variance of their votes. A capsule of mean
     mass, whose votes have a variance as large as the floor, starts with an activation of 1/2; a capsule without mass
