@@ -71,6 +71,14 @@ def test_it_is_a_value() -> None:
         assert twin == found and hash(twin) == hash(found)
 
 
+def test_what_an_older_version_saved_is_bound_again() -> None:
+    identified, w, u = identification("JIKD", "BKI"), rand(J, I, K, D), rand(B, K, I)
+    older = Identification.__new__(Identification)
+    bound = ("names", "_reads", "_output_steps", "_coupling_steps")
+    older.__setstate__({name: value for name, value in vars(identified).items() if name not in bound})
+    assert torch.equal(older({"w": w}, u), identified({"w": w}, u))
+
+
 def test_one_graph() -> None:
     found, w, u = identification("JIKD", "BKI"), rand(J, I, K, D), rand(B, K, I)
     compiled = torch.compile(lambda w, u: found({"w": w}, u), fullgraph=True, backend="eager")

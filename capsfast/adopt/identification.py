@@ -104,6 +104,11 @@ class Identification:
         }
         vars(self).update(bound)  # the class is frozen
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Binds again, because a model that another version saved may lack what is bound here.
+        vars(self).update(state)
+        self.__post_init__()
+
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
         """The tensors that the call reads, by name, from this layer. Parametrized tensors are computed as in the layer.
 
