@@ -12,11 +12,14 @@ from .calls.arguments import GIVEN, Call, PassParameters
 from .calls.options import Backend, EMOptions, Normalize, PassOptions
 from .calls.overrides import instead
 from .ops import em_routing as _em_routing
+from .ops import em_update as _em_update
 from .ops import routing_pass as _routing_pass
-from .ops.em_update import call as em_update
 from .reference.routing_pass import Moments
 
-__all__ = ["Moments", "em_update", "gaussians", "routing_pass", "votes_pass"]
+__all__ = ["Moments", "routing_pass", "votes_pass"]
+
+# The update of EM routing, for capsfast.nn.
+em_update = _em_update.call
 
 # The names in messages.
 ROUTING, VOTES = "capsfast.routing_pass", "capsfast.votes_pass"

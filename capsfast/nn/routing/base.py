@@ -1,7 +1,5 @@
 """The interface of all routings, which turn votes and activations into poses and activations."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +20,9 @@ class Capsules(NamedTuple):
     activations: Tensor
 
 
-# Lengths as activations: ``[..., D]`` to ``[...]``; ``dim``: the axis D.
-lengths: Callable[..., Tensor] = partial(torch.linalg.vector_norm, dim=-1)
+def lengths(poses: Tensor, dim: int = -1) -> Tensor:
+    """Lengths as activations: ``[..., D]`` to ``[...]``; ``dim``: the axis D."""
+    return torch.linalg.vector_norm(poses, dim=dim)  # type: ignore[no-any-return]
 
 
 # Sabour, Frosst, Hinton (2017) route 1152 to 10 capsules of size 16, and their W starts with a deviation of 0.1. Their
