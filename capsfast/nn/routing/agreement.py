@@ -96,7 +96,7 @@ class AgreementRouting(Agreement, SummingRouting):
         if logits is not None or bias is not None:
             arguments.check_parameters(ROUTING, "u", u, sizes, {"logits": logits, "bias": bias})
         v, _ = routed(call, options, RoutingParameters(logits, bias), False, self.backend)
-        return Capsules(v, lengths(v))
+        return Capsules(v, torch.linalg.vector_norm(v, dim=-1))
 
     def prior(self, logits: Tensor | None) -> Tensor | None:
         """The sum of learned and given logits, None for 0.
