@@ -91,8 +91,8 @@ struct Tile {
   // So many neighbouring threads have the scores of a sample and an input capsule.
   const int lanes = lanes_for(kThreads / (kSamples * shape.inputs) / 2 + 1);
 
-  Shared<T> weights = array(0, most_weights);         // [run][component of a run][thread], runs of k
-  Shared<T> poses = array(most_weights, most_poses);  // [input][run][sample], runs of k
+  Shared<T> weights = array(0, most_weights);         // [run of k][component m of a thread][thread]
+  Shared<T> poses = array(most_weights, most_poses);  // [input][run of k][sample]
   // [sample][thread]: parts of dots, then, where the first run of an output capsule is, logits, then c; in the
   // backward dc, then db.
   Shared<T> c = array(scores_from, scores), dc = array(scores_from + scores, scores);
