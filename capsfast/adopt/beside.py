@@ -88,7 +88,7 @@ class Beside:
         )
 
     def results(self, given: Given) -> dict[Dtypes, tuple[torch.dtype, ...]]:
-        """For all dtypes in which the layer runs and the call agrees with it: the dtypes of the layer's results.
+        """The dtypes of the layer's results, for each set of dtypes in which the layer runs and the call agrees.
 
         Casts the copy to all dtypes in turn.
         """
@@ -119,7 +119,7 @@ def _to(given: Given, dtype: torch.dtype) -> Given:
 
 
 def _under(autocast: torch.dtype | None, given: Given) -> torch.autocast:
-    # Without autocast's cache, which would return tensors cast to bfloat16 for float16.
+    # cache_enabled=False: autocast's cache would return tensors cast to bfloat16 where float16 is wanted.
     return torch.autocast(given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False)
 
 

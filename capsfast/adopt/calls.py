@@ -82,12 +82,12 @@ class Signature:
         return Signature(order, names, defaults, values), tuple(copies)
 
     def with_size(self, batch: int) -> "Signature":
-        """The signature if an int of the call that equals the number of samples means that number."""
+        """The signature in which every int that equals the number of samples means the number of samples."""
         ints = {name for name in self.names if type(self.values[name]) is int and self.values[name] == batch}
         return replace(self, values={**self.values, **dict.fromkeys(ints, Size)})
 
     def fill(self, *given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the forward in this call for other values, capsules or votes first."""
+        """Arguments of the forward by position and by name: as in this call, but with the values ``given``."""
         values = {**self.defaults, **dict(zip(self.names, given, strict=True))}
         args = tuple(values.pop(name) for name in self.order if name in values)
         return args, values

@@ -100,7 +100,7 @@ class Inputs:
         return isinstance(value, Tensor) and value.dtype != torch.bool and value.numel() == self.u.shape[0]
 
     def absent(self, n: int) -> Iterator[tuple[str, Tensor]]:
-        """What an argument may be instead of a mask of capsfast, and its value for which all input capsules count."""
+        """What an argument may be if it is no mask of capsfast, and the value that lets all input capsules count."""
         value = self.others[n]
         if self.counts(n):
             # An index out of range would end the process's use of a GPU.

@@ -158,7 +158,7 @@ def _looked_at(
         if layer in done:
             continue
         if candidate.nameless:
-            # A forward may make several of a kind.
+            # A forward may make several modules of one class: one report for the class.
             if done.isdisjoint(candidate.around) and not ours(type(layer)) and kind not in nameless:
                 reports[layer] = LayerReport(f"<{kind}>", kind, report.LEFT_ALONE, NAMELESS)
                 nameless.add(kind)
@@ -171,7 +171,7 @@ def _looked_at(
             told = replace(told, reason="a layer of capsfast")
         else:
             try:
-                # The caller's autocast is for the model: each call is compared under the autocast that was around it.
+                # The comparison sets autocast as it was around the layer's call, so the caller's autocast is off here.
                 with torch.autocast(candidate.device, enabled=False):
                     chosen[layer], told = _found(candidate, seconds)
             except LeftAloneError as error:

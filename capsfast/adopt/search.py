@@ -21,8 +21,9 @@ from .squashes import OTHER_DIRECTION, SAME_DIRECTION, no_options, off_direction
 from .trace import BATCHES, BranchError, UntraceableError
 from .trial import OP, SAME, SAME_ON_REAL, NotReproduced, Trial, backend_for, capsules, relative
 
-# A factor of u that makes all coupling equal. Two lengths of weighted sums: the first shows eps, the second coupling.
+# A factor of u that makes all coupling equal.
 NEAR_0 = 1e-5
+# Two lengths of weighted sums: sums of the first length show eps, sums of the second length show the coupling.
 LENGTHS = (3e-5, 1e-2)
 # Largest number of entries in the votes with which a call is compared on u.
 QUICK = 2**20
@@ -224,7 +225,7 @@ class Search(Trial):
         return None
 
     def _why_argument(self, reads: frozenset[str], mattering: list[str]) -> str | None:
-        """The reason, if the layer routes once an argument takes nothing out in the way of padding or lengths."""
+        """The reason, if an argument is padding or lengths: with a value that takes nothing out, the layer routes."""
         inputs, miss, nearest = self.inputs, self.miss, self.nearest
         try:
             for n in (n for n in range(len(inputs.others)) if f"argument {n + 2}" in reads):
@@ -460,7 +461,7 @@ class Search(Trial):
     def _difference_of_finite(
         self, identification: Identification, inputs: Inputs, where: str, zero: bool = False
     ) -> float:
-        """The difference of the layer's finite results. Where they are not, the call's may be finite for zeros only.
+        """The difference where the layer's results are finite. Elsewhere the call's must not be, unless ``zero``.
 
         Raises:
             NotReproduced: layer and call differ.

@@ -70,15 +70,15 @@ class Snapshot:
         return [inner for inner in value if type(inner) not in ATOMS] if type(value) in (list, tuple, deque) else []
 
     def built(self) -> bool:
-        """Whether parameters, buffers or modules are where nothing was, or tensors got their shape."""
+        """Whether the run added parameters, buffers or modules where nothing was, or gave lazy tensors a shape."""
         return any(type(tensor) is not kind for tensor, kind in self._classes if isinstance(tensor, Tensor)) or any(
             value is not None and before.get(name) is None for now, before in self._parts for name, value in now.items()
         )
 
     def keep_built(self) -> None:
-        """Undoes the run; if it built parts, only the modes of the modules.
+        """Undoes the run. If the run built parts, only the modes of the modules are restored.
 
-        Parts without the flags, counts and lists that go with them would be half of a model.
+        Undoing the rest would leave parts without the flags, counts and lists that belong to them.
         """
         if self.built():
             self._restore_modes()
@@ -91,10 +91,10 @@ class Snapshot:
             module.training = training
 
     def restore(self) -> None:
-        """Undoes the run, with what it built."""
+        """Undoes the run, and removes what the run built."""
         for value, kind in self._classes:
             if type(value) is not kind:
-                # As torch makes it: a lazy tensor has no numbers.
+                # Empty, as torch makes a lazy tensor.
                 if isinstance(value, Tensor):
                     value.data = torch.empty(0, dtype=value.dtype, device=value.device)
                 # Not by assignment, because a module may have its own __setattr__.

@@ -1,4 +1,4 @@
-"""Finds the squash of a layer from weighted sums and the layer's results, options to try with it, or why none fits."""
+"""Finds the squash of a layer from weighted sums and the layer's results, and options to try; or says why none fits."""
 
 import math
 from collections.abc import Iterator
@@ -98,7 +98,10 @@ def _round(eps: float) -> float:
 
 
 def off_direction(v: Tensor, total: Tensor) -> float:
-    """The share of the outputs that is not along the sums of votes; infinite if they are opposite or all 0."""
+    """The share of the outputs that is not parallel to the sums of votes.
+
+    Infinite if an output points the opposite way, all outputs are 0, or an output is not finite.
+    """
     if not bool(v.isfinite().all()) or not bool(v.any()):
         return float("inf")
     along = (v * total).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
@@ -106,7 +109,7 @@ def off_direction(v: Tensor, total: Tensor) -> float:
 
 
 def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tuple[float, str]:
-    """Rank and reason for outputs that point along the sums of votes while the votes are tiny."""
+    """How far a candidate came, as a rank, and the reason why no options fit, judged by its outputs for tiny votes."""
     if fitting:
         return 4, OTHER_AGREEMENT
     if any(off_direction(v, total) > SAME_DIRECTION for v, total in zip(results, sums, strict=True)):

@@ -43,7 +43,7 @@ def kept(value: Any, reason: str) -> Any:
         copied_value = copy.deepcopy(value, memo)
     except Exception:  # other people's classes
         copied_value = None
-    # deepcopy keeps there what it made copies of.
+    # deepcopy keeps the originals of its copies in memo[id(memo)].
     inner = [copied for copied in memo.get(id(memo), []) if isinstance(copied, (Tensor, nn.Module))]
     if inner or not same(value, copied_value):
         raise LeftAloneError(reason.format(f"a {type(inner[0] if inner else value).__name__}"))
@@ -62,7 +62,7 @@ def same(now: Any, before: Any, owner: nn.Module | None = None) -> bool:
 
 
 def _compared(value: Any, owner: nn.Module | None) -> Any:
-    """What counts in a comparison: of tensors and modules the presence, of the owner's methods their functions."""
+    """What a comparison looks at. Tensors and modules count by presence, methods of the owner by their functions."""
     if isinstance(value, (Tensor, nn.Module)):
         return Tensor if isinstance(value, Tensor) else nn.Module
     if isinstance(value, types.MethodType) and value.__self__ is owner:

@@ -86,7 +86,7 @@ def roles(name: str, shape: tuple[int, ...], identification: Identification) -> 
 
 
 def _simplicity(identification: Identification) -> tuple[int, ...]:
-    """Sort key: fewest merged and missing axes first, then larger D: any direction fits a capsule of one number."""
+    """Sort key: fewest merged and missing axes first, then largest D, because any direction fits if D is 1."""
     orders_of = (identification.weight_order, identification.input_order, identification.output_order)
     merged = sum(len(axis) > 1 for order in orders_of for axis in axes(order))
     missing = 0 if identification.weight is None else sum(letter not in identification.weight_order for letter in "IJ")

@@ -40,7 +40,7 @@ SMOOTH = _words(
 )
 # torch's own backwards use these: a norm of 0 has the gradient 0, and a maximum passes its gradient to one entry.
 IN_BACKWARD = _words("eq sgn sign value_selecting_reduction_backward scatter")
-# With a bound up to TINY these are the eps of a length that may be 0, as in torch.nn.functional.normalize.
+# A bound up to TINY of these operations is the eps of a length that may be 0, as in torch.nn.functional.normalize.
 WITH_BOUND = _words("clamp clamp_min ge gt le lt maximum")
 TINY = 1e-6
 RANDOM = _words(
@@ -106,7 +106,7 @@ def trace(
         UntraceableError: torch can't trace the forward.
     """
     names = list(given)
-    # An input of its own, so that the trace shows the operations on the incoming gradient.
+    # The incoming gradient is an input, so that the trace shows the operations on this gradient.
     upstream = torch.ones((), dtype=given[batch].dtype, device=given[batch].device)
 
     def both(upstream: Tensor, *tensors: Tensor) -> Any:
@@ -185,7 +185,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _program(program: fx.GraphModule, nodes: list[fx.Node]) -> Iterator[str]:
-    """The nodes as text, with numbers instead of names, which depend on operations that nothing needs."""
+    """The nodes as text. Numbers replace the nodes' names, because operations that nothing needs change the names."""
     numbers = {node: f"%{n}" for n, node in enumerate(nodes)}
     for node in nodes:
         if node.op == "placeholder":

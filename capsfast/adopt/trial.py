@@ -12,7 +12,8 @@ from .orders import follow, steps_from
 from .probe import Probe, Run
 
 OP = "capsfast.identify"
-# Largest relative differences that count as equal; the second for own parameters and u: saturation costs digits.
+# Largest relative differences that count as equal. The second is for the layer's own parameters and u, where saturation
+# costs digits.
 SAME, SAME_ON_REAL = 1e-10, 1e-8
 VOTE_LENGTH = 1.5
 # A tensor with no larger number counts as 0.

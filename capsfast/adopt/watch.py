@@ -142,7 +142,7 @@ def candidates(model: nn.Module, example: object, before: Snapshot) -> list[Cand
 
 
 def _may_route(module: nn.Module) -> bool:
-    # A parametrization makes a subclass in torch of the module's own class.
+    # A parametrization replaces the module's own class by a subclass that is defined in torch.
     kind = type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
     return not kind.__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule)
 
@@ -153,7 +153,10 @@ def axes_of(shape: Sequence[int]) -> list[int]:
 
 
 def looks_like_routing(u: Tensor, v: Tensor) -> bool:
-    """Whether shapes can be ``[B, I, K]`` or votes ``[B, I, J, D]`` to ``[B, J, D]``, in any order, with axes of 1."""
+    """Whether shapes can be ``[B, I, K]`` or votes ``[B, I, J, D]`` to ``[B, J, D]``, in any order of axes.
+
+    Further axes of length 1 do not count.
+    """
     if not (u.is_floating_point() and v.is_floating_point()) or u.dim() < 3 or u.numel() == 0:
         return False
     B = u.shape[0]

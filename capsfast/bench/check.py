@@ -66,7 +66,7 @@ WIDE = (*NARROW, torch.float16, torch.float64)
 class Family(NamedTuple):
     """Kernels of a backend that share their code. shapes: (B, I, J, D, K). op: a function, or "em" for the routing.
 
-    exponent: input capsules are 10**exponent times as long as usual. variable: of the environment, 1 for the kernels.
+    exponent: input capsules are 10**exponent times as long as usual. variable: set to 1 in the environment.
     """
 
     backend: str
@@ -148,7 +148,7 @@ class FamilyCall(NamedTuple):
 
 
 def calls(name: str) -> list[FamilyCall]:
-    """The calls of a family. The first of each case come first, so that a check that ends early has seen all cases."""
+    """The calls of a family. The first calls cover all cases, so that a check that ends early has seen every case."""
     family = FAMILIES[name]
     ordered = sorted(
         (s + d, s, c, d)
@@ -337,7 +337,7 @@ def check_families(
 
 
 class _Watch:
-    """Workers for the calls of a family, one after the other, until ``end``. A file in a folder has their output."""
+    """Runs workers for the calls of a family, one after the other, until ``end``. Their output is in a file."""
 
     def __init__(self, result: Result, end: float, folder: Path) -> None:
         self.result, self.begin, self.end = result, time.monotonic(), end
@@ -394,7 +394,8 @@ class _Watch:
     def failed(self, why: str) -> bool:
         """Goes on behind the call that runs, if there is one."""
         self.kill()
-        # A worker ends between calls after an error that it has told; before its first call it would end so again.
+        # If a worker ends between calls, it has reported an error, and the next worker goes on. If it ends before its
+        # first call, the next worker would end there too.
         told = not self.call and self.skip > self.begun
         if not told:
             self.result.wrong.append(f"{self.call or 'the start'}: {why}")

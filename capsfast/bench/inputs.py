@@ -28,7 +28,7 @@ class InputSet:
 
 
 def weight_std(case: Case) -> float:
-    """A deviation with which weighted sums are of order one, so that coupling changes. A routing brings its own."""
+    """A deviation that makes weighted sums of order one, so that coupling changes; for a routing, its own deviation."""
     if case.routing:
         return case.made.weight_std(case.K, columns=case.D)
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))

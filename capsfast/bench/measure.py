@@ -154,7 +154,7 @@ def measure(
         if contender.name in steps:
             growth, reason = memory.peak_growth(case, contender, device, steps[contender.name])
             rows[contender.name] = dataclasses.replace(rows[contender.name], memory_bytes=growth, reason=reason)
-    # Last, because torch may be left in a state of its own by a capture that fails.
+    # Graphs come last, because a capture that fails may leave torch in a broken state.
     for name in steps if device.type == "cuda" else ():
         rows[name] = beside(steps[name], rows[name], device)
     # So that torch compiles the next shape from scratch, and does not count it as a recompilation.

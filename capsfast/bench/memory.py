@@ -3,7 +3,7 @@
 On the CPU this is the peak of the resident set in a fresh process. The allocator of a process that ran other contenders
 would hold freed pages, which hide the growth. The kernel's high-water mark is reset just before the call (5 to
 clear_refs, see proc(5)); otherwise it would show the peak of importing, compiling and filling the inputs. On CUDA
-torch's allocator counts, in the process that does the timing, which has compiled the call already.
+torch's allocator counts the bytes, in the process that does the timing and has compiled the call already.
 """
 
 import ctypes

@@ -19,7 +19,7 @@ OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this orde
 
 
 class _Given:
-    """Takes the place of the weight if the first argument is votes. A user may pass None as a weight by mistake."""
+    """Stands for the weight if the first argument is votes. Not None, which a user may pass as a weight by mistake."""
 
     def __repr__(self) -> str:
         return "GIVEN"
@@ -115,7 +115,7 @@ def check(
     options: PassOptions | RoutingOptions,
     J_needed: bool = False,
 ) -> tuple[Call, Callable[[Tensor], Tensor] | None]:
-    """The checked arguments of a routing or a pass, and what restores the axes of positions of a result, if there are.
+    """The checked call of a routing or a pass, and a function that restores the axes of positions, if there are any.
 
     weight: GIVEN if u are votes. options: already checked. J_needed: if all output capsules share weight or votes,
     another argument must say how many output capsules there are.
@@ -147,8 +147,8 @@ def check(
     if positions.alone(spatial):
         call.u = u.squeeze(-1)
     shared = call.u.dim() == 5 and call.shared_outputs
-    # An op adds up the gradient of votes that output capsules share, before it rounds, if it sees their one vote. That
-    # it does without positions. DTensors keep their positions: they cannot merge an axis that is split with another.
+    # If output capsules share one vote, an op without positions sums the vote's gradient before it rounds. So positions
+    # become samples. DTensors keep their positions, because they cannot merge an axis that is split with another axis.
     as_samples = shared and not hasattr(u, "placements")
     if as_samples:
         call = call.as_samples()

@@ -193,7 +193,7 @@ def integer(op: str, name: str, value: object, least: int = 1) -> None:
 def without_memory(op: str, error: Exception, remedy: str, on_gpu: bool = False) -> Exception | None:
     """The error to raise in place of ``error`` if a tensor did not fit in memory, None if another thing went wrong.
 
-    It is a MemoryError, on a GPU a torch.OutOfMemoryError.
+    The error to raise is a MemoryError, on a GPU a torch.OutOfMemoryError.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):

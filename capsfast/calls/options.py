@@ -20,7 +20,7 @@ class RoutingOptions(NamedTuple):
     sharpness: factor of v before the last iteration, and so of the agreement.
     accumulate: the logits of an iteration are the given logits plus all agreements so far. False: the last agreement
         alone, without the given logits after the first iteration.
-    wide: v has the dtype of sums, float32 for 16-bit inputs, because something follows before it is rounded.
+    wide: v has the dtype of sums, float32 for 16-bit inputs, because the caller computes with v before rounding it.
     """
 
     num_iterations: int
@@ -115,7 +115,7 @@ def routing_options(
     """
     checked = Options(num_iterations, **options).checked(op)
     if last_squash is not None:
-        # What a class calls squash if it chooses the squash of all other iterations.
+        # Errors name it squash, as classes do that choose the squash of all other iterations themselves.
         checks.choice(op, "squash", last_squash, SQUASH)
         checked = checked._replace(last_squash=last_squash)
     checks.positive(op, "sharpness", sharpness)
@@ -123,7 +123,7 @@ def routing_options(
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of :class:`Options` behind the first, as keywords."""
+    """The fields of :class:`Options` after num_iterations, as keywords."""
 
     softmax: Softmax
     gradient: Gradient

@@ -20,8 +20,8 @@ def alone(spatial: tuple[int, ...]) -> bool:
 def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
     """An argument with an axis B, with one axis for all positions, or none for a single position.
 
-    An argument without axes of positions is expanded to all of them, in float32 if it has 16 bits: else its gradient
-    would be a sum of rounded numbers. If ``spatial`` is empty, it is returned as it is.
+    An argument without axes of positions is expanded to all positions. 16-bit numbers become float32 before: otherwise
+    the gradient would be a sum of rounded numbers. If ``spatial`` is empty, the argument is returned as it is.
     """
     if value is None or not spatial:
         return value
@@ -40,9 +40,9 @@ def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor 
 
 
 def restoring(B: int, spatial: tuple[int, ...], as_samples: bool) -> Callable[[Tensor], Tensor]:
-    """Restores the axes of positions of a result.
+    """A function that restores the axes of positions of a result.
 
-    The result has one axis for all positions, or none for a single one, or its samples are positions.
+    The result has one axis for all positions, or none for a single position; with ``as_samples`` positions are samples.
     """
 
     def restore(value: Tensor) -> Tensor:

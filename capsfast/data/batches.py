@@ -24,8 +24,8 @@ class BatchOrder(Sampler[Draw]):
 
     Training (``shuffle``): all processes together get the batches that one process with ``batch_size * world_size``
     would get. A smaller last batch is split evenly; the remaining images, fewer than ``world_size``, are left out of
-    this epoch. So is a last batch of one image for each process, which batch normalisation could not take. Without
-    ``shuffle`` every image is used once, in order.
+    this epoch. A last batch of one image for each process is left out too, because batch normalisation could not take
+    it. Without ``shuffle`` every image is used once, in order.
 
     Args:
         size: number of images in the data set.

@@ -25,7 +25,7 @@ from .vision import torchvision
 
 class Named(NamedTuple):
     """files: names, images before labels, training before test. remedy: how to get the files. torchvision: the class
-    that downloads them. below: its sub-folder for them."""
+    that downloads the files. below: the sub-folder that this class puts them in."""
 
     files: list[str]
     remedy: str

@@ -22,7 +22,7 @@ from .vision import torchvision
 GREY = {"1", "L", "LA", "I", "I;16", "I;16B", "F"}
 # Opening a folder reads the headers of at most so many pictures.
 LOOKED_AT = 1000
-# Names of the parts, in any case, with anything that is no letter, and before "set" or "data".
+# Names of the parts. Case and characters other than letters do not count; "set" or "data" may follow the name.
 NAMES_OF_PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev", "eval", "evaluation"),
@@ -188,7 +188,7 @@ def _is_visible(name: str) -> bool:
 
 
 def _file(path: str) -> tuple[int, int]:
-    """The same for all links to a file."""
+    """A key that is the same for all links to a file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

@@ -71,7 +71,7 @@ class Images(Dataset[Tensor]):
         """Raises ValueError for numbers that are no colours. where: which image; without it they are all images."""
         name, dtype = f"{OP}: images of {self.name}", pixels.dtype
         shaped = pixels.dim() == 3 if where else pixels.dim() in (3, 4)
-        # One image may be so dark.
+        # A single image may be so dark that its largest byte is 1, but not all images of a data set.
         if dtype == torch.uint8 and not where and pixels.max() == 1:
             remedy = "give floats from 0 to 1, or multiply them by 255"
             raise ValueError(f"{name} must be bytes up to 255, got nothing above 1, which is nearly black; {remedy}")
@@ -138,7 +138,7 @@ def _checked(name: str, labels: Any, count: int) -> Tensor:
         tensor = torch.as_tensor(np.stack(labels) if arrays else labels)
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.zeros(0)
-    # A larger label would give the network as many classes.
+    # The network gets a class for every number up to the largest label, so a wrong label costs memory.
     most = max(count, 1000)
     fits = count > 0 and tensor.numel() == count and not tensor.is_floating_point()
     tensor = tensor.long()

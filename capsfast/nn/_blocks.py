@@ -25,8 +25,8 @@ GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
 # Memory of one block, in units of the inputs of its routing.
 AT_ONCE = 5
 
-Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
-Routed = Tensor | Capsules  # the output capsules; without activations from dynamic routing
+Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
+Routed = Tensor | Capsules  # the output capsules; from dynamic routing the poses alone
 RoutingInputs = Sequence[Any]  # the inputs of a block's routing, tensors and None
 
 
@@ -52,7 +52,7 @@ class WindowLayer(Layer):
         return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def capsules(self, poses: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
-        """Calls the layer. Lengths are the activations that are missing, and the activations of dynamic routing."""
+        """Calls the layer. Lengths of poses are used as missing activations and as activations of dynamic routing."""
         if self.uses_poses_alone:
             poses_out = self(poses, **given)
             return Capsules(poses_out, lengths(poses_out, dim=2))
@@ -93,7 +93,7 @@ class WindowLayer(Layer):
         return self._whole(poses, activation, grid)
 
     def _divides(self, *tensors: Tensor | None) -> bool:
-        """False under a transform or forward-mode differentiation, or if parts have hooks or are parametrized.
+        """Whether windows may be routed in blocks: not in a transform, with forward mode, hooks or parametrizations.
 
         A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
         """
@@ -333,7 +333,7 @@ class _Graph:
 
 
 class _As(torch.autograd.Function):
-    """``value`` as a function of a leaf of its shape."""
+    """Returns ``value``; its gradient becomes the gradient of ``leaf``, which has the same shape."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:

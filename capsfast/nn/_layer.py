@@ -106,7 +106,7 @@ def _check(owner: Any, layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module's own tensors, without those of its parts, their first values; None if nothing does."""
+    """The function that resets a module's own tensors, without the tensors of its parts; None if there is none."""
     kind: Any = type(module)
     if isinstance(module, Layer) and kind.reset_parameters is Layer.reset_parameters:
         return None if kind._initialise is Layer._initialise else module._initialise
@@ -114,7 +114,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _tensors_of(module: nn.Module) -> list[str]:
-    """The names of the tensors, and lists of parameters, that a module itself sets. A list leaves that to its owner."""
+    """The names of the tensors and lists of parameters that a module itself resets. A list is reset by its owner."""
     lists = (nn.ParameterList, nn.ParameterDict)
     if isinstance(module, lists):
         return []
@@ -185,8 +185,8 @@ class Node(nn.Module):
 class Layer(Node):
     """A module whose name in messages, checks and text follow from its constructor.
 
-    Arguments are checked by their annotations before the constructor runs. ``extra_repr`` shows the arguments without a
-    default, and those that differ from it, if the layer holds them under their names.
+    Arguments are checked by their annotations before the constructor runs. ``extra_repr`` shows arguments without a
+    default and arguments that differ from their default, if the layer holds them under their names.
     """
 
     _op = "capsfast.Layer"
@@ -203,7 +203,7 @@ class Layer(Node):
             cls.__init__ = _checked(cls)  # type: ignore[method-assign]
 
     def _initialise(self) -> None:
-        """Sets the layer's own tensors, and those of its parts that start otherwise here. Constructors end with it."""
+        """Initialises the layer's tensors, and tensors of parts that start otherwise here. Constructors end with it."""
 
     def reset_parameters(self) -> None:
         """Sets all parameters and buffers, also those of the parts, to the values of a new layer, drawn anew.

@@ -35,8 +35,8 @@ class ClassCaps2d(RoutedCaps):
             order (type, y, x).
         coordinates: whether to add places to the votes. A pair (offset, scale) sets the coordinates: place n of N adds
             ``scale (n + offset) / N``, and True means (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
-            (1, 0.1), another version of it (1, 0.01), in a branch that never runs: it adds 0.1 at every place, as
-            (1e12, 1e-13 N) does.
+            (1, 0.1), another version of that code (1, 0.01), but in a branch that never runs: the code adds 0.1 at
+            every place, as (1e12, 1e-13 N) does.
         routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
 
     Shapes: poses ``[B, in_types, in_dim, H, W]`` and activation ``[B, in_types, H, W]``, or both as lists
@@ -92,8 +92,8 @@ class ClassCaps2d(RoutedCaps):
         self.flatten = FlattenCaps()
 
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        # The added constant is written as a product, so that kernels need not know of it: one more column of the pose
-        # times one more row of the weight, which is (0, ..., 0, 1); or two more components of a vector.
+        # The product adds the coordinates, so that kernels need not know of them. A pose matrix gets one more column,
+        # and the weight one more row, (0, ..., 0, 1). A vector gets two more components.
         (W,) = self._parameters_held()
         return self.held.product(*(self._placed(u, W) if self.coordinates else (u, W)))
 

@@ -136,7 +136,7 @@ class ConvCaps2d(WindowLayer):
         return self._unfolded(self._padded(activation).unsqueeze(2)).squeeze(2)
 
     def inside(self, poses: Tensor) -> Tensor | None:
-        """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None where all are."""
+        """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None without padding."""
         ones = self._ones(poses)
         return None if ones is None else self._inside(ones, poses.shape[0])
 
@@ -153,7 +153,7 @@ class ConvCaps2d(WindowLayer):
         return F.pad(image, (x, x, y, y)) if self.padding != (0, 0) else image
 
     def _ones(self, poses: Tensor) -> Tensor | None:
-        """False in the padding, ``[1, 1, H, W]`` with it; None where there is none."""
+        """bool ``[1, 1, H, W]`` of the padded image, False in the padding; None without padding."""
         if self.padding == (0, 0):
             return None
         return self._padded(torch.ones((1, 1, *poses.shape[3:]), dtype=torch.bool, device=poses.device))
@@ -170,7 +170,7 @@ class ConvCaps2d(WindowLayer):
         return image.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
 
     def _unfolded(self, image: Tensor) -> Tensor:
-        """The same with a faster gradient."""
+        """As :meth:`_windows`, with a faster gradient."""
         if not folds_by_pass(image):
             return self._windows(image)
         with torch.no_grad():
@@ -178,7 +178,7 @@ class ConvCaps2d(WindowLayer):
         return unfolded(image, windows, partial(self._fold, image.shape))
 
     def votes(self, poses: Tensor) -> Votes:
-        """The votes in every window; none is in memory."""
+        """The votes in every window; they are not stored."""
         self._check(poses)
         padded = self._padded(poses)
         by_pass = self.routing.held.keeps_u and folds_by_pass(padded)
@@ -206,7 +206,7 @@ class ConvCaps2d(WindowLayer):
         self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
     ) -> RoutingInputs:
         at_windows = None if activation is None else self._unfolded(activation.unsqueeze(2)).squeeze(2)
-        # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
+        # Padding has votes 0. They add 0 to sums, and a softmax over the outputs has a row of its own for each capsule.
         masked = inside is not None and not (self.uses_poses_alone and self.routing.routing.softmax == "out")
         return self._unfolded(poses), at_windows, self._inside(inside, poses.shape[0]) if masked else None  # type: ignore[arg-type]
 
@@ -229,7 +229,7 @@ class ConvCaps2d(WindowLayer):
         return partial(WindowVotes, windows=windows, start=self.start)
 
     def at_windows(self, size: tuple[int, int]) -> RoutedCaps:
-        """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
+        """``routing`` for the unfolded windows of an image of ``size`` (H, W); if windows compete, a copy of it."""
         if self.competition == "window":
             return self.routing
         layer = copy.copy(self.routing)

@@ -48,7 +48,7 @@ def couplings(
 
 
 def as_capsfast(layer: nn.Module, u: Tensor) -> tuple[Any, Tensor]:
-    """A layer of this package that routes like one that :func:`capsfast.accelerate` replaced, and its input."""
+    """``layer`` and u. For a layer that :func:`capsfast.accelerate` replaced: a layer of capsfast, and its input."""
     make: Any = getattr(layer, "as_capsfast", None)
     return (layer, u) if make is None else make(u)
 

@@ -155,7 +155,7 @@ class DynamicRouting(RoutedCaps):
     def _by_votes(
         self, u: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, return_coupling: bool
     ) -> Tensor | Coupled:
-        """The same as a call of the part ``routing``, whose hooks run."""
+        """The result of :meth:`forward` by a call of the part ``routing``, so that its hooks run."""
         votes = self.votes(u, mask, out_mask)
         if not return_coupling:
             return self.routing(votes, logits=logits).poses

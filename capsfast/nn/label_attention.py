@@ -16,7 +16,7 @@ LARGEST = 1e30
 
 
 def _operands(op: str, interests: object, items: object, mask: Tensor | None, rows: str = "B") -> tuple[Tensor, Tensor]:
-    """The checked interests, 0 where they are absent, and items. rows: what the first of two axes of items counts."""
+    """The checked interests, 0 where they are absent, and items. rows: the first axis of items with two axes."""
     vectors = checks.tensor(op, "interests", interests, "[B, J, D]")
     checks.floating(op, "interests", vectors)
     if not isinstance(items, Tensor):

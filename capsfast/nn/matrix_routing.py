@@ -1,4 +1,4 @@
-"""Routing of pose matrices to the Gaussians that explain their votes, by what each is worth to each."""
+"""Routing of pose matrices to Gaussians that explain the votes, with benefit less cost as scores."""
 
 from typing import Literal, NamedTuple
 
@@ -99,7 +99,7 @@ class MatrixRouting(Layer):
         self._initialise()
 
     def _initialise(self) -> None:
-        """W with the author's deviation 1 / Q, all other parameters 0, as there."""
+        """As in the author's code, W starts with deviation 1 / Q, all other parameters with 0."""
         nn.init.ones_(self.CONST_one)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -116,7 +116,7 @@ class MatrixRouting(Layer):
         f = f if mask is None else f.masked_fill(~mask, 0.0)
         both = self.beta_use + self.beta_ign
         ignored = (f[..., None] * self.beta_ign).sum(1)
-        # Row p of a pose ends in row p of the unit matrix, which the product takes to row p of B.
+        # Row p of a pose is extended by row p of the unit matrix, so that the product adds row p of B.
         rows = u.unflatten(2, (self.pose_rows, -1))
         unit = torch.eye(self.pose_rows, dtype=u.dtype, device=u.device).expand(*rows.shape[:3], -1)
         product = torch.cat([rows, unit], 3), torch.cat([self.W, self.B], 2)

@@ -203,7 +203,7 @@ class RoutedCaps(Layer):
         return self.routing(self.votes(u, mask, out_mask), activation)
 
     def _runs_at_once(self, u: Tensor) -> bool:
-        """Whether a fused op gives the result of an eager call without votes that others may look at or replace.
+        """Whether a fused op may compute an eager call without making votes, because nobody looks at or replaces them.
 
         Traced programs hold the call of the part ``routing``, which users see in them.
         """

@@ -343,7 +343,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         super().__init__(in_types, out_types, in_dim, out_dim, *window, num_iterations, **options)
 
     def grid(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The positions after the layer, for so many before it."""
+        """The size of the output for an input of ``size``."""
         sizes = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         grid = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, k, s, p, d in sizes)
         if min(grid) < 1 or min(size) < 1:

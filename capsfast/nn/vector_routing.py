@@ -91,7 +91,7 @@ class VectorRouting(Layer):
         self._initialise()
 
     def _initialise(self) -> None:
-        """All parameters but those of parts with the author's deviations."""
+        """Initialises all parameters, except those of parts, with the author's deviations."""
         nn.init.constant_(self.CONST_ones_over_n_out, 1 / self.out_caps)
         K, D = self.in_dim, self.out_dim
         deviations = {"W_A": 2 * K**-0.5, "W_F2": 2 * K**-0.5, "W_G1": D**-0.5, "W_S": K**-0.5}

@@ -160,7 +160,7 @@ class LowRank(Weight):
     def start(self, std: float, *parameters: Tensor) -> None:
         first, second = parameters
         nn.init.trunc_normal_(first, std=std, a=-2 * std, b=2 * std)
-        nn.init.normal_(second, std=self.rank**-0.5)  # the product then has the deviation of the first
+        nn.init.normal_(second, std=self.rank**-0.5)  # so that the product has the deviation of the first factor
 
     def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         if self.factors == "UV":

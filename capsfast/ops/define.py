@@ -36,7 +36,7 @@ from .contract import Contract
 
 # The remedy for a call that does not fit in memory.
 SMALLER = "take a smaller batch, or fewer threads (torch.set_num_threads)"
-# What the name of an op begins with, by the backend that serves it. The CPU and CUDA kernels are of one op.
+# The prefix of an op's name, by the backend that serves the op. One op has both the CPU and the CUDA kernels.
 TRITON = "triton_"
 PREFIX = {"cpp": "", "triton": TRITON, "cuda": ""}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -53,9 +53,9 @@ class Op:
 
     Args:
         name: the op's name in schemas.inc.
-        public: the public function that errors name; an optional second name is for calls without a weight.
+        public: the public function that errors name; a second name, if there is one, is for calls without a weight.
         fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
-        cast: autocast casts so many arguments, from the first on.
+        cast: number of arguments that autocast casts, counted from the first argument.
         definition: the reference: takes a :class:`capsfast.calls.arguments.Call` without positions, returns what the
             public function returns.
         narrow: takes the options and returns the indices of the results with the dtype of u; the others, sums, are
@@ -270,9 +270,10 @@ def _called(
     torch.library, and in eager mode their autograd takes most of the host time of a call. In these two cases save and
     backward run in an autograd.Function instead.
 
-    public: see :class:`Op`. count: autocast casts so many arguments, from the first on. first: index of the first
-    argument that is always a tensor; the gradients before it may be None. tensors: so many arguments are tensors or
-    None; the options follow. results: so many outputs have gradients; the others are for the backward.
+    public: see :class:`Op`. count: number of arguments that autocast casts, counted from the first argument. first:
+    index of the first argument that is always a tensor; gradients in front of this argument may be None. tensors:
+    number of arguments that are tensors or None; the options follow. results: number of outputs that have gradients;
+    the other outputs are for the backward.
     """
 
     class Transformed(torch.autograd.Function):

@@ -6,16 +6,16 @@ softmax "in" c has that dtype too, because the backward subtracts a sum of c fro
 rounded c would leave no digit of the difference. s and norm are for the backward, in the dtype of sums. s holds the
 weighted sum of every iteration, without the bias. norm, empty unless softmax is "in", is the normaliser over the input
 capsules: a number m, which the largest logit exceeds by at most 8, and ``1 / sum_i exp(b - m)``. The backward
-recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t, or without accumulate the last one,
-times the sharpness.
+recomputes votes, coupling and logits. Iteration t scores the votes with V_t: the sharpness times the sum of v of the
+iterations before t, or without accumulate times v of iteration t - 1 alone.
 
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the P votes one after the other.
 
 Without a weight, u are votes ``[B, I, J or 1, D]``; with size 1 all J output capsules share them, and du has size 1
 too. Votes ``[B, I, J, D, S]`` have S positions. Then every tensor with an axis B ends in an axis S, and s and norm are
-empty, because with few input capsules they would take as much memory as the votes (r / I of it). The backward computes
-them again, for a part of the positions at a time.
+empty: s would take r / I times the memory of the votes, which is much for few input capsules. The backward computes s
+and norm again, for a part of the positions at a time.
 
 :class:`capsfast.calls.options.RoutingOptions` lists the options. Logits need accumulate, except in factored_routing.
 tf32: float32 products may be rounded to TF32; no effect on the CPU.
@@ -41,7 +41,7 @@ from .shared_weights import ROUTED_BY_PASSES, saves_votes, with_votes, without_v
 
 
 def _narrow(options: RoutingOptions) -> tuple[int, ...]:
-    """Which of v and c run() returns in the dtype of u."""
+    """Indices of the results in (v, c) that have the dtype of u."""
     return (1,) if options.wide else (0, 1)
 
 
@@ -65,7 +65,7 @@ def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor,
 
 
 def _rounded(call: Call, v: Tensor, c: Tensor) -> Tensor:
-    """c in the dtype of u, which v has unless it is wide."""
+    """c in the dtype of u. v has this dtype too, unless the call is wide."""
     if not call.options.wide:
         return c.to(v.dtype)
     (u,), _ = as_under_autocast(call.u)

@@ -5,8 +5,8 @@ formed in, which beta_a and beta_u, both [J], have too; beta_u is the mean of th
 are as in dynamic_routing.py. With positions, activation and masks end in an axis S, as poses and activations do.
 
 A call computes what :class:`capsfast.nn.EMRouting` computes with routing_pass and em_update: one iteration for each of
-``inverse_temperatures``, the first about the mean of every stride-th input capsule's votes, with equal coupling. That
-mean has no gradient. cost_scale 0 is 1 / the mean of the mass.
+``inverse_temperatures``. The first iteration takes moments about the origin: the mean of the votes of every stride-th
+input capsule, with equal coupling. The origin has no gradient. cost_scale 0 is 1 / the mean of the mass.
 
 ``state`` is for the backward. For each iteration it holds, with a row for each sample or (b, s): mass and prior
 ``[rows, J]``; first, second, center and precision ``[rows, J, D]``. The first iteration has no prior and no precision.
@@ -32,9 +32,9 @@ from .define import Op, check_fake, fake_sizes
 
 
 def backend_of(call: Call, betas: tuple[Tensor, Tensor], backend: str | None) -> str | None:
-    """The backend whose op takes a call, as a pass with second moments; None if the passes have to.
+    """The backend whose op computes a call; None if single passes have to compute the call.
 
-    Compiled programs, transforms and tensors without elements have passes.
+    Compiled programs, transforms and tensors without elements always use passes.
 
     Raises:
         RuntimeError: the demanded backend cannot serve the call.
@@ -81,7 +81,7 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
 
 
 def _flops(a: Any) -> Any:
-    """As the passes of the definition: of the origin, and two moments and a score in every iteration."""
+    """The FLOPs of the definition's passes: one pass for the origin; two moments and a score in every iteration."""
     votes, once = flops.of_votes(a, *fake_sizes(a.u, a.weight, a.J))
     r = len(a.inverse_temperatures)
     return (votes + once) // a.stride + r * votes + (3 * r - 1) * once

@@ -37,14 +37,14 @@ def serves(call: Call, backend: str | None) -> bool:
         return False
     if type(u) not in (Tensor, torch.nn.Parameter):
         return False
-    # In this order: on a GPU a comparison of sizes would limit a compiled graph to them for nothing.
+    # choose() comes first: on a GPU, comparing sizes would bind a compiled graph to these sizes for no use.
     return choose(call, backend) in OP.kernels and _pays(call)
 
 
 def _pays(call: Call) -> bool:
     assert call.weight is not None
     (B, I, K), J, D, r = call.u.shape, call.J, call.D, call.options.num_iterations
-    # Multiply-adds of a sample: sums over the input capsules and products with a matrix, against votes.
+    # Compares multiply-adds of a sample: this op's sums and products with matrices, and an op that forms votes.
     sums = (2 * r - 1) * J
     if call.weight.shape[1] != J:
         # Votes are formed once, as [B, I, D].
@@ -87,7 +87,7 @@ def _sizes(a: Any) -> tuple[int, int]:
 
 
 def _flops(a: Any) -> Any:
-    """Of the definition without votes: s and the agreement as above."""
+    """The FLOPs of the definition that forms no votes: r weighted sums and r - 1 agreements."""
     return (2 * a.num_iterations - 1) * sum(_sizes(a))
 
 

@@ -43,9 +43,9 @@ def _register(counter: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch.utils.flop_counter as the other finders do, and registers the formulas when it has been imported."""
+    """Lets the other finders find torch.utils.flop_counter, and registers the formulas after the module's import."""
 
-    searching = False  # another finder of this kind, of another build of this package, would ask this one
+    searching = False  # True while the other finders search: the _Finder of another build would ask this one
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != COUNTER or self.searching:
@@ -70,15 +70,15 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def of_votes(a: Any, sizes: tuple[int, int, int, int], S: Sequence[int]) -> tuple[int, int]:
-    """The FLOPs to make the votes from u and the weight, and of a sum over the products of all votes with numbers."""
+    """The FLOPs that make the votes from u and the weight, and the FLOPs of a sum of all votes times numbers."""
     once = 2 * math.prod(sizes) * math.prod(S)
     return (0 if a.weight is None else once * a.weight.shape[3]), once
 
 
 def of_steps(a: Any, needs_logits: bool) -> tuple[int, int, int]:
-    """What a backward of routing by agreement differentiates, as numbers of iterations.
+    """(weighted sums, coupling coefficients, agreements): how many iterations of each a backward differentiates.
 
-    (weighted sums, coupling coefficients, agreements). The first coupling depends on given logits alone.
+    The coupling coefficients of the first iteration depend only on the caller's logits.
     """
     steps = 1 if a.gradient == "last" else a.num_iterations
     sums = steps if a.dv is not None else steps - 1

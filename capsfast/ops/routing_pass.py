@@ -2,13 +2,13 @@
 
 ``capsfast::routing_pass`` returns ``(mass [B, J], first [B, J, D], second [B, J, D], weights [B, I, J], lse, norm)``.
 second, weights and lse (``[B, I]`` for normalize "out", ``[B, J]`` for "in") are empty if they are not requested.
-weights has the dtype of u unless normalize is "in"; it then has, like the others, the dtype that sums are formed in
-(dynamic_routing.py says why). norm is for the backward, empty unless
-normalize is "in": the normaliser over the input capsules ``[2, B, J]``, a number m, which the largest logit exceeds by
-at most 8, and ``1 / sum_i exp(logit - m)``.
+weights has the dtype of u, except for normalize "in": then weights, like the other results, has the dtype that sums are
+formed in (dynamic_routing.py says why). norm is for the backward, empty unless normalize is "in": the normaliser over
+the input capsules ``[2, B, J]``, a number m, which the largest logit exceeds by at most 8, and
+``1 / sum_i exp(logit - m)``.
 
-u, weight, votes and tf32 are as in dynamic_routing.py. With positions, norm has B S in place of B instead of a last
-axis S; only the backward reads it.
+u, weight, votes and tf32 are as in dynamic_routing.py. With positions, norm is ``[2, B S, J]``, without a last axis S;
+only the backward reads norm.
 
 ``capsfast::routing_pass_backward`` returns the gradients that are needed, and empty tensors for the others. It
 recomputes votes, logits and coupling.

@@ -148,7 +148,7 @@ def _backward_rule(contract: Contract, call: _Call, axis: str) -> tuple[list[Any
     inputs = {}
     for name, value in call.tensors.items():
         if name in contract.saved:
-            # As the forward left it.
+            # A saved result keeps the placement that the forward gave it, or it is empty.
             asked_for = value.ndim == len(call.axes(name))
             inputs[name] = _as_sum(name, call, axis) if asked_for else Replicate()
         else:

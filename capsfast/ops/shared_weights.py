@@ -16,15 +16,15 @@ from ..calls.arguments import Call
 from ..calls.precision import in_wide_dtype
 from ..environment.private_torch import surely
 
-# Saving fewer multiply-adds than this does not pay for the additional steps, by backend. The other backends do not
-# serve votes that output capsules share. The number for Triton is a guess, not measured.
+# The fewest saved multiply-adds that pay for the additional steps, by backend. The other backends do not serve votes
+# that output capsules share. The number for Triton is a guess, not measured.
 WORTH_IT = {"cpp": 2**20, "triton": 2**30}
-# On the CPU, where factored_routing does not serve a routing, the op with votes is faster than its passes.
+# The backends that route by passes over u. On the CPU, factored_routing or the op with votes is faster.
 ROUTED_BY_PASSES = ("triton",)
 
 
 def with_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
-    """``run(call, *rest)`` over stored votes: they take 1 / J of the votes with a weight for each output capsule."""
+    """``run(call, *rest)`` over stored votes, which output capsules share: 1 / J of the memory of separate votes."""
 
     def routed(wide: Call) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = run(replace(wide, u=votes(wide), weight=None, P=1), *rest)

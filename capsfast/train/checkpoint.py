@@ -61,7 +61,7 @@ class Best(ModelCheckpoint):
     """Keeps ``best.ckpt`` of a folder, and knows its result also in a resumed run and after the folder was moved."""
 
     def reached(self, score: Tensor) -> Path:
-        """Takes a result for the best. Returns the path of ``best.ckpt``."""
+        """Records a result as the best. Returns the path of ``best.ckpt``."""
         path = Path(self.dirpath or ".") / "best.ckpt"
         self.best_model_path = self.kth_best_model_path = str(path)
         self.best_model_score = self.kth_value = self.current_score = score
@@ -69,7 +69,7 @@ class Best(ModelCheckpoint):
         return path
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Lightning's forgets the best result in any other folder. In one without best.ckpt the first test is the best.
+        # Lightning forgets the best result in any other folder. In a folder without best.ckpt the next result is best.
         if state_dict["best_model_score"] is not None and (Path(self.dirpath or ".") / "best.ckpt").exists():
             self.reached(state_dict["best_model_score"])
 
@@ -184,7 +184,7 @@ def open_checkpoint(path: Path | str, *, data: Any = None, data_dir: str | None 
         options = {name: options[name] for name in kept if name in options} | parts
     if data_dir is not None:
         options["data_dir"] = data_dir
-    # Errors of data that the caller names are not of the checkpoint.
+    # Errors in data that the caller names must not blame the checkpoint.
     of_the_caller = data is not None or data_dir is not None
     with nullcontext() if of_the_caller else made_from(op, str(path), "data= (--data) takes other images"):
         images = data if isinstance(data, ImageData) else ImageData(**options)

@@ -100,12 +100,12 @@ def metrics(
     for batch in batches(dataset, batch_size, limit):
         batch = batch.to(learner.device)
         for name, value in learner.results(batch, *learner.measured(batch)).items():
-            if isinstance(value, Metric):  # one of its own, which holds this batch already
+            if isinstance(value, Metric):  # a metric of the learner, which holds this batch already
                 logged[name] = value
             else:
                 logged.setdefault(name, MeanMetric().to(learner.device)).update(value, len(batch.labels))
     results = {name: float(value.compute()) for name, value in logged.items()}
-    for metric in owned:  # training goes on with them
+    for metric in owned:  # training uses these metrics again
         metric.reset()
     return results
 

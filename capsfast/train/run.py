@@ -169,7 +169,7 @@ def fit(
 
 
 def _held_out_again(resume: Path, learner: Learner, images: ImageData) -> dict[str, Any]:
-    """The content of the checkpoint; ``images`` hold out what the run did before.
+    """The content of the checkpoint. Makes ``images`` hold out the images that the earlier run held out.
 
     Raises:
         ValueError: as :func:`read_to_go_on`; also if ``images`` were made to hold out others.

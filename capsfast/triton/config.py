@@ -38,7 +38,7 @@ def _smallest_k() -> int:
     return 8
 
 
-# The smallest K of a product, by bytes of an element: that of one matrix instruction.
+# The K of one matrix instruction, which is the smallest K of a product, by bytes of an element.
 SMALLEST_K = {4: _smallest_k(), 2: 16}
 # Kernels take a larger K in steps of this size, because the tiles of W for one step have to fit in registers.
 LARGEST_K = 32
@@ -51,7 +51,7 @@ TURN = 8
 RESIDENT_WARPS = 8
 # Bytes of shared memory that a multiprocessor has at least: 8.6, 8.9 and 12.0 have 100 KiB, 8.0 164 KiB, 9.0 228 KiB.
 SHARED = 100 * 1024
-# Bytes of it that a program needs for conversions of layout; 1 KiB the driver takes.
+# Bytes of shared memory that a program needs for conversions of layout, with 1 KiB for the driver.
 CONVERSIONS = 4 * 1024
 
 
@@ -144,7 +144,7 @@ def power_of_two(n: int) -> int:
 
 
 def fours(D: int) -> int:
-    """How many times 16 bytes a vector takes in memory, see kernels/strips.py."""
+    """How many fours of numbers (16 bytes each) a vector takes in memory, see kernels/strips.py."""
     return -(-D // 4)
 
 

@@ -13,7 +13,7 @@ from . import routing
 from .launch import KernelCall, cdiv
 from .plan import Plan, Slot, planned
 
-# Bytes that the coefficients c and db of all pairs and iterations may always take in a backward, however few the votes.
+# In a backward, the coefficients c and db may always take this many bytes, even if the votes are smaller.
 MOST_COEFFICIENTS = 64 * 1024**2
 # A part of the batch has a multiple of this many samples, so that tiles are full.
 FULL = 32
@@ -51,7 +51,7 @@ def backward(plan: Plan, *args: Any) -> tuple[Slot, ...]:
     step = samples_at_once(u, J, D, options.num_iterations - routing.first_iterations(options, logits)[1])
     if step >= u.shape[0] or not any(needed[:3]):
         return _backward(*tensors, *rest)
-    # The parts of dx are written where they belong: dvotes are as large as the votes.
+    # Each part writes into the whole dx, because dvotes are as large as the votes and a join would copy them.
     whole = needed[0] and (weight is not None or u.shape[2] == J)
     dx = plan.new(*u.shape, dtype=u.dtype) if whole else None
     of_parts = []

@@ -1,7 +1,7 @@
 """The kernels of ``capsfast::triton_em_routing``; the contract is in ops/em_routing.py.
 
-The forward is a pass and an update in turn, after a pass for the origin. The backward goes through them from the last
-to the first. One gradient pass for all iterations ends it, which makes the votes and their products once.
+The forward runs a pass for the origin, then a pass and an update for each iteration. The backward takes the iterations
+from the last to the first. At its end, one gradient pass serves all iterations, so it makes votes and products once.
 """
 
 import copy
@@ -60,7 +60,7 @@ class EMCall:
         return slice(b.start * positions, min(b.stop, self.u.shape[0]) * positions)
 
     def call(self, now: Iteration | None = None, t: int = 0, iterations: int = 1) -> KernelCall:
-        """The call of the pass of iteration t, one of so many with vectors side by side."""
+        """The call of the pass of iteration t. iterations: how many iterations have their vectors side by side."""
         per_input: dict[str, Any] = dict(self.inputs)
         if now is not None:
             per_input["center"] = now.center
@@ -105,7 +105,7 @@ def forward(plan: Plan, u: Slot, *rest: Any) -> tuple[Slot, ...]:
     kept = em.r if return_state else min(em.r, 2)
     poses, activations, state = plan.new(rows, J, D), plan.new(rows, J), plan.new(kept * rows * J * (4 * D + 2))
     iterations = em.iterations(state, kept)
-    # The origin are the poses after a pass about 0. Nothing reads the precision and the prior of the first iteration.
+    # An update after a pass about 0 makes the origin. Nothing reads the precision and the prior of the first iteration.
     sums, _ = passes.weighted_sums(em.of_origin(), None, True)
     about_0, options = (sums.mass, sums.first, *(None,) * 5), em.options._replace(momentum=0.0, final=False)
     results: Any = (iterations[0].center, iterations[0].precision, iterations[0].prior)

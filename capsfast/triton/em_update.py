@@ -26,7 +26,8 @@ def step(
     gradients: Sequence[Slot | None] = (None,) * 7,
     routing: bool = False,
 ) -> None:
-    """tensors: mass, first, second, center, beta_a, beta_u, last. The others: as the kernel has them."""
+    """Launches em_update_kernel. tensors: mass, first, second, center, beta_a, beta_u, last. of_results, of_next and
+    gradients: in the order of the kernel's arguments."""
     mass, first, second, center, beta_a, beta_u, last, *of_results = (
         None if value is None else value.contiguous() for value in (*tensors, *of_results)
     )

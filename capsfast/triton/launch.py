@@ -18,12 +18,12 @@ from .config import Choice, LayerSizes, Tiles, power_of_two
 from .kernels.arguments import Shape
 from .plan import Slot
 
-# Programs that the interpreter counts as running at once, though it runs one by one: few, but they split every sum.
+# Programs that count as running at once in the interpreter, which runs one by one: few, but enough to split every sum.
 INTERPRETED = 3
 # The interpreter multiplies the 16 bits of a bfloat16 as an integer. So kernels convert 16-bit operands to float32 in
 # the interpreter; tests repair the interpreter instead, because they interpret what GPUs do.
 WIDENED = triton.knobs.runtime.interpret
-# The K of one product of 16-bit operands, and of two of float32.
+# The K of one matrix instruction with 16-bit operands, or of two with float32 operands.
 LONGEST = 16
 # The most parts of a sum. Four warps of a step add up 128 at once.
 MOST_SPLITS = 1024
@@ -96,12 +96,13 @@ class KernelCall:
     parameters: PassParameters of slots. A routing has logits and masks there, and scores with V. From here on the masks
     are bytes, and query, precision, center, prior and activation are float32, with 0 for masked capsules.
 
-    outputs: J, if x does not show it. With votes [B, I, J, D, S] every position is a sample, and all parameters but
-    logits have a row for every sample. Logits [B, I, J, S] stay as they are.
+    outputs: J, if the shape of x does not contain J. With votes [B, I, J, D, S] every position is a sample, and all
+    parameters but logits have a row for every sample. Logits [B, I, J, S] stay as they are.
 
     own_parameters: query, precision, center and prior are from kernels, so no copy makes them 0 for masked capsules.
 
-    together: how many input capsules a kernel takes as one with so many times K components. sizes count these as one.
+    together: how many input capsules a kernel takes as one input capsule, with ``together`` times as many components.
+    sizes count them as one.
 
     Attributes: sizes, (B or B S, I, J, D, K). poses: P. positions: S, or None for votes that have no axis of
     positions. shared: all input capsules have one weight; shared_logits: all samples have logits [I, J]; common: all
@@ -210,7 +211,7 @@ class KernelCall:
     def merged(self) -> "KernelCall":
         """The call for a uniform pass, which adds up votes: several input capsules of few components make one product.
 
-        Masks tell input capsules apart, and u has to have all components of these input capsules side by side.
+        The input capsules must have no mask, and u must have their components side by side.
         """
         B, I, J, D, K = self.sizes
         apart = self.weight is None or self.poses > 1 or self.parameters.mask is not None or self.of_pass
@@ -318,7 +319,7 @@ class KernelCall:
         tiles = self.tiles(kernel)
         wanted = programs(self.x.device, tiles.warps)
         if self.shared:
-            # A shared weight has a partial dW per program, so the grid has no more programs than fill the device.
+            # A shared weight has a partial dW per program: MOST_PARTIAL_WEIGHTS limits the programs too.
             assert self.weight is not None
             wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))

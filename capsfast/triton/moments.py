@@ -90,15 +90,15 @@ def backward(
 def _delta(
     call: KernelCall, moments: passes.Sums, dfirst: Slot | None, douts: OutputGradients, weights: Slot, s: Slot | None
 ) -> Slot:
-    """The sum of c dc over the input capsules for softmax "in", which the moments already have. s: what dc is taken
-    about, see coupling_gradient(), or None."""
+    """The sum of c dc over the input capsules for softmax "in", computed from the moments. s: None, or dc is formed
+    from x - s, see coupling_gradient()."""
     first, mass, second = moments
     of_first = dfirst if s is None else None
     about = second if s is None or douts.dsecond is None else call.compute(_about, second, s)
     delta = call.compute(_products, mass, 1.0, douts.dmass, mass, 1.0, of_first, first, 1.0, douts.dsecond, about)
     if douts.dcoupling is not None:
         delta = call.compute(torch.add, delta, call.compute(coupled, weights, douts.dcoupling))
-    # With the positions of one sample the mass is a view whose positions are behind.
+    # For one sample with positions, the mass is a view whose last axis in memory is the positions.
     contiguous: Slot = delta.contiguous()
     return contiguous
 
@@ -127,7 +127,7 @@ def _accumulate(
 def _dcenter(
     call: KernelCall, moments: passes.Sums, dfirst: Any, dsecond: Any, dscores: tuple[Slot | None, ...]
 ) -> Any:
-    """Minus the sum of dx over the input capsules, because x = votes - center."""
+    """Minus the sum of dvotes over the input capsules, because x = votes - center."""
     of_moments = (-1.0, moments.mass, dfirst, -2.0, moments.first, dsecond)
     of_scores = (-1.0, dscores[1], call.parameters.query, 1.0, dscores[0], call.parameters.precision)
     return call.compute(_products, moments.first, *of_moments, *of_scores)
@@ -138,8 +138,9 @@ def _about(second: Tensor, s: Tensor) -> Tensor:
 
 
 def _products(like: Tensor, *terms: Any) -> Tensor:
-    """The sum of terms in the shape of ``like``, [B, J] or [B, J, D]. A term is a number and two factors [B, J] or
-    [B, J, D], either of which may be None for 0; products are summed over d if ``like`` has no d."""
+    """The sum of terms in the shape of ``like``, [B, J] or [B, J, D]. A term is three arguments: a number and two
+    factors [B, J] or [B, J, D]. A factor None makes the term 0. If ``like`` has no axis d, products are summed over d.
+    """
     total = torch.zeros_like(like)
     for scale, a, b in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
         if a is not None and b is not None:

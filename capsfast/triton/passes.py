@@ -26,8 +26,9 @@ from .launch import KernelCall, cdiv, compiled_in
 from .plan import Slot
 
 NOTHING = OutputGradients()
-# The gradient pass keeps V and ds of all iterations if these, with votes and dvotes, take at most MOST_HELD columns of
-# a warp, two to a register, and are at most MOST_VECTORS vectors: kept iterations are compiled one by one.
+# The gradient pass keeps V and ds of all iterations in registers, within two limits. With votes and dvotes they take at
+# most MOST_HELD columns of a warp, two columns a register. They are at most MOST_VECTORS vectors, because kept
+# iterations are compiled one by one.
 MOST_HELD, MOST_VECTORS = 352, 9
 
 
@@ -60,9 +61,9 @@ def uniform_factor(call: KernelCall) -> tuple[Slot | None, float]:
 
 
 def _rows(lse: Tensor) -> Tensor:
-    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp takes the place of the maximum, 1 of the sum.
+    """Norms.rows [B, I, 4] for a given log-sum-exp: the log-sum-exp stands for the maximum, and 1 for the sum.
 
-    The coupling is 0 where the log-sum-exp is -inf. The sum of c dc is 0, so it does not change the gradient.
+    The coupling is 0 where the log-sum-exp is -inf. The entry for sum c dc is 0, so it does not change the gradient.
     """
     nothing = torch.isneginf(lse)
     nought = torch.zeros_like(lse, dtype=torch.float32)
@@ -116,8 +117,8 @@ def weighted_sums(
 ) -> tuple[Sums, Slot | None]:
     """One pass of a forward: its sums, and the log-sum-exp of the logits if with_lse, [B, I] or for "in" [B, J].
 
-    V: the query, or None for zero. first_iteration: of a routing; a pass is one. Fills what is not None: coupling
-    [B, I, J] and, for normalize="in", norm [2, B, J]. step: what the step after the pass fills, see update().
+    V: the query, or None for zero. first_iteration: whether this is the first iteration of a routing, or a pass. Fills
+    coupling [B, I, J] and, for normalize="in", norm [2, B, J] if they are not None. step: what update() fills.
     """
     B, I, J, *_ = call.sizes
     inward = call.normalize == "in"
@@ -182,7 +183,7 @@ def accumulate_gradient(
     """The backward of one iteration. Fills what is not None: pairs [B, I, J, 2] float32 with the coefficients c and db
     in dvotes, terms [B, I, J] with c dc, and partial sums over i of db x, db and db x^2.
 
-    state: V and ds of the iteration, of what restore() makes. given: float32 but for dcoupling, and contiguous.
+    state: V and ds of the iteration, from restore(). douts: contiguous, and float32 except dcoupling.
     """
     kind = mode(call, "accumulate_gradient")
     norms = norms._replace(rows=rows_of(call, kind, state, True, douts))
@@ -191,8 +192,8 @@ def accumulate_gradient(
 
 
 def _step(call: KernelCall, kernel: Any, *arguments: Any, summing: bool = True, **constants: Any) -> None:
-    """Launches a step between passes. A step takes one trip to L2 after the other, so a program has few numbers, 16 or
-    an output, and reads up to 32 splits at once, four loads of 16 bytes a lane; up to 128 if the batch is small."""
+    """Launches a step between passes. A step takes one trip to L2 after the other. So a program has few numbers, 16 or
+    one output, and reads up to 32 splits at once, four loads of 16 bytes a lane; up to 128 if the batch is small."""
     B, _, J, D, _ = call.sizes
     DP: int = max(4, power_of_two(D))
     RB, warps = max(1, 16 // DP), 4 if summing and call.small else 1
@@ -246,9 +247,9 @@ def restore(call: KernelCall, s: Slot, dv: Slot) -> tuple[Slot, Slot | None]:
 
 
 def arrange(call: KernelCall, gradients: tuple[Slot | None, ...] | None = None) -> tuple[Slot | None, ...]:
-    """Puts the vectors of a pass in the order of kernels/strips.py: the precision and the center of the call, and what
-    this returns. In the forward that is the query; in the backward a state of one iteration, and dsecond and s if there
-    are any. gradients: dfirst, dsecond and s, in the backward."""
+    """Puts the vectors of a pass in the order of kernels/strips.py. Sets call.arranged to precision and center. Returns
+    (V, dsecond, s): in the forward V is the query, in the backward V is a state of one iteration; None for what is not
+    there. gradients: dfirst, dsecond and s, in the backward."""
     query, precision, center, *_ = call.parameters
     dfirst, dsecond, s = gradients or (None,) * 3
     vectors = (query, dfirst, precision, center, dsecond, s)
@@ -266,8 +267,8 @@ def arrange(call: KernelCall, gradients: tuple[Slot | None, ...] | None = None) 
 def arrange_iteration(
     call: KernelCall, t: int, dfirst: Slot, dsecond: Slot, state: Slot, vectors: tuple[Slot, ...]
 ) -> None:
-    """As arrange(), for iteration t of several passes. state, vectors: V and ds, and precision, center and dsecond, of
-    all of them."""
+    """As arrange(), for iteration t of several passes. state: V and ds of all iterations. vectors: precision, center
+    and dsecond of all iterations."""
     _, precision, center, *_ = call.parameters
     ordered = [vector[:, :, t] for vector in vectors]
     call.arranged = None if precision is None else ordered[0], ordered[1]
@@ -300,8 +301,8 @@ def gradients(
     """dx, dweight and dlogits; None for what is not needed, and without input capsules.
 
     pairs: [T, B, I, J, 2] from accumulate_gradient, for the last T iterations. uniform: whether the iteration before
-    these T has a gradient too, with equal couplings. dtype: of sums over samples, None takes the dtype of the tensors.
-    dx: the memory for dx, unless output capsules share the votes. None: new memory.
+    these T has a gradient too, with equal couplings. dtype: the dtype of sums over samples; None: the tensors' dtypes.
+    dx: the memory for dx; None for new memory, and if output capsules share the votes.
     """
     need_x, need_weight, need_logits = needed
     parts = dlogits = None
@@ -323,7 +324,7 @@ def _sum_of_db(call: KernelCall, pairs: Slot, dtype: torch.dtype) -> Slot:
         found: Slot = call.compute(_sum_over_positions, pairs, dtype)
         return found
     total = call.new(*logits.shape, dtype=dtype)
-    # Without samples there are no logits of samples.
+    # The logits [B, I, J] of an empty batch have no sums.
     if n := total.numel():
         count, at_once = pairs.numel() // (2 * n), 64 if call.shared_logits else 4
         width = 2048 // at_once
@@ -424,8 +425,8 @@ def returned(
     gradients: tuple[Slot | None, ...],
     dtype: torch.dtype | None = None,
 ) -> tuple[Slot, ...]:
-    """The gradients of an op in the dtypes of the tensors, or in ``dtype`` except for x: 0 where a needed gradient is
-    None, empty where no gradient is needed."""
+    """The gradients that an op returns, in the dtypes of the tensors; all but dx in ``dtype``, if given. A needed
+    gradient that is None becomes zeros; a gradient that is not needed becomes empty."""
     found = []
     for tensor, wanted, gradient in zip(tensors, needed, gradients, strict=True):
         own = (call.x if tensor is None else tensor).dtype

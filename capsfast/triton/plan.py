@@ -353,7 +353,7 @@ class Plan:
             return Place(memory.index, memory.offset + value.offset, None if whole else form)
 
         if has_pdl(self.device):
-            # Only the kernel behind a kernel of this plan starts early. Other kernels may not keep the rule of
+            # A kernel starts early only behind a launched kernel of this plan: other kernels may break the rule of
             # kernels/begin.py, and a grid without programs is not launched.
             for before, step in zip((None, *self.steps), self.steps, strict=False):
                 if isinstance(step, Launch):

@@ -84,7 +84,7 @@ def backward(
         if sums is not None:
             partial = sums.first
             if G is None or not call.accumulate:
-                # A pass without earlier ones in G adds its parts to its own last part, so G needs no zeros.
+                # If G has no earlier sums to keep, the last part of this pass becomes G, so G needs no zeros.
                 G, partial = partial[-1], partial[:-1]
             passes.update_gradient(call, partial, G, s[t - 1], state[:, :, t - 1, 1])
 

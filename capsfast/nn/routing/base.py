@@ -93,8 +93,8 @@ class Routing(Layer):
 
         Args:
             products: number of products whose sum is a component of a vote.
-            columns: number of components of a vote in which a component of the input capsule counts: out_dim, for
-                pose matrices their columns.
+            columns: number of components of a vote that one component of the input capsule contributes to: out_dim,
+                or the number of columns of a pose matrix.
             groups: number of groups of capsules, see :class:`capsfast.nn.Groups`.
             alike: number of input capsules that share a matrix.
         """
@@ -210,18 +210,19 @@ class SummingRouting(IterativeRouting):
 def starting_std(
     num_iterations: int | None, share: float, summed: float, out_dim: int, length: float | None = None
 ) -> float:
-    """The deviation of a weight with which weighted sums of equal coupling have a length.
+    """The initial deviation of a weight that gives weighted sums of equal coupling the wanted ``length``.
 
     With independent weights ``|s|^2 = summed (std / share)^2 |u|^2``. Iterations add about
-    ``(|s| / |u|)^2 share / out_dim |u|^2`` times the output capsule to its sum. Where this is more than in the authors'
-    layer, for more output capsules or smaller ones, sums start shorter, so that it is as in that layer: otherwise the
-    squash saturates as soon as the input capsules are long. At the sizes of that layer the result is 0.1.
+    ``(|s| / |u|)^2 share / out_dim |u|^2`` times the output capsule to its sum. With more or smaller output capsules
+    than in the authors' layer, this factor would be larger than there. Then sums start shorter, so that the factor is
+    as in the authors' layer: otherwise the squash saturates as soon as the input capsules are long. At the sizes of the
+    authors' layer the result is 0.1.
 
     Args:
         num_iterations: iterations of the routing; None for more than one.
         share: equal coupling is 1 / share.
         summed: number of products that are summed in all components of an output capsule together, times the number of
-            input capsules that share a matrix: these are often alike, and their votes add up.
+            input capsules that share a matrix: such input capsules are often alike, and their votes add up.
         out_dim: size of an output capsule.
         length: ``|s| / |u|``; default 1, for one iteration 2, because further iterations lengthen the sum.
     """

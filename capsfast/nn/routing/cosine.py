@@ -15,8 +15,8 @@ class KMeansRouting(SummingRouting):
     """Soft k-means: a vote is scored by its dot product with the center at length 1 (Ren, Lu 2018).
 
     The centers start as the mean votes. An iteration forms ``c_ij = softmax(sharpness vote_ij . center_j /
-    |center_j|)`` and ``center_j = sum_i c_ij vote_ij``; the last is squashed. The activation of an output capsule is
-    its length. A vote's own length stays in its score, as in the authors' code.
+    |center_j|)`` and ``center_j = sum_i c_ij vote_ij``; the last centers are squashed. The activation of an output
+    capsule is its length. The length of a vote stays in the vote's score, as in the authors' code.
 
     Args:
         num_iterations: assignments of the votes. There is one pass more, for the mean.
@@ -64,12 +64,12 @@ class KMeansRouting(SummingRouting):
 class CosineRouting(SummingRouting):
     """Agreement by angle with the squash at the end, after 3D-UCaps (Nguyen, Hua, Le 2021).
 
-    ``s_j = sum_i softmax_j(b_ij) vote_ij + bias_j``. After each sum but the last, the agreement with ``s_j``, not
-    squashed, is added to the logits b, and the last is squashed. The activation of an output capsule is its length.
+    ``s_j = sum_i softmax_j(b_ij) vote_ij + bias_j``. After each sum but the last, the agreement with ``s_j``, without a
+    squash, is added to the logits b. The last sum is squashed. The activation of an output capsule is its length.
 
     A pass is linear in a vote. By default the agreement is ``vote_ij . s_j / |s_j|``, the cosine times the length of
-    the vote. The cosine itself, as in the paper, is ``exact=True``. It needs the votes in memory, as a convolution
-    leaves them, and keeps the logits, ``[B, I, J]`` numbers; where a layer makes the votes it is an error.
+    the vote. With ``exact=True`` the agreement is the cosine itself, as in the paper. This needs the votes in memory,
+    as a convolution leaves them, and ``[B, I, J]`` numbers for the logits. For votes that a layer makes it is an error.
 
     Parameters: ``bias [out_caps, out_dim]``, starting at 0.1 as in the authors' code.
 

@@ -37,10 +37,10 @@ class EMRouting(IterativeRouting):
         final: what that schedule goes to. The authors' code has 0.01 for costs twice as large: 0.02 with ``"sum"``,
             and a quarter of it for class capsules.
         floor: added to the variance; 5e-4 in the authors' code.
-        momentum: share of the mean of the iteration before in the mean, which starts at 0. The authors' code has
-            0.1, the paper 0. The variance is about this mean.
+        momentum: share of the previous iteration's mean in the new mean; the mean starts at 0. The authors' code has
+            0.1, the paper 0. The variance is about the new mean.
         component_beta: a beta_u for each component of a pose.
-        initial_beta_a, initial_beta_u: what the parameters start with. None for beta_u is 0, with ``cost="mass"`` -1.
+        initial_beta_a, initial_beta_u: initial values. None for beta_u means 0, with ``cost="mass"`` -1.
         cost: ``"variance"``, as above; ``"mass"``: without log sigma, so that the mass alone decides.
         cost_scale: ``"sum"``: 1, the paper's; ``"inputs"``: J / I, so that equal coupling of activations 1 has mass 1,
             whatever the size of the layer (Gritzman 2019); ``"mean"``: 1 / mean of mass_j, whatever the activations
@@ -119,12 +119,12 @@ class EMRouting(IterativeRouting):
         last = torch.zeros_like(center) if self.momentum else None
         precision = found = None
         for update in updates:
-            # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
+            # Moments about the last mean: in float32, second / mass - shift^2 does not cancel, wherever the votes lie.
             mass, first, second, *_ = votes.moments(
                 center=center, precision=precision, prior=found, activation=activation, second=True, leaky=self.leaky
             )
             assert second is not None
-            # Precision and prior of the next pass; after the last one None and the activations.
+            # The results are precision and prior of the next pass; after the last update, None and the activations.
             center, precision, found = em_update(
                 mass, first, second, center, self.beta_a, beta_u, last, votes.out_mask, update, votes.backend
             )
@@ -133,7 +133,7 @@ class EMRouting(IterativeRouting):
         return Capsules(center, found)
 
     def _update(self, votes: Votes, t: int) -> EMOptions:
-        """What follows the pass of iteration t."""
+        """The options of the update after the pass of iteration t."""
         scale = self.cost_scale
         if isinstance(scale, str):
             scale = {"sum": 1.0, "inputs": votes.J / max(votes.I, 1), "mean": 0.0}[scale]

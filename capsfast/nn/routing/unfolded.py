@@ -66,7 +66,7 @@ def folds_by_pass(image: Tensor) -> bool:
 
 
 class _Unfolded(torch.autograd.Function):
-    """Returns ``unfolded`` as a function of the image, whose gradient is ``fold``."""
+    """Returns ``unfolded``; ``fold`` turns its gradient into the gradient of the image."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, unfolded: Tensor, fold: Fold) -> Tensor:

@@ -23,11 +23,11 @@ class VariationalRouting(IterativeRouting):
 
     Poses are the posterior means. The activation of an output capsule is ``sigmoid(beta_a - beta_u - share H)``, where
     H is the entropy of a Gaussian with the expected log precision and share the exponential of the expected log share.
-    As in the authors' code, argument and poses are normalised over the batch, without which activations are slow to
-    learn: see ``batch_norm``.
+    As in the authors' code, the argument of the sigmoid and the poses are normalised over the batch. Without this,
+    activations are slow to learn: see ``batch_norm``.
 
-    There is one pass more than iterations, without a gradient: about the mean vote that it finds, and later about that
-    of the last iteration, float32 does not cancel in the variances.
+    One more pass, without a gradient, finds the mean vote. The first iteration takes moments about this mean, a later
+    iteration about the mean vote of the iteration before, so that float32 does not cancel in the variances.
 
     Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0. With ``batch_norm`` the running
     statistics of its parts ``norm`` and ``pose_norm`` belong to the state.
@@ -105,8 +105,8 @@ class VariationalRouting(IterativeRouting):
             shift = m.first * inverse(m.mass)[..., None]
             mass = m.mass[..., None]
             kappa, nu = self.kappa + mass, self.nu + mass
-            # The sum of the votes. A capsule of little mass has a gradient without 1 / mass: the mean of its votes
-            # appears only times the mass, as in mass mean^2 = center (total + first) + first shift.
+            # The weighted sum of the votes. Their mean appears only times the mass, as in
+            # mass mean^2 = center (total + first) + first shift, so gradients do not grow with 1 / mass.
             total = mass * center + m.first
             poses = total / kappa
             towards_0 = self.kappa / kappa * (center * (total + m.first) + m.first * shift)
@@ -116,7 +116,7 @@ class VariationalRouting(IterativeRouting):
             log_share = self._log_share(m.mass, votes.out_mask)
             if t + 1 < self.num_iterations:
                 precision = nu / inverse_psi
-                # A pass has one center, the mean vote; the quadratic form about the posterior mean, expanded there.
+                # The next pass is about the mean vote: there the quadratic form about the posterior mean is expanded.
                 center = (center + shift).detach()
                 offset = center - poses
                 distance = 0.5 * (self.out_dim / kappa.squeeze(-1) + (precision * offset**2).sum(-1))
@@ -147,7 +147,7 @@ class VariationalRouting(IterativeRouting):
             assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
             assert norm.num_batches_tracked is not None
             norm.num_batches_tracked.add_(1)
-            momentum = norm.momentum * (count > 1).to(mean.dtype)  # of one number there is no variance
+            momentum = norm.momentum * (count > 1).to(mean.dtype)  # one number has no variance
             norm.running_mean.lerp_(mean, momentum)
             norm.running_var.lerp_(squares / (count - 1).clamp_min(1), momentum)
         deviation = (squares / count.clamp_min(1) + norm.eps).sqrt()
@@ -157,5 +157,5 @@ class VariationalRouting(IterativeRouting):
         alpha = self.alpha + mass
         there = alpha if out_mask is None else alpha.masked_fill(~out_mask, 0.0)
         total = there.sum(1, keepdim=True)
-        # Where no output capsule is there, none has a share.
+        # total is 0 if all output capsules of a sample are masked, and digamma(0) is infinite.
         return torch.digamma(alpha) - torch.digamma(torch.where(total > 0, total, 1.0))

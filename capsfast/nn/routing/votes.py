@@ -33,8 +33,9 @@ OP = "capsfast.dynamic_routing"  # which errors about options name
 # The cosine of a shorter vote goes to 0 with its length.
 LEAST_LENGTH = 1e-8
 
-# For many input capsules every STRIDE-th one estimates where the votes lie. If these have a share f of the mass, their
-# mean is within f^-1/2 deviations of the mean of all, and float32 loses log2(1/f) bits: f must be at least LEAST_SHARE.
+# With many input capsules, every STRIDE-th input capsule estimates where the votes lie. If these input capsules have a
+# share f of the mass, their mean is within f^-1/2 deviations of the mean of all input capsules, and float32 loses
+# log2(1/f) bits: f must be at least LEAST_SHARE.
 STRIDE = 17
 LEAST_SHARE = 1e-2
 
@@ -101,7 +102,7 @@ class Votes(ABC):
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
         :func:`capsfast.dynamic_routing`. With groups, the coupling is ``[B, I, J / groups]``.
 
-        A function as ``squash`` needs single passes; the fused op does not take it.
+        Only single passes take a function as ``squash``; the fused op takes a name.
 
         Args:
             options: softmax and so on, as keywords, and what ``RoutingOptions`` in capsfast/calls/options.py adds.
@@ -136,7 +137,7 @@ class Votes(ABC):
     ) -> tuple[Tensor, Tensor] | None:
         """EM routing as one op, ``(poses, activations)``; None if it needs single passes.
 
-        updates: what follows the pass of each iteration.
+        updates: the options of the update after the pass of each iteration.
         """
         return None
 
@@ -149,21 +150,21 @@ class Votes(ABC):
         raise ValueError("capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes")
 
     def origin(self, activation: Tensor | None) -> Tensor:
-        """A center of the votes, ``[B, J, D]``, without a gradient: about their mean at equal coupling.
+        """A center of the votes, ``[B, J, D]``, without a gradient: roughly the mean vote at equal coupling.
 
-        As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. For many input capsules a
-        part of them is used, if it is known to have enough of the mass of every sample.
+        As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. With many input capsules,
+        every STRIDE-th is used, if these are known to have enough of the mass of every sample.
         """
         with torch.no_grad():
             moments = self._some(self._stride(activation), activation)
             return moments.first * inverse(moments.mass)[..., None]
 
     def _stride(self, activation: Tensor | None) -> int:
-        """Every so many input capsules one has a part in the origin."""
+        """The step between the input capsules that the origin is computed from."""
         return STRIDE if self.I >= STRIDE**2 and self._stand_for_all(activation) else 1
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
-        """Whether every STRIDE-th input capsule has enough of the mass; False if that can't be read at no cost."""
+        """Whether the input capsules at step STRIDE have enough of the mass; False if the mass is expensive to read."""
         if activation is None and self.mask is None:
             return True
         mass = activation if self.mask is None else self.mask if activation is None else activation * self.mask
@@ -229,7 +230,7 @@ class PassVotes(Votes):
             self.tensors, call = (u, weight), arguments.of_product(op, u, weight)
             (self.batch, self.I), columns, self.D = u.shape[:2], call.J, call.D
             self.u = u
-        # Checked tensors for the ops; None if positions, or other arguments that say J, need another check.
+        # Checked tensors for the ops; None if calls need another check, for positions or for arguments that give J.
         self.call = None if columns == 1 else call
         self.dtype, self.device = u.dtype, u.device
         self.places = 1
@@ -319,7 +320,7 @@ class PassVotes(Votes):
         return tuple(map(self._sampled, results)) if isinstance(results, tuple) else self._sampled(results)
 
     def _attended(self, scale: float) -> Tensor:
-        # With a mask equal coupling is another share in every sample. torch.jit.trace has tensors for sizes.
+        # With a mask, equal coupling differs between samples. Under torch.jit.trace, J is a tensor.
         if self.out_mask is not None or isinstance(self.J, Tensor):
             return super()._attended(scale)
         # Equal coupling forms the mean over the output capsules instead of the sum.
@@ -337,8 +338,9 @@ class PassVotes(Votes):
         mask, out_mask = self.given["mask"], self.given["out_mask"]
         kind = type(self)
         if kind._gaussians is PassVotes._gaussians and kind.moments is not PassVotes.moments:
-            return None  # a class that overrides passes wants them
-        # The op has a temperature for each iteration, but one of every other option. Who replaces passes gets passes.
+            return None  # a subclass that overrides moments() gets single passes
+        # The op takes a temperature for each iteration, but one value of every other option. Tensors that override
+        # functions of torch get single passes.
         alike = len({update[:-2] for update in updates}) == 1
         if not alike or has_torch_function((*self.tensors, activation, mask, out_mask)):
             return None
@@ -422,7 +424,8 @@ class RecordedVotes(VotesAround):
 
     Passes with given coefficients (``normalize="none"``) are not recorded.
 
-    Coefficients have no gradient. With ``last`` those in the last pass have one, and a fused op may omit the others.
+    Coefficients have no gradient. With ``last``, the coefficients of the last pass have a gradient, and a fused op may
+    omit the coefficients of earlier passes.
     """
 
     def __init__(self, votes: Votes, last: bool = False) -> None:

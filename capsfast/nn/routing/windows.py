@@ -70,7 +70,7 @@ class Windows(NamedTuple):
 
 
 class Everywhere(NamedTuple):
-    """All ``places`` of an image as one window: an input capsule is in all of these samples."""
+    """Stands for :class:`Windows` if an input capsule is in the windows of all ``places`` of an image."""
 
     places: int
 

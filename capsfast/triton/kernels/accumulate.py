@@ -19,8 +19,8 @@ from .votes import coupling_gradient, input_capsule, reread, routing_logits, vot
 
 @triton.jit
 def add_tile(b_sums, b_next, n, b_scale, b_c, b_x, p_mass, p_second, T: tl.constexpr, RESCALED: tl.constexpr = False):
-    """Appends tile n to b_next, the next sums over i of c x and, if wanted, of c and c x^2. If RESCALED, b_sums are
-    multiplied by b_scale. b_c, b_scale: [BB, JT]."""
+    """Appends tile n to b_next: the sums over i of c x and, if wanted, of c and c x^2. b_sums: the sums so far; if
+    RESCALED, they are multiplied by b_scale. b_c, b_scale: [BB, JT]."""
     b_weighted = spread(b_c, T) * b_x
     b_first = b_next[0] + ((b_sums[0][n] * spread(b_scale, T) if RESCALED else b_sums[0][n]) + b_weighted,)
     b_mass = b_next[1]
@@ -60,7 +60,7 @@ def accumulate_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,
     p_V,  # float32 vectors, see strips.py, if QUERY
-    p_rows, p_norm, p_inverse,  # see arguments.Norms; MODE "in" knows norms after all sums, for a second pass
+    p_rows, p_norm, p_inverse,  # see arguments.Norms; MODE "in" has norms in its second pass only, after all sums
     p_partial,  # [splits, B, J, D] float32, out: sum_i c x, or None in the second pass of MODE "in"
     p_online,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
     p_mass,  # [splits, B, J] float32, out: sum_i c, or None
@@ -184,7 +184,7 @@ def accumulate_gradient_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,
     p_dcoupling, p_dmass, p_dsecond, p_dlse,
-    p_state,  # V and ds of this iteration, of a state of R iterations, as precision, center and dsecond are
+    p_state,  # V and ds of this iteration in a state of R; precision, center, dsecond: also one of R
     p_rows,  # see arguments.Norms, of this iteration
     p_norm, p_inverse, p_delta, p_s,  # see arguments.Norms, of this iteration, for MODE "in"
     p_pairs,  # [B, I, J, 2] float32, out: c, with the activation, and db; or None

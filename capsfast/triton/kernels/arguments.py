@@ -13,7 +13,7 @@ class Shape(NamedTuple):
     """T, what a kernel is compiled for: the layer, how tiles cut it (config.Tiles), and flags.
 
     VOTES: votes are given. DOT: how votes are computed, see products.py. LEAKY: of the softmax. QUERY: there is a
-    query. QUADRATIC: votes serve more than the score with the query and the first moment. MASKED: kernels have to ask
+    query. QUADRATIC: votes are used for more than the score with the query and the first moment. MASKED: kernels ask
     which pairs are valid, see where_valid() in tiles.py. SECTIONED: there is more than one section of outputs. x_j,
     x_d, w_j, w_d, w_k: strides, x_d over components of u or of votes.
     """
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """L, what a step between passes is compiled for: J outputs, D numbers of an output in P rows of a pose matrix, rows
+    """L, what a step between passes is compiled for: J outputs; D numbers per output, in P rows of a pose matrix; ROWS
     of a strip, see strips.py."""
 
     J: Any
@@ -58,7 +58,7 @@ class KernelInputs(NamedTuple):
     """Pointers that every kernel has, strides, and sizes that are not compiled in.
 
     xs: strides of u (b, i, -, k) or of votes (b, i, j, d); with positions the first stride is over positions. ws:
-    strides of the weight (i, j, d, k). jump: the stride of x over b, less one stride for every position. together: how
+    strides of the weight (i, j, d, k). jump: the stride of x over b minus the strides over all positions. together: how
     many input capsules are taken as one.
     """
 
@@ -102,9 +102,9 @@ class Norms(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The samples of a tile. start: number of the first; o_b: sample of every row, counted from start, [BB]; count:
-    samples from start on. p_x: what strides are added to. m_rows: rows that exist; m_once: rows that are the first of
-    their sample."""
+    """The samples of a tile. start: the first sample. o_b: the sample of every row, counted from start, [BB]. count:
+    number of samples from start on. p_x: the address to which strides are added. m_rows: rows that exist. m_once: the
+    first row of every sample."""
 
     start: Any
     o_b: Any

@@ -1,9 +1,9 @@
 """The first statement of every kernel: programmatic dependent launch (PDL), see Plan.finish().
 
 With PDL a kernel may start before the kernel in front of it has ended. The rule that keeps every value right: no kernel
-touches memory before begin(). There it waits until the kernel in front has ended and its memory is visible, and only
-then lets the kernel behind start. So when a kernel starts, all kernels but the one in front have ended, and when it
-leaves begin(), that one has ended too: it may read what any of them wrote, and overwrite what any of them read.
+touches memory before begin(). In begin(), a kernel waits until the kernel in front has ended and its memory is visible.
+Only then may the kernel behind start. So when a kernel starts, all kernels except the kernel in front have ended. When
+a kernel leaves begin(), all earlier kernels have ended: it may read what they wrote, and overwrite what they read.
 """
 
 import triton

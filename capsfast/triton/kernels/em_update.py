@@ -36,7 +36,7 @@ def mean(b_tile, m_tile, D: tl.constexpr):
 def activate(logit, m_j, m_valid, SOFTMAX: tl.constexpr):
     """a, 1 - a (for a sigmoid only) and log a."""
     if SOFTMAX:
-        # Not -inf for masked capsules, which would make a sample without output capsules nan.
+        # Masked capsules get the lowest float, because -inf would make a sample without output capsules NaN.
         logit = tl.where(m_j, tl.where(m_valid, logit, -3.4028234663852886e38), float("-inf"))
         shifted = logit - tl.max(logit, 0)
         exponential = tl.exp(shifted)
@@ -66,13 +66,13 @@ def em_update_kernel(
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, SOFTMAX: tl.constexpr, FINAL: tl.constexpr,
     MOMENTUM: tl.constexpr, ROUTING: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """ROUTING: this step is part of a routing, so the poses before are center, and last from the second iteration on.
+    """ROUTING: this step is part of a routing, so center is the previous poses; from iteration 1 on, last is too.
 
     A routing has 0 for masked outputs in the precision, in the prior and in gradients, because their votes may be NaN.
     In its backward p_precision and p_next_db_x hold sum_i db x^2 and sum_i db x of the next pass, which has
-    p_next_precision. p_dcenter, None in the first iteration, gets the gradient of the poses before: by last, and as
-    the new poses of a capsule without mass. Otherwise moments about another center make the same Gaussian; in the
-    passes alone, dcenter of this step and of the pass before it cancel.
+    p_next_precision. p_dcenter, None in the first iteration, gets the gradient of the previous poses. They count as
+    last, and as the new poses of a capsule without mass. As center they have no effect: moments about another center
+    make the same Gaussian. (With single passes, dcenter of this step and dcenter of the pass before it cancel.)
     """
     begin(PDL)
     o_j, o_d = tl.arange(0, JP), tl.arange(0, DP)
@@ -92,7 +92,7 @@ def em_update_kernel(
     if MOMENTUM:
         held = momentum * (load(p_last, o_tile, m_tile) - (center + shift))
     raw = second * n[:, None] - shift * shift + held * held
-    # Rounding alone makes it negative, so the backward ignores the cut. tl.maximum would hide NaN.
+    # Only rounding makes raw negative, so the backward ignores the cut at 0. tl.maximum would hide NaN.
     variance = tl.where(raw < 0.0, 0.0, raw) + floor
     if ISOTROPIC:
         variance = mean(variance, m_tile, D)

@@ -8,7 +8,7 @@ run. passes.py adds up the splits of dW in order. A weight that all input capsul
 
 A routing pass is one iteration. V is its query, ds the gradient of its first moment. With x = votes - center,
 dvotes = c (ds + 2 dsecond x) + db (V - precision x). Only a pass with dsecond or precision needs the votes. Several
-passes, as of EM routing, are as many iterations, each with its own center, precision and dsecond.
+passes, such as those of EM routing, count as iterations; each has its own center, precision and dsecond.
 
 dvotes of an input capsule stay in registers from one iteration to the next. If HELD, V and ds of all iterations also
 stay in registers, from one input capsule to the next; there is room for few outputs at a time. Otherwise the kernel

@@ -57,7 +57,7 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     are rounded to 8 bits later. bfloat16 takes half the matrix instructions, and the 16-bit instructions transpose a.
 
     input_precision="tf32x3" is not used, because it also replaces infinities, with a select for every element. a is
-    transposed after the split: then a goes through shared memory, otherwise through many shuffles.
+    transposed after its split: so a goes through shared memory; transposed first, a would take many shuffles.
     max_num_imprecise_acc has one effect for these types: the compiler does not move outside sums into the tensor core.
     """
     if DOT == "half":
@@ -108,7 +108,7 @@ def columns_by_warp(b_tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def weights_by_warp(b_w, ACROSS: tl.constexpr, RUN: tl.constexpr):
-    """What columns_by_warp() does, for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
+    """As columns_by_warp(), for the rows of a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
     N: tl.constexpr = b_w.shape[0]
     KP: tl.constexpr = b_w.shape[1]
     SHAPE: tl.constexpr = [N, KP] if ACROSS == 1 else [ACROSS, N // ACROSS, KP]

@@ -1,5 +1,5 @@
-"""row_norm, the pass that runs before others if a softmax has more outputs than a program holds, and what joins its
-parts."""
+"""row_norm, the pass that runs before the others if a softmax has more outputs than a program holds, and the kernel
+that joins the parts that row_norm stores."""
 
 import triton
 import triton.language as tl
@@ -41,14 +41,14 @@ def row_norm_kernel(
     p_x, p_w, p_logits, p_mask, p_out_mask,
     p_precision, p_center, p_prior, p_activation,
     p_dcoupling, p_dmass, p_dsecond, p_dlse,
-    p_state,  # V or, if WITH_DS, V and ds of this iteration, of a state of R, as precision, center and dsecond are
+    p_state,  # V or, if WITH_DS, V and ds of this iteration in a state of R; precision, center, dsecond: also one of R
     p_parts,  # [2 or 3, sections, B, I] float32, out: maximum, sum of exponentials and, if WITH_DS, of those times dc
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk,
     T: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """The softmax of every row (b, i) of logits, as far as the outputs of a section go.
+    """The maximum and the sums of the softmax of every row (b, i) of logits, over the outputs of one section.
 
     Program (batch tile, split, section) has BB samples, a slice of the input capsules and NT tiles of outputs. It
     keeps V and ds of these outputs.

@@ -133,12 +133,13 @@ def agreement_gradient(
 ):
     """db = c (dc - sum c dc + dlse). The sum is over the axis of the softmax.
 
-    If dc comes from x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose
-    digits.
+    If dc is formed from x - s, sum c dc excludes s . ds too: for a large c the difference of x . ds and s . ds would
+    lose digits.
 
-    Where one input capsule has all of the coupling of MODE "in", the sum equals its dc, and its db is 0. The difference
-    of two rounded numbers is not 0: csrc/math/softmax.h says why that matters. A large inverse detects the case,
-    because rounding of b changes c, but not the sum of all exp(b - maximum), whose largest term is 1.
+    If one input capsule has all the coupling of an output in MODE "in", sum c dc equals the dc of this input capsule,
+    and its db is 0. The difference of the two rounded numbers is not 0: csrc/math/softmax.h says why that matters. An
+    inverse above WHOLE detects the case: rounding of b changes c, but not the sum of all exp(b - maximum), whose
+    largest term is 1.
 
     p_dlse: [B, I], [B, J] for MODE "in", or None; for MODE "row_norm" the rows already contain dlse.
     """

@@ -81,7 +81,7 @@ def add_input_gradient(p_dx, p_room, b_du, inputs, rows, capsule, k0, n0, last, 
     o_b, o_pose = row // T.PP, row % T.PP
     NUMBERS: tl.constexpr = T.P * T.K
     o_tile = rows.start * inputs.I * NUMBERS + (o_b * inputs.I * NUMBERS + o_pose * T.K)[:, None] + (k0 + o_k)
-    o_tile += capsule.i * NUMBERS  # last, see input_capsule()
+    o_tile += capsule.i * NUMBERS  # added last, see input_capsule()
     m_tile = ((o_b < rows.count) & below(o_pose, T.P, T.PP))[:, None] & below(k0 + o_k, T.K, KP)
     add_group(p_dx, p_room, o_tile, as_fragment(b_du, T.BB // 16, 1), m_tile, n0, last)
 

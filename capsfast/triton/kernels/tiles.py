@@ -21,8 +21,8 @@ A warp has 16 whole rows. If rows are too long, several warps share the columns 
 LANES is at most 4, with more lanes an output is spread over warps.
 
 A pose matrix takes P rows of a tile, padded to PP. All its rows use the same weight, as all samples do, so the product
-treats each row as a vector with D / P components. What a sample has once, such as its logits and coupling, is the same
-in all its rows, and the first of its rows stores it.
+treats each row as a vector with D / P components. Numbers that a sample has once, such as logits and coupling, are the
+same in all rows of the sample; the first row stores them.
 
 Votes with positions, [B, I, J, D, S], have B S samples, and all samples of a tile have the same b. Tensors [B, I, J]
 and [B, I, J, D] have positions as their last axis; all others, such as [B, J, D] and [B, I], have a row for each
@@ -76,7 +76,7 @@ def pose_rows(OFFSET: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def first_tile(section, T: tl.constexpr):
-    """The first tile of a section of outputs. With one section, a constant; so are the offsets of its tiles."""
+    """The first tile of a section of outputs. With one section this is a constant, and so are the offsets of tiles."""
     return section * T.NT if T.SECTIONED else 0
 
 
@@ -116,8 +116,8 @@ def place(column, T: tl.constexpr):
 
 @triton.jit
 def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
-    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. If STEP divides LIMIT, this returns a constant: the
-    compiler drops a mask of constants at once, and would not find out that index < LIMIT always holds."""
+    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. If STEP divides LIMIT, this returns a constant:
+    the compiler drops a constant mask, but would not find out that index < LIMIT always holds."""
     FITS: tl.constexpr = LIMIT > 0 and LIMIT // STEP * STEP == LIMIT
     return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
 
@@ -158,9 +158,9 @@ def valid_outputs(p_out_mask, rows, m_rows, n, T: tl.constexpr):
 
 @triton.jit
 def where_valid(m_pairs, b_value, other: tl.constexpr, SOME: tl.constexpr):
-    """b_value, and other outside m_pairs. SOME: needed if votes may be NaN, if a center makes invalid votes differ from
-    0, and if there are tiles without any output: these read V of other outputs, so a coupling may be infinite, and its
-    product with 0 NaN. Otherwise invalid votes are 0 and add nothing to a sum.
+    """b_value; if SOME, other outside m_pairs. SOME is needed if votes may be NaN, if a center makes invalid votes
+    differ from 0, or if there are tiles without any output. Such tiles read V of other outputs, so a coupling may be
+    infinite, and its product with 0 is NaN. Otherwise invalid votes are 0 and add nothing to a sum.
     """
     if SOME:
         b_value = tl.where(m_pairs, b_value, other)
@@ -172,8 +172,8 @@ def pairs(p_pairs, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
     """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
     o_j = outputs(n, T)
     if T.SECTIONED and T.NT > 1:
-        # Adds 0, but the compiler does not know that. Otherwise it would keep the part of every tile's address that
-        # does not depend on i, and too few registers are left for that.
+        # Adds a 0 that the compiler does not recognize. Otherwise the compiler would keep, for every tile, the part of
+        # the address that does not depend on i, and too few registers are left for these parts.
         o_j += (i >> 63).to(tl.int32)
     if SHARED:
         p_tile = p_pairs + i * T.J + (rows.o_b * 0)[:, None] + o_j[None, :]
@@ -214,7 +214,7 @@ def store_pairs(p_pairs, b_value, inputs, rows, i, n, T: tl.constexpr):
         row = (index // (32 * ACROSS) % DOWN * 2 + index // (32 * ACROSS * DOWN)) * 8 + index // 4 % 8
         o_j, o_b = lane // T.LANES, row // T.PP
         m_once = (lane % T.LANES == 0) & (row % T.PP == 0)
-        # Adds i last, see input_capsule(), and tiles: if there is one section, they are part of the instruction.
+        # Adds i and the tile last, see input_capsule(). With one section, the tile's offset is part of the instruction.
         p_tile = p_pairs + rows.start * inputs.I * T.J + (o_b * (inputs.I * T.J) + o_j) + i * T.J + n * T.JT
         tl.store(p_tile, tl.reshape(b_value, [M]), mask=m_once & (o_b < rows.count) & (n * T.JT + o_j < T.J))
 

@@ -15,8 +15,8 @@ from .strips import fours, numbers, power_of_two, strip_offset
 
 
 class RowTile(NamedTuple):
-    """The rows of a program: their numbers and which exist, [RB]; components, [DP]; offsets in [B, J, D] and which
-    exist, [RB, DP]."""
+    """The rows of a program. o_row, m_row: numbers of the rows, and which rows exist, [RB]. o_d: components, [DP].
+    o_tile, m_tile: offsets in [B, J, D], and which of these exist, [RB, DP]."""
 
     o_row: Any
     m_row: Any
@@ -43,14 +43,14 @@ def load_splits(p_partial, o_tile, m_tile, start, splits, plane, SB: tl.constexp
 
 @triton.jit
 def sum_splits(p_partial, o_tile, m_tile, splits, plane, online, SB: tl.constexpr):
-    """Rows at the offsets o_tile [RB, DP], summed over the splits: SB sums side by side, which are added up last.
+    """Rows at the offsets o_tile [RB, DP], summed over the splits: first SB sums side by side, then the sum of these.
 
     online: if every split has a softmax of its own, a tuple of the maxima [splits, B, J], the rows, which rows exist,
     B J, and the maximum over the splits, [RB]; otherwise a tuple that begins with None.
     """
     b_total = tl.zeros([SB, o_tile.shape[0], o_tile.shape[1]], tl.float32)
-    # The loads of a turn are in flight while the numbers of the turn before are added, in whatever order the compiler
-    # has loads and additions.
+    # The next SB splits are loaded before the last SB splits are added, so that loads and additions overlap, whatever
+    # order the compiler chooses for loads and additions.
     b_following = load_splits(p_partial, o_tile, m_tile, 0, splits, plane, SB)
     for start in range(0, splits, SB):
         b_part = b_following
@@ -73,8 +73,9 @@ def common_factor(
     p_online, p_factor, factor, p_norm, p_inverse, tile, splits, plane,
     L: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
 ):
-    """The factor of a row, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of the softmax, 0 in
-    place of -inf. Stores both for softmax "in"; in a uniform pass all logits are 0, so the maximum is 0.
+    """The factor and the maximum of every row; both are stored for softmax "in". The factor is the coupling of a
+    uniform pass, or 1 / sum of a softmax. The maximum of a softmax is 0 instead of -inf. In a uniform pass all logits
+    are 0, so the maximum is 0.
     """
     o_row, m_row = tile.o_row, tile.m_row
     b_max = tl.full([o_row.shape[0]], 0.0 if LEAKY else float("-inf"), tl.float32)
@@ -172,7 +173,7 @@ def load_rows(p_rows, tile):
 
 @triton.jit
 def in_strips(tile, L: tl.constexpr, S: tl.constexpr):
-    """Where the rows of a program are among S vectors in the order of strips.py, and which numbers are there."""
+    """Offsets of the rows of a program among S vectors in the order of strips.py, and which numbers have a place."""
     C: tl.constexpr = L.D // L.P
     row, o_c = (tile.o_row // L.J)[:, None], tile.o_d[None, :]
     columns = 4 * fours(C)
@@ -273,7 +274,7 @@ def arrange_kernel(
     L: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Each is one of R vectors. With ds, V and ds are one iteration of a state of R iterations."""
+    """Each output is one of R vectors. If p_ds is given, V and ds are one iteration of a state of R iterations."""
     begin(PDL)
     tile = row_tile(B, L, DP, RB)
     S: tl.constexpr = R if p_ds is None else 2 * R
@@ -307,7 +308,7 @@ def add_terms_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def add_up_kernel(
-    p_partial,  # [splits, n] float32, or the first of [splits, n, STEP]
+    p_partial,  # [splits, n] float32, or one element of the last axis of [splits, n, STEP]
     p_sum,  # [n], out
     n, splits,
     WIDTH: tl.constexpr, SB: tl.constexpr, STEP: tl.constexpr = 1, PDL: tl.constexpr = False,
@@ -327,7 +328,7 @@ def bias_gradient_kernel(
     B, samples,
     L: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr, T: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """A program sums ds of an output over iterations and so many samples, SB of them at once."""
+    """A program sums ds of one output over T iterations and ``samples`` samples, SB samples at once."""
     begin(PDL)
     o_d = tl.arange(0, DP)
     b_total = tl.zeros([SB, DP], tl.float32)

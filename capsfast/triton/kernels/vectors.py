@@ -10,8 +10,8 @@ from .tiles import columns, outputs, pose_rows
 
 
 class VectorTile(NamedTuple):
-    """Where the components [M, F] of a tile are, see strips.py: number of the first strip, strip from there on, output
-    in the tile, place in the strip, and whether the layer has these components."""
+    """Where the components [M, F] of a tile lie, see strips.py. start: the first strip. o_strip: strip, counted from
+    start. o_j: output in the tile. o_place: place in the strip. m_components: whether the layer has the component."""
 
     start: Any
     o_strip: Any
@@ -24,10 +24,10 @@ class VectorTile(NamedTuple):
 def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
     """Where load_vectors() finds the rows and the components of a tile.
 
-    For computed votes, vectors are loaded in the layout in which the tensor core leaves votes, so neither goes through
-    shared memory: as [M, F], where a lane has F consecutive components. The compiler distributes M to lanes first, then
-    to warps, then to registers. TWO = 2: also the tile of the vectors that follow in memory, for load_state(). These
-    share the axis M, because some releases of the compiler would distribute a separate axis first.
+    For computed votes, vectors are loaded in the layout in which the tensor core leaves votes, so neither votes nor
+    vectors go through shared memory. A tile is [M, F]: a lane has F consecutive components. The compiler distributes M
+    to lanes first, then to warps, then to registers. TWO = 2: also the tile of the vectors that follow in memory, for
+    load_state(). Both tiles share the axis M, because some releases of Triton would distribute a separate axis first.
     """
     o_tile = rows
     if T.LANES > 0:
@@ -43,7 +43,7 @@ def vector_tile(rows, T: tl.constexpr, TWO: tl.constexpr = 1):
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
         o_c = lane % T.LANES * OF_LANE + register // 2 % (OF_LANE // F) * F
-        # The rows of a pose have no padding that is 0.
+        # Vectors are padded with 0 to fours, but rows of a pose matrix are not.
         m_components = o_c[:, None] + tl.arange(0, F)[None, :] < (4 * fours(C) if T.P == 1 else C)
         if T.P < T.PP:
             m_components = m_components & (row % T.PP < T.P)[:, None]
@@ -195,8 +195,8 @@ def no_terms(T: tl.constexpr, PARTED: tl.constexpr):
 
 @triton.jit
 def add_scaled(b_sums, b_c, b_tile, T: tl.constexpr, PARTED: tl.constexpr):
-    """Adds c * tile to b_sums. b_c: [BB, JT]. PARTED: b_sums are from parts(), which keeps the compiler from giving the
-    sum and all its terms the layout of an operand of the next product: twice the registers."""
+    """Adds c * tile to b_sums. b_c: [BB, JT]. PARTED: b_sums are from parts(). Otherwise the compiler gives the sum and
+    all its terms the layout of an operand of the next product, which takes twice the registers."""
     b_next = ()
     if PARTED:
         b_terms = parts(b_tile, T)
@@ -246,8 +246,8 @@ def spread(b_c, T: tl.constexpr):
 def slope(
     b_linear, b_x, p_curvature, FACTOR: tl.constexpr, o_vectors, n, T: tl.constexpr, S: tl.constexpr = 1, step=0
 ):
-    """linear + FACTOR curvature x for tile n. b_linear: a tile or None; curvature: one of S vectors, or None. step: to
-    the vector from p_curvature, which may be None."""
+    """linear + FACTOR curvature x for tile n. b_linear: a tile or None. The curvature is one of S vectors, ``step``
+    numbers behind p_curvature; the curvature is 0 if p_curvature is None."""
     b_slope = b_linear
     if p_curvature is not None:
         b_slope = FACTOR * load_vectors(p_curvature + step, o_vectors, n, T, S) * b_x

@@ -11,8 +11,8 @@ from .vectors import load_numbers, load_vectors, score, slope, spread
 
 @triton.jit
 def reread(p_target, i32, AGAIN: tl.constexpr):
-    """p_target. If AGAIN, adds a 0 that the compiler does not recognize, as it does not know that i >= 0. So every turn
-    of the loop over i loads the target again, from L1. Loaded once before the loop, it takes too many registers."""
+    """p_target. If AGAIN, adds a 0 that the compiler does not recognize, because it does not know that i >= 0. So the
+    target is loaded again for every i, from L1. Loaded once before the loop, it would take too many registers."""
     if AGAIN:
         p_target += (i32 >> 31) * 16
     return p_target
@@ -20,10 +20,10 @@ def reread(p_target, i32, AGAIN: tl.constexpr):
 
 @triton.jit
 def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = False):
-    """SHARED: all input capsules have the weight of the first."""
-    # The compiler does not see that the maximum is i32. So it keeps addresses without i; every turn of the loop adds i
-    # times a stride, one instruction. Otherwise it would advance every address, which takes two. Given votes have few
-    # addresses; the tiles of a section have more than fit in registers, see pairs().
+    """Input capsule i32 of the rows. SHARED: all input capsules have the weight of input capsule 0."""
+    # KEPT: the compiler does not see that maximum(i32, 0) is i32. So it keeps addresses without i, and the loop adds i
+    # times a stride to an address, one instruction. Otherwise the loop would advance every address, two instructions.
+    # Given votes have few addresses; the tiles of a section have more addresses than registers, see pairs().
     KEPT: tl.constexpr = not T.VOTES and not (T.SECTIONED and T.NT > 1)
     i = tl.cast(tl.maximum(i32, 0) if KEPT else i32, tl.int64)
     m_rows = valid_inputs(inputs, rows, i)
