@@ -52,8 +52,8 @@ class Context {
 
   void* stream = nullptr;
   int64_t multiprocessors = 1;
-  // Whether the device has clusters; whether it has cooperative launches, and launches that start early, and they are
-  // wanted.
+  // Whether the device has clusters. Whether it has cooperative launches, and launches that start early, and the
+  // environment wants them.
   bool clusters = false, cooperative = false, early = false;
   // Whether the columns family serves also what the rows family serves: CAPSFAST_COLUMNS=1.
   bool columns_first = false;

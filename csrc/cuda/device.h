@@ -62,7 +62,7 @@ CAPSFAST_DEVICE void named_barrier(int id, int count) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define CAPSFAST_CLUSTERS 1
 #endif
-// Whether the code may copy asynchronously and multiply on tensor cores. A kernel that needs this is empty without; the
+// Whether the code may copy asynchronously and multiply on tensor cores. If not, kernels that need this are empty; the
 // host asks architecture() before it launches one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kTensorCores = false;
@@ -213,7 +213,8 @@ CAPSFAST_DEVICE float to_tf32(float x) {
   return __uint_as_float(bits);
 }
 
-// The same; a NaN may become a number, so that it takes two instructions before architecture 9.0, too, and not four.
+// The same, except that a NaN may become a number. So it takes two instructions and not four, also before architecture
+// 9.0.
 CAPSFAST_DEVICE float to_tf32_or_number(float x) {
 #ifdef CAPSFAST_CLUSTERS
   return to_tf32(x);
@@ -282,10 +283,10 @@ CAPSFAST_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" :::
 CAPSFAST_DEVICE void copies_wait_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
 // Bulk copies, from architecture 9.0 on: one thread copies any multiple of 16 bytes, between addresses that are
-// multiples of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of it one thread says how
-// many bytes to expect; then every thread that reads them waits, in uses 0, 2, 4 ... with odd = false. Before the first
-// use and after the last one thread begins and ends it, with barriers between. Before architecture 9.0 an Arrival does
-// nothing, so a kernel must ask has_bulk_copies().
+// multiples of 16. An Arrival, 8 bytes of shared memory, counts their bytes. For each use of the Arrival one thread
+// says how many bytes to expect. Then every thread that reads the bytes waits; odd is false in uses 0, 2, 4 and so on.
+// One thread begins the Arrival before its first use and ends it after its last use, with barriers between. Before
+// architecture 9.0 an Arrival does nothing, so a kernel must ask has_bulk_copies().
 CAPSFAST_DEVICE constexpr bool has_bulk_copies() {
 #ifdef CAPSFAST_CLUSTERS
   return true;
@@ -323,7 +324,7 @@ class Arrival {
           "r"(odd ? 1 : 0)
           : "memory");
   }
-  // What this thread has written to shared memory, bulk copies that follow the next barrier may overwrite.
+  // After the next barrier, bulk copies may overwrite what this thread has written to shared memory.
   static CAPSFAST_DEVICE void release_writes() {
     if constexpr (has_bulk_copies()) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -335,9 +336,9 @@ class Arrival {
   uint32_t at_;
 };
 
-// A kernel that starts early (see Together) waits here until the launch before has ended and its results can be read.
-// Every thread must wait. Before, it may not read what the launch before writes, nor write what that launch reads or
-// writes. Before architecture 9.0 both functions do nothing.
+// A kernel that starts early (see Together) waits here until the preceding launch has ended and its results can be
+// read. Every thread must wait. Until then the kernel may not read what the preceding launch writes, nor write what
+// that launch reads or writes. Before architecture 9.0 both functions do nothing.
 CAPSFAST_DEVICE void wait_for_launch_before() {
 #ifdef CAPSFAST_CLUSTERS
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -406,7 +407,8 @@ template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
   if (shared_bytes > 0) limits().of(kernel);  // sets how much the kernel may ask for
-  // In code of an older architecture wait_for_launch_before() does nothing, also on a device that can start it early.
+  // Code of an older architecture must not start early: its wait_for_launch_before() does nothing, also on a newer
+  // device.
   if (together.early) together.early = limits().of(kernel).architecture >= 90;
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);

@@ -34,8 +34,8 @@ struct Driver {
   static Known known(const void* kernel);
   // Sets how much shared memory blocks of the kernel may ask for on the current device.
   static void allow_shared(const void* kernel, int bytes);
-  // Asks for a multiprocessor that has `bytes` of shared memory for a block of the kernel, and not more: the rest of its
-  // memory is L1 cache.
+  // Asks for a multiprocessor that has `bytes` of shared memory for a block of the kernel, and not more: the rest of
+  // its memory is L1 cache.
   static void prefer_shared(const void* kernel, int bytes);
   static int64_t max_active_blocks(const void* kernel, int threads, int shared_bytes);
   // 0 if the kernel was compiled for an architecture without clusters.
@@ -46,7 +46,7 @@ struct Driver {
 class Limits {
  public:
   // The limit of shared memory holds for the launches of all threads of the host, so the first question about a kernel
-  // sets it, to all that is possible.
+  // sets the limit to the most that is possible.
   Driver::Known of(AnyKernel kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return about(kernel);

@@ -86,7 +86,7 @@ void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
   kernel(stack);
 }
 
-// A word of a schema as the enumerator at its place among `words`. capsfast/calls/options.py lists the same words.
+// The enumerator of a word of a schema: the word's place among `words`. capsfast/calls/options.py lists the same words.
 template <class E, size_t count>
 E choice_of(const char* option, const std::string& word, const char* const (&words)[count]) {
   for (size_t n = 0; n < count; ++n) {
@@ -157,7 +157,7 @@ inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_proble
   Tensor gradient = empty(tensor, tensor.sizes().data(), tensor.sizes().size(), tensor.scalar_type());
   if (huge_pages && gradient.is_cpu())
     advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
-  // If any axis is empty, perhaps no kernel fills what remains of the gradient, which is 0.
+  // If any axis of the problem is empty, perhaps no kernel writes the gradient, which is 0.
   if (empty_problem) torch::stable::zero_(gradient);
   if (gradient.numel() > 0) *view = view_of(gradient, positions);
   return gradient;

@@ -38,10 +38,10 @@ struct MaskView {
 // itself, or exp(b - lse) with a given lse. The routing ops take only the two softmaxes.
 enum class Normalize : int { out, in, sigmoid, none, lse };
 
-// What a lane of a vector holds while the CPU runs a part of a call. any: the plan still chooses, or the votes are given
-// and a vector holds numbers of one vote. sample, position: one sample, or one position of the votes. capsule: one input
-// capsule of a sample. With `capsule`, votes are [B][ceil(I / L)][J D][L]: a block of L input capsules stands where one
-// input capsule stood. Votes of masked input capsules, and lanes without an input capsule, are 0.
+// What a lane of a vector holds while the CPU runs a part of a call. any: the plan still chooses, or the votes are
+// given and a vector holds numbers of one vote. sample, position: one sample, or one position of the votes. capsule:
+// one input capsule of a sample. With `capsule`, votes are [B][ceil(I / L)][J D][L]: a block of L input capsules stands
+// where one input capsule stood. Votes of masked input capsules, and lanes without an input capsule, are 0.
 enum class Lane : int { any, sample, position, capsule };
 
 struct Problem {

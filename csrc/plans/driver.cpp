@@ -12,7 +12,7 @@ namespace capsfast::plans {
 
 namespace {
 
-// As in cuda.h, which a build without a toolkit does not have. tests/support/driver.cpp compares them.
+// As in cuda.h, which a build without a toolkit does not have. tests/support/driver.cpp compares both.
 struct LaunchAttribute {
   int id;
   char padding[4];

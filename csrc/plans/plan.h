@@ -36,7 +36,7 @@ struct Step {
   size_t zero_bytes = 0;
 };
 
-// A run has the tensors of the call first, then those that it makes.
+// The tensors of a run: first the tensors of the call, then the tensors that the run makes.
 struct Plan {
   std::vector<Form> made;
   std::vector<Step> steps;

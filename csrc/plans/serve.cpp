@@ -1,5 +1,5 @@
 // The kernel of an op whose calls are planned in Python and run here. A call reads its signature, finds the plan of the
-// signature and runs it. All that it asks of Python is whether a profiler has hooks. A call without a plan goes to the
+// signature and runs it. The only question to Python is whether a profiler has hooks. A call without a plan goes to the
 // op's function in Python, which plans and runs the call, and may keep the plan for the next calls of the signature.
 #include "serve.h"
 
@@ -71,14 +71,14 @@ Table& table() {
   static auto* const all = new Table;
   return *all;
 }
-// Whether hooks of a profiler want every launch to take Triton's way.
+// The function in Python that tells whether launches must go through Triton, because a profiler has hooks.
 py::object& hooked() {
   static auto* const function = new py::object;
   return *function;
 }
 
-// torch has these functions for its own compiled programs: tensors from a list of handles that it takes, and a handle
-// from a tensor.
+// Functions of torch for its own compiled programs. The first makes tensors from a list of handles, which it takes
+// over; the second makes a handle from a tensor.
 py::object& tensors_from_handles() {
   static auto* const function = new py::object;
   return *function;
@@ -192,7 +192,7 @@ class Arguments {
     }
   }
 
-  // For the function in Python. Call it once.
+  // The arguments for the function in Python. Call this function once.
   py::tuple as_python();
 
  private:
@@ -353,7 +353,8 @@ int32_t dtype_of(const std::string& name) {
   throw std::invalid_argument("capsfast: no plan makes tensors of " + name);
 }
 
-// Keeps a plan for the signature that this thread plans. False if no op asked for a plan, or it cannot be run here.
+// Keeps a plan for the signature that this thread plans. False if no op asked for a plan, or if the plan cannot be run
+// here.
 bool keep(bool on_gpu, const std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>>& made,
           const std::vector<py::dict>& steps, const std::vector<size_t>& outputs, py::object kernels) {
   if (planning == nullptr || !has_driver(on_gpu)) return false;

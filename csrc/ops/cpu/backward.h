@@ -1,9 +1,9 @@
 // The backward of a routing or of a routing_pass.
 //
-// A routing runs an accumulate pass for each iteration from the last to the second: they give the gradients of the sums
-// of every iteration. In a routing_pass these gradients are arguments. Then one gradient pass serves all iterations. In
-// a routing_pass it also sums over the input capsules, which gives the gradients of output capsules. If these sums take
-// a pass of their own, that is the same pass without other gradients.
+// A routing runs an accumulate pass for each iteration from the last to the second. These passes give the gradients of
+// the sums of every iteration; for a routing_pass these gradients are arguments. Then one gradient pass serves all
+// iterations. For a routing_pass the gradient pass also sums over the input capsules, which gives the gradients of
+// output capsules. These sums may take a separate pass: a gradient pass without other gradients.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace capsfast::driver {
 
-// The tensors of a backward. A routing_pass has `in`, `saved` and `out`. A routing has dv, s, out.common and, of
-// `saved`, batch, norm and (for its coupling) weights and dweights.
+// The tensors of a backward. A routing_pass has `in`, `saved` and `out`. A routing has dv, s and out.common; of `saved`
+// it has batch, norm, and weights and dweights for its coupling.
 template <class T>
 struct BackwardCall {
   PassInputs in;
@@ -90,7 +90,8 @@ class Backward {
       restore(begin, end);
       differentiate(r - 1, begin, end);
     });
-    // A pass for the iteration `since`, which needs no gradient of V, corrects c_dc, if the logits need a gradient.
+    // Iteration `since` needs no gradient of V. If the logits need a gradient, it still takes a pass, which corrects
+    // c_dc.
     const bool corrects_since = p.softmax_in() && out.common.dlogits.data != nullptr;
     for (int64_t t = r - 1; t > since || (t == since && corrects_since); --t) {
       AccumulatePass<T> pass;
@@ -104,7 +105,8 @@ class Backward {
         db.clear();
       }
       if (t == r - 1) pass.dcoupling = saved.dweights;
-      // If each v is part of every later V, its gradient G is the sum over all passes so far: the sums go on.
+      // If each v is part of every later V, its gradient G is the sum over all passes so far, so the sums are not
+      // cleared.
       if (t == r - 1 || !p.squash.accumulate) sums.clear();
       if (t > since) pass.first = sums.sum();
       context.accumulate(pass);
@@ -130,7 +132,8 @@ class Backward {
     return at;
   }
 
-  // Computes ds_t from dv_t: in the last iteration the gradient of the output, else the sum of the accumulate passes.
+  // Computes ds_t from dv_t. In the last iteration dv_t is the gradient of the output, else the sum of the accumulate
+  // passes.
   void differentiate(int64_t t, int64_t begin, int64_t end) {
     const bool last = t + 1 == p.iterations;
     Update<T> at = update(t);
@@ -153,8 +156,9 @@ class Backward {
   }
 
   // With the softmax over the input capsules, db = c (dc - c_dc) adds up to 0 over i if c_dc = sum_i c dc. But c_dc is
-  // computed from rounded sums, as ds . s, and the difference cancels where c is nearly 1. So the sum of db that the
-  // pass found is what c_dc lacks, and s times that sum is what G has too much. The leaky entry has c too, but no db.
+  // computed from rounded sums, as ds . s, and the difference cancels where c is nearly 1. So the pass also sums db:
+  // c_dc is too small by this sum, and G is too large by s times this sum. The leaky entry has a coupling, too, but no
+  // db.
   void correct(int64_t t) const {
     const Layout& layout = context.layout;
     const T* const s = static_cast<const T*>(call.s) + t * saved.batch * p.J * p.D;
@@ -187,8 +191,8 @@ class Backward {
 
   // ---- A pass. ----
 
-  // For a softmax over the input capsules: sum_i R dR. No pass is needed: it is the sum of the moments times their
-  // gradients. In double, because its terms are later subtracted from it.
+  // For a softmax over the input capsules: sum_i R dR. It is the sum of the moments times their gradients, so no pass
+  // is needed. The sum is in double, because its terms are later subtracted from it.
   void mean_gradients() {
     for (int64_t b = 0; b < p.B; ++b) {
       const Place at = context.layout.of(b);

@@ -1,7 +1,8 @@
 // Cuts a call along its samples into parts, and runs the parts.
 //
-// Given votes are cut into slices, which tasks run side by side. Samples that make their votes go to tiles; in a pass
-// they are parts that run one after the other. Samples that remain are a small batch.
+// Given votes are cut into slices, and tasks run slices side by side. Samples that make their votes go to tiles; a
+// routing_pass or EM routing cuts these samples into parts that run one after the other. The remaining samples are a
+// small batch.
 //
 // A Call has the tensors of an op:
 //   BackwardOutputs& gradients();                           of the arguments that all ops have; empty in a forward
@@ -25,8 +26,8 @@ Slices slices_of(const Problem& p, int64_t threads, bool shared_logits_gradient)
   return make_slices(p, kernels<T>(isa(), true).L, threads, sizeof(T), shared_logits_gradient);
 }
 
-// The parts of samples in tiles. gradients: of the call. Parts that do not add to dW in place add to sums of its size:
-// then parts pay only if they save more memory than these sums.
+// The parts of samples in tiles. gradients: of the call. Unless parts add to dW in place, they add to sums as large as
+// dW. Then parts pay only if they save more memory than these sums take.
 template <class T>
 Parts parts_of(const Problem& p, int64_t threads, const BackwardOutputs& gradients) {
   Parts parts = make_parts(p, kernels<T>(isa(), true).L, threads, sizeof(T));
@@ -36,9 +37,9 @@ Parts parts_of(const Problem& p, int64_t threads, const BackwardOutputs& gradien
   return parts;
 }
 
-// The samples that go to tiles, from sample 0 on. If the others are a small batch, `kept` of them keep their votes at a
-// time. Forward and backward divide a batch alike: both layouts round logits in their own way, and with long votes the
-// coupling of other logits has little to do with the coupling of the forward.
+// The samples that go to tiles, from sample 0 on. The other samples are a small batch, of which `kept` samples keep
+// their votes at a time. Forward and backward must cut a batch alike: tiles and small batches round logits differently,
+// and with long votes a small difference of the logits changes the coupling much.
 template <class T>
 struct BatchCut {
   int64_t in_tiles, kept;
@@ -73,7 +74,7 @@ template <class T>
 struct Totals {
   double* dlogits = nullptr;         // [I, J], added to; null if it is not wanted
   double* dbias = nullptr;           // [J, D], likewise
-  WeightSums<T>* weights = nullptr;  // of all parts; this is the next part
+  WeightSums<T>* weights = nullptr;  // of all parts; begin() goes to the next part
   int64_t threads = 1;               // that the part may use
 };
 
@@ -110,7 +111,7 @@ class BatchSums {
   Buffer<double> dlogits, dbias;
 };
 
-// Runs a call whose samples are all given votes, all in tiles, or all of a small batch with its votes.
+// Runs a call whose samples are all alike: given votes, samples in tiles, or a small batch with its votes.
 template <class T, class Call>
 void run_alike(const Problem& p, const Call& call, const BatchSums<T>& sums) {
   const auto run = [&](int64_t task, int64_t n, int64_t count, WeightSums<T>* weights, int64_t threads) {

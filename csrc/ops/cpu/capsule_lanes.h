@@ -37,7 +37,7 @@ class CapsuleLanes {
   CapsuleLanes(const Problem& problem, int64_t sample, int64_t lanes)
       : p(problem), b(sample), L(lanes), seen(across_lanes(problem, sample, lanes)) {}
 
-  // The pass of a split, with sums for each lane in the place of the sums of the split, [B][J D] and [B][J].
+  // The pass of a split, in which sums for each lane replace the sums of the split, [B][J D] and [B][J].
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
     AccumulatePass<T> pass = of_sample(split);
     for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(at(*numbers, p.J), p.J);
@@ -91,7 +91,7 @@ class CapsuleLanes {
   }
 
  private:
-  // For the fields that both passes have. In arrays with all iterations, the distance between two iterations stays.
+  // Sets the fields that both passes have. In arrays with all iterations, iterations stay as far apart as before.
   template <class Pass>
   Pass of_sample(Pass pass) {
     pass.problem = &seen;

@@ -63,8 +63,9 @@ inline Range range_of(const Plan& plan, int64_t task, int64_t groups, int64_t sp
           plan.capsules * (split + 1) / splits};
 }
 
-// The task that is taken as the n-th. Threads take tasks at the same time. If these were neighbours, both threads would
-// touch the same page of dW first, and the system would clear the page twice.
+// Which task is taken as the n-th: threads that take tasks at the same time get tasks that are far apart. With
+// neighbouring tasks both threads would be the first to touch the same page of dW, and the system would clear the page
+// twice.
 inline int64_t spread_out(int64_t n, int64_t tasks, int64_t threads) {
   return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
 }
@@ -90,8 +91,8 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
 }
 
 // Partial sums of dW: one for each task if the weight is shared, else one for each group of tiles. A single group needs
-// none: every task writes the dW of its input capsules. Parts of a batch have plans with the same tasks, and add to the
-// same sums one after the other.
+// no partial sum, because every task writes the dW of its input capsules; but several parts that do not add in place
+// need one. Parts of a batch have plans with the same tasks, and add to the same sums one after the other.
 template <class T>
 class WeightSums {
  public:
@@ -118,7 +119,7 @@ class WeightSums {
     pass->dweight_sum = sums_->high() + adder * size_;
     pass->dweight_low = sums_->low() + adder * size_;
   }
-  // After it.
+  // After the gradient pass of a part.
   void finish(const BackwardOutputs& out) const {
     if (part_ < parts_) return;
     sums_->join();
@@ -131,8 +132,8 @@ class WeightSums {
   std::optional<Sums<T>> sums_;
 };
 
-// The kernels of a call. If a vector of a tile has several registers, a lane costs about 4/5 of a lane of single
-// registers, but more lanes may stay empty. A batch (or positions) that fills at most half of an AVX-512 register takes
+// The kernels of a call. A vector of a tile may have several registers: then a lane costs about 4/5 as much as with one
+// register, but more lanes may stay empty. A batch (or positions) that fills at most half of an AVX-512 register takes
 // the AVX2 kernels: on many machines two AVX2 instructions run in the time of one AVX-512 instruction.
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
@@ -158,7 +159,7 @@ struct Planned {
         : p.votes_given    ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
                                  p.mask.data != nullptr
                            : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
-    // In the scratch memory, copied rows of the weight take the room of rows of dW.
+    // Copied weights take the scratch memory that dW in place has saved.
     if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
   }
 };
@@ -247,8 +248,8 @@ struct Context : Planned<T> {
     }
   }
 
-  // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`; zeros in lanes
-  // without a sample and, if n1 is J, for masked output capsules. Zeros if data is null.
+  // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`. n1 is J. Lanes
+  // without a sample and masked output capsules get zeros; if data is null, all numbers are zeros.
   void load(const View& view, int64_t n1, int64_t n2, T scale, T* to) const {
     const int64_t L = layout.lanes(), size = n1 * n2;
     if (view.data == nullptr) {
@@ -287,7 +288,7 @@ struct Context : Planned<T> {
     sum->high += by;
     sum->low += by;
   }
-  // To the sums of a split.
+  // Moves the pointers to the sums of a split.
   template <class Pass>
   void move_sums(Pass* pass, int64_t split) const {
     move(&pass->first, split * layout.vectors());
@@ -354,16 +355,17 @@ class InNorms {
     std::fill_n(max_.get(), pitch_, T(0));
     std::fill_n(norms_.high(), pitch_, T(1));
   }
-  // After it.
+  // After a pass.
   void finish() const { norms_.join(); }
 
-  // How the sums of an output capsule become sums weighted by the coupling: times `scale`; with the softmax over the
-  // input capsules the sums of a split also times its rescaling() to `max`.
+  // Sums of an output capsule times `scale` are sums weighted by the coupling. With the softmax over the input capsules
+  // the sums of a split are also multiplied by its rescaling() to `max`.
   struct Scale {
     T scale = 1, max = 0, norm = 0;
   };
-  // Writes the factors of output capsule j of sample b in sums that add up the splits: split n has factors[n pitch].
-  // equal: the pass counted every coupling as 1. Saves the normaliser to kept[0] and kept[next].
+  // Writes the factors of the splits' sums of output capsule j of sample b: the sums of split n are multiplied by
+  // factors[n pitch] and then added up. equal: the pass counted every coupling as 1. With the softmax over the input
+  // capsules, saves the normaliser to kept[0] and kept[next].
   Scale factors(const Context<T>& context, bool equal, int64_t b, int64_t j, void* kept, int64_t next, T* factors,
                 int64_t pitch) const {
     const Problem& p = context.p;

@@ -12,7 +12,7 @@ namespace capsfast::CAPSFAST_TARGET {
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
-  static constexpr int64_t kPart = 32;  // a long sum is a sum of partial sums of so many terms, to round less
+  static constexpr int64_t kPart = 32;  // terms of a partial sum: long sums add up partial sums, to round less
 
   // Numbers per lane, [L], that the coupling and its gradient depend on: valid (1 or 0), the arguments activation and
   // lse, and the gradient of the lse of a softmax over the output capsules. Null if absent.
@@ -37,8 +37,8 @@ struct Coupling {
     return way == Normalize::none ? T(0) : -static_cast<T>(__builtin_inf());
   }
 
-  // If `out`, writes lanes [J][L] to `view` [B, I, J]; else adds `view` to them. `count` lanes, from (b, i) on, run along
-  // the axis of samples (0) or of input capsules (1).
+  // If `out`, writes lanes [J][L] to `view` [B, I, J]; else adds `view` to them. `count` lanes, from (b, i) on, run
+  // along the axis of samples (0) or of input capsules (1).
   template <bool out, int axis>
   static CAPSFAST_ONCE void transfer(const View& view, int64_t b, int64_t i, int64_t count, int64_t J, T* lanes) {
     for (int64_t l = 0; l < count; ++l) {
@@ -114,7 +114,7 @@ struct Coupling {
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * a);
   }
 
-  // The exponential of any argument, by its square root where exp() does not reach.
+  // The exponential of any argument. Where exp() does not reach, squares the exponential of x / 2.
   static V exp_of_any(V x) {
     constexpr T most = sizeof(T) == 4 ? T(80) : T(700);
     const V limit = broadcast<L>(most), half = T(0.5) * where(x > T(2) * limit, T(2) * limit, x);
@@ -214,7 +214,8 @@ struct Coupling {
     for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
   }
 
-  // The same over the input capsules, where c_dc is the sum over i. in_scale, c_dc and dlse: numbers of output capsules.
+  // The same over the input capsules, where c_dc is the sum over i. in_scale, c_dc and dlse: numbers of output
+  // capsules.
   template <bool LanesAgree = false>
   static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
                                                 T* dc) {
@@ -255,8 +256,8 @@ struct Coupling {
     weigh(lanes.activation, p.J, c);
   }
 
-  // c, or 0 where c is 1 (see kWhole). in_scale tells: 1 / in_scale is the sum of all exp(b - max), whose largest term
-  // is 1. c itself also has the rounding errors of b. A NaN in the other factor stays NaN.
+  // c, or 0 where c is 1 (see kWhole). Decides by in_scale, because c also has the rounding errors of b: 1 / in_scale
+  // is the sum of all exp(b - max), whose largest term is 1. A NaN in the other factor stays NaN.
   static CAPSFAST_INLINE V divided(V in_scale, V c) {
     const auto whole = (in_scale > broadcast<L>(kWhole<T>)) & (c > broadcast<L>(T(0.5)));
     return where(whole, V{}, c);

@@ -1,12 +1,14 @@
-// The op em_routing and its backward: EM routing (Hinton, Sabour, Frosst 2018, procedure 1), which em_update.h describes
-// a step of. The first pass has the mean of the votes at equal coupling as its center, a constant.
+// The op em_routing and its backward: EM routing (Hinton, Sabour, Frosst 2018, procedure 1); em_update.h describes a
+// step. The center of the first pass is the mean of the votes at equal coupling, which the backward takes as a
+// constant.
 //
 // A part of the batch runs all iterations before the next part: so a small batch makes its votes once, and given votes
 // are read from memory once. The backward of a part takes its iterations from the last to the first.
 //
 // The state has, for each iteration and with a row for each sample: mass and prior [rows, J]; first, second, center and
-// precision [rows, J, D]. The first pass has no prior and no precision; the results of the final step lie there. Without
-// a backward two iterations take turns in the memory of the state, because an iteration reads only the one before.
+// precision [rows, J, D]. The first pass has no prior and no precision; the results of the final step lie in their
+// place. Without a backward two iterations take turns in the memory of the state, because an iteration reads only the
+// one before.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -116,7 +118,8 @@ struct Samples {
   }
 };
 
-// The moments at equal coupling, in the place of the first iteration's, become its center.
+// Computes the center of the first iteration from the moments at equal coupling, which lie where the moments of the
+// first iteration will lie.
 template <class T>
 void make_center(const Iteration<T>& at, int64_t rows, int64_t D) {
   parallel(rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, D)), [&](int64_t begin, int64_t end) {
@@ -201,8 +204,9 @@ struct EMBackward {
             driver::samples(p, dactivation, n),
             driver::samples(p, of_votes, n)};
   }
-  // The passes of all iterations and parts add to one dW, if that takes no memory. If not, tiles are one part, whose
-  // passes have parts. The samples of a small batch come one by one: each needs memory for dvotes of two iterations.
+  // The passes of all iterations and parts add to one dW if this takes no memory. Otherwise all tiles are one part, and
+  // each pass cuts it into parts of its own. A part of a small batch is one sample, because a sample needs memory for
+  // the dvotes of two iterations.
   Parts parts(const Problem& p) const {
     Parts parts;
     parts.samples = p.B;

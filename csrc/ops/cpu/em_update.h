@@ -1,6 +1,6 @@
-// The step of EM routing between two passes, and its gradient (Hinton, Sabour, Frosst 2018, procedure 1). The step turns
-// the moments of a pass into a Gaussian for every output capsule, the activation of the capsule, and the score of the
-// next pass. em_update.cpp has the op of one step, em_routing.cpp the op of a whole routing.
+// The step of EM routing between two passes, and its gradient (Hinton, Sabour, Frosst 2018, procedure 1). The step
+// turns the moments of a pass into a Gaussian for every output capsule, the activation of the capsule, and the score of
+// the next pass. em_update.cpp has the op of one step, em_routing.cpp the op of a whole routing.
 //
 // The moments are relative to a center. With n = 1 / mass, or 0 without mass:
 //   shift = first n      m = center + shift      variance = max(0, second n - shift^2) + floor

@@ -19,8 +19,8 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
 template <class T>
 void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out);
 
-// Routing without votes. The Problem has shared_weight, and shared_outputs where there is one W for all j. z
-// [r, B, J, K] takes the place of s.
+// Routing without votes. The Problem has shared_weight, and shared_outputs if all j share one W. The op keeps z [r, B,
+// J, K] instead of s.
 template <class T>
 void factored_forward(const Problem& p, const ForwardOutputs& out);
 template <class T>

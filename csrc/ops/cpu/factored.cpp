@@ -126,7 +126,8 @@ void factored_forward(const Problem& p, const ForwardOutputs& out) {
 
 template <class T>
 void factored_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
-  // du of this size is written past the caches: half of the last cache, 32 MiB, of the machine where this was measured.
+  // From this size on, du is written past the caches. The size is half of the last cache (32 MiB) of the machine where
+  // this was measured.
   constexpr int64_t kCaches = int64_t{1} << 24;
   const FactoredKernels<T>& table = factored_kernels<T>();
   FactoredCall<T> call(p, table.L);

@@ -1,5 +1,5 @@
-// Routing without votes (see factored_kernels.h). A block of samples stays in the cache for all iterations. All sums are
-// products of matrices.
+// Routing without votes (see factored_kernels.h). A block of samples stays in the cache for all iterations. All sums
+// are products of matrices.
 #pragma once
 
 #include "../../cpu/kernel.h"
@@ -26,7 +26,7 @@ struct Factored : Products<T> {
     const Problem& p;
     const FactoredScratch<T>& at;
     int64_t b0, samples;
-    int64_t used[kMostSamples];  // per sample: blocks of input capsules up to the last one that is not all masked
+    int64_t used[kMostSamples];  // for each sample, blocks up to the last block that is not all masked
 
     Block(const FactoredCall<T>& call, const FactoredScratch<T>& at, int64_t b0, int64_t end)
         : call(call), p(*call.problem), at(at), b0(b0), samples(call.samples < end - b0 ? call.samples : end - b0) {}
@@ -45,7 +45,7 @@ struct Factored : Products<T> {
     int64_t U_row() const { return call.in_place ? p.u.stride[1] : call.Kp; }
     T* Ut(int64_t n) const { return at.Ut + n * inputs() * call.Kp; }
     T* logits(int64_t n) const { return at.logits + (call.same_start() ? 0 : n * size()); }
-    // Null where all lanes of block k have an input capsule.
+    // Null if there is no mask and all lanes of block k have an input capsule.
     T* valid(int64_t n, int64_t k) const {
       if (p.mask.data == nullptr) return k * L + L <= p.I ? nullptr : at.valid;
       return at.valid + (n * call.blocks + k) * L;
@@ -61,9 +61,10 @@ struct Factored : Products<T> {
     T* ds(int64_t t) const { return wide(at.left, t); }
     T* outputs(int64_t t) const { return wide(at.left, p.iterations + t); }
     T* dZ(int64_t t) const { return of(at.back, t); }
-    // What iteration t > 0 scored with.
+    // The q that iteration t > 0 scored with.
     T* q(int64_t t) const { return of(at.back, p.iterations + t - 1); }
-    // The factors of vectors in du: the coupling of iteration t, and for t > 0 the gradient of its logits.
+    // The factors of the vectors that add up to du: the coupling of iteration t and, for t > 0, the gradient of its
+    // logits.
     T* coupling(int64_t n, int64_t t) const { return at.coefficients + (n * sets() + t) * size(); }
     T* dl(int64_t n, int64_t t) const { return t == 0 ? at.c : coupling(n, p.iterations + t - 1); }
     T* inverse(int64_t n, int64_t t) const { return at.inverses + (n * p.iterations + t) * p.J * L; }
@@ -102,10 +103,10 @@ struct Factored : Products<T> {
     for (int64_t k = 0; k < used; k += step) f(Span{k, k + step < used ? k + step : used});
   }
 
-  // Sums [J][Kp] of input capsules of a span of sample n, times coefficients.
+  // Sums [J][Kp] of the poses of a span of sample n, weighted by the coefficients c.
   static CAPSFAST_ONCE void weighted(const Block& block, int64_t n, const T* c, Span span, T* to) {
     const int64_t J = block.p.J, Kp = block.call.Kp, U_row = block.U_row();
-    // Only a copy has rows beyond the last input capsule.
+    // A copy has rows of zeros beyond the last input capsule; poses in place do not.
     const int64_t rest = block.call.in_place && span.to * L > block.p.I ? block.p.I % L : 0;
     const int64_t whole = span.to - span.from - (rest > 0);
     const T *const from = c + span.from * J * L, *const U = block.U(n) + span.from * L * U_row;
@@ -115,8 +116,8 @@ struct Factored : Products<T> {
         J, {from + whole * J * L, L, 1, rest}, {U + whole * L * U_row, U_row, L}, Kp / L, {to, Kp, L, true});
   }
 
-  // to [size] = (to if `add`) + the sum over the spans of sample n of what f(span, part) writes to a part. Rounding
-  // errors of these additions are kept, so a long sum is as exact as a span.
+  // Sets `to` [size] to the sum, over the spans of sample n, of what f(span, part) writes to a part; if `add`, adds
+  // this sum to `to`. Rounding errors of these additions are kept, so a long sum is as exact as a span.
   template <class F>
   static CAPSFAST_INLINE void sum_spans(const Block& block, int64_t n, int64_t size, bool add, T* to, const F& f) {
     if (!add && block.used[n] > 0 && block.used[n] <= span_length(block)) return f(Span{0, block.used[n]}, to);
@@ -136,7 +137,7 @@ struct Factored : Products<T> {
     for (int64_t k = 0; k < size; k += L) store<L>(to + k, load<L>(to + k) + load<L>(low + k));
   }
 
-  // Products [blocks][J][L] of input capsules of sample n with vectors [J][Kp].
+  // Dot products [blocks][J][L] of the poses of sample n with vectors [J][Kp].
   static CAPSFAST_ONCE void scores(const Block& block, int64_t n, const T* vectors, Span span, T* c) {
     const int64_t J = block.p.J, Kp = block.call.Kp;
     product(J, {vectors, Kp, 1, block.p.K}, {block.Ut(n) + span.from * Kp * L, L, Kp * L}, span.to - span.from,
@@ -345,7 +346,7 @@ struct Factored : Products<T> {
           const T factor = squash_factor(block, t, m, dot(at.s + m * Dp, at.s + m * Dp, Dp));
           for (int64_t d = 0; d < Dp; d += L) store<L>(at.s + m * Dp + d, load<L>(at.s + m * Dp + d) * factor);
         }
-        // With logits that add up, the outputs of an iteration count in all that follow.
+        // If logits accumulate, the outputs of an iteration count in all later iterations.
         if (t < block.last()) by_W(call, block.samples, at.s, at.q, p.squash.accumulate && t > 0);
       }
       for (int64_t m = 0; m < block.rows(); ++m) {
@@ -432,7 +433,7 @@ struct Factored : Products<T> {
       }
     }
     if (last > 0) by_W(block.call, last * block.samples, block.outputs(0), block.q(1));
-    // With logits that add up, the outputs of an iteration count in all that follow.
+    // If logits accumulate, the outputs of an iteration count in all later iterations.
     for (int64_t t = 2; t <= last && p.squash.accumulate; ++t) {
       for (int64_t k = 0; k < M * Kp; k += L)
         store<L>(block.q(t) + k, load<L>(block.q(t) + k) + load<L>(block.q(t - 1) + k));
@@ -452,7 +453,7 @@ struct Factored : Products<T> {
     }
   }
 
-  // The coupling of an iteration; from dz also the gradient of its logits and, with `query`, dq.
+  // Computes the coupling of an iteration; from dz also the gradient of its logits and, with `query`, dq.
   static CAPSFAST_ONCE void iteration_gradients(const Block& block, int64_t t, bool query) {
     const Problem& p = block.p;
     const int64_t J = p.J, Kp = block.call.Kp, size = block.size();

@@ -63,7 +63,7 @@ struct FactoredKernels {
 // [blocks][J][L]. A forward has coefficients of one iteration, and no arrays of the backward.
 template <class T>
 struct FactoredScratch {
-  T *U, *Ut;          // [samples][blocks L][Kp], unless read in place, and [samples][blocks][K][L]. 0 if masked
+  T *U, *Ut;          // [samples][blocks L][Kp], unless read in place, and [samples][blocks][Kp][L]. 0 if masked
   T* logits;          // [samples], or one for all
   T* valid;           // [samples][blocks][L], or [L] without a mask: 1 in lanes with an input capsule, else 0
   T* valid_out;       // [samples][J][L]
@@ -75,8 +75,8 @@ struct FactoredScratch {
   T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
   T* s;      // [rows][Dp]: W z, then the outputs
   // Backward. right, left, coefficients and vectors are each a factor of one product over all iterations.
-  T *right, *left;  // [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp], whose product is dW: z of all iterations and dq of
-                    // all but the last; ds of all iterations and the outputs of all but the last
+  T *right, *left;  // factors of dW, [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp]. right: z of all iterations, then dq
+                    // of all but the last. left: ds of all iterations, then the outputs of all but the last
   T* sums;          // [r][rows][Dp]: W z and the bias
   T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
   T *f, *squares;   // [r][rows]: factor of the squash, and |s|^2

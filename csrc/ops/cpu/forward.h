@@ -13,8 +13,8 @@
 
 namespace capsfast::driver {
 
-// The tensors of a forward. A routing_pass has `in` and `out`. A routing has v, s and, of `out`, batch, norm and (for its
-// coupling) weights.
+// The tensors of a forward. A routing_pass has `in` and `out`. A routing has v and s; of `out` it has batch, norm, and
+// weights for its coupling.
 template <class T>
 struct ForwardCall {
   PassInputs in;
@@ -72,7 +72,8 @@ class FormArrays {
   Buffer<T> memory_;
 };
 
-// What scores the votes: V in a routing, from iteration 1 on; arguments in a routing_pass. Also has the center of the votes.
+// What scores the votes: V in a routing, from iteration 1 on; arguments in a routing_pass. Also has the center of the
+// votes.
 template <class T>
 class Score {
  public:
@@ -149,8 +150,9 @@ class Forward {
     return pass;
   }
 
-  // Whether a sample has one coupling, so that the pass is a product of matrices. This cannot leave out the poses of
-  // masked input capsules, and writes no couplings. A routing writes those of softmax "in" in a pass of their own.
+  // Whether all couplings of a sample are equal, so that the pass is a product of matrices. Such a product cannot leave
+  // out the poses of masked input capsules, and writes no couplings. With softmax "in" a routing writes its couplings
+  // in a separate pass.
   bool are_couplings_equal(int64_t t) const {
     const bool softmax = p.normalize == Normalize::out || p.softmax_in();
     const bool masked = !p.votes_given && p.mask.data != nullptr;
@@ -160,7 +162,7 @@ class Forward {
            !masked && !written;
   }
 
-  // The sums of tiles of samples from those of their splits. Then s_t, v_t and V_t of a routing.
+  // Computes the sums of tiles of samples from the sums of the splits; for a routing also s_t, v_t and V_t.
   void finish(bool unweighted, int64_t t, int64_t begin, int64_t end) {
     const int64_t L = context.layout.lanes(), size = context.plan.splits * p.J * L;
     const Buffer<T> factors(size);

@@ -8,14 +8,15 @@
 
 namespace capsfast::driver {
 
-// The pass of the last iteration writes the sum. The others write numbers that add() adds to it. If the gradient
-// replaces the votes, that of the first iteration, whose backward is the last pass over the votes, is written there, and
-// the sum is added to it.
+// The pass of the last iteration writes the sum. Every other pass writes numbers of its own, and add() adds these
+// numbers to the sum. If the gradient replaces the votes, only the last pass over the votes, the pass of iteration 0,
+// may write there: the sum has memory of its own, and add() adds it to what iteration 0 wrote.
 template <class T>
 class GradientTotal {
  public:
   // gradient: contiguous, with `size` elements along its first axis; or, if lanes are positions, `rows` rows of `size`
-  // positions, which are `pitch` apart. last: the last iteration. Of an empty problem a pass may write nothing: 0.
+  // positions, which are `pitch` apart. last: the last iteration. For an empty problem a pass may write nothing, which
+  // counts as 0.
   GradientTotal(const Problem& p, const View& gradient, int64_t size, int64_t last, bool replaces, int64_t rows = 1,
                 int64_t pitch = 0)
       : wanted_(gradient.data != nullptr),

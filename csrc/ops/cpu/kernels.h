@@ -47,7 +47,7 @@ const T* from(const T* all, int64_t offset) {
 }
 
 // A quadratic form of the votes x for every output capsule: x . linear + x^2 . square + constant. A missing part is
-// null. A form scores votes; another one is the gradient of the coupling of a vote.
+// null. One form gives the scores of votes, another form gives the gradient of their coupling.
 template <class T>
 struct Form {
   const T* linear = nullptr;    // [tiles][J D][L]
@@ -83,7 +83,7 @@ struct AccumulatePass {
   View lse;                     // [B, I], written unless data is null: the lse of a softmax over the output capsules
   bool unweighted = false;      // c counts as 1 everywhere: the caller scales the sum
   Sum<T> mass;                  // [tiles][J][L]
-  Sum<T> first;                 // [tiles][J D][L]; null where it is not wanted, as mass and second
+  Sum<T> first;                 // [tiles][J D][L]; mass, first and second are null if not wanted
   Sum<T> second;                // [tiles][J D][L]
   // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max).
   T* max = nullptr;  // [tiles][J][L]
@@ -92,15 +92,14 @@ struct AccumulatePass {
 
 // The gradient pass: du, dweight (or dvotes) and gradients of input capsules, for all iterations at once. For a
 // routing_pass, which has one iteration, also sums over the input capsules as in AccumulatePass, weighted by dl: the
-// gradients of output capsules follow from them.
+// gradients of output capsules follow from these sums.
 template <class T>
 struct GradientPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  const T* center = nullptr;  // as in AccumulatePass; in a quadratic pass there is one iteration
+  const T* center = nullptr;  // as in AccumulatePass; a quadratic pass has one iteration
   int64_t since = 0;          // iterations [since, r) have gradients
-  // [r][tiles][J D][L]. score.linear[t] is V_t, which iteration t scored with. Iterations from `scored` on have one.
-  // gradient.linear[t] is ds_t.
+  // [r][tiles][J D][L]. score.linear[t] is V_t; iteration t scored with it if t >= scored. gradient.linear[t] is ds_t.
   Form<T> score;
   Form<T> gradient;
   int64_t scored = 1;
@@ -111,23 +110,23 @@ struct GradientPass {
   const T* in_dlse = nullptr;  // [tiles][J][L], the gradient of the lse of this softmax; null without one
   View dcoupling;              // [B, I, J], of the last iteration
   View dlse;                   // [B, I], the gradient of the lse of a softmax over the output capsules
-  View du;                     // [B, I, K]
+  View du;                     // [B, I, P K]
   View dvotes;                 // [B, I, J or 1, D]
   View dactivation;            // [B, I]
   View dlse_given;             // [B, I], the gradient of the lse of Normalize::lse
   View dlogits_sample;         // [B, I, J], if the logits are [B, I, J]
   Sum<T> mass, first, second;  // null where they are not wanted; first only with mass, second only with first
   double* dlogits = nullptr;   // [I, J], added to, if the logits are [I, J]
-  T* dweight_sum = nullptr;    // [I or 1, J, D, K], added to; null if the pass writes dweight itself
+  T* dweight_sum = nullptr;    // [I or 1, J, R, K], added to; null if the pass writes dweight itself
   T* dweight_low = nullptr;    // as dweight_sum: rounding errors of the additions
-  View dweight;                // [I, J, D, K]
-  // Whether parts of the batch before or after this part also add to a dweight in place. Between parts it holds blocks
-  // of L rows.
+  View dweight;                // [I, J, R, K]
+  // Whether parts of the batch before this part (begun) or after it (continued) add to the same dweight in place.
+  // Between parts dweight holds blocks of L rows.
   bool weight_begun = false, weight_continued = false;
 };
 
-// The update between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v
-// [B, J, D].
+// The update between two passes of routing. sum and low [splits][tiles][J D][L]: high and low of `first`. s and v: [B,
+// J, D].
 template <class T>
 struct Update {
   const Problem* problem = nullptr;
@@ -138,11 +137,11 @@ struct Update {
   T* low = nullptr;
   T* V = nullptr;  // [tiles][J D][L]; forward: null if no pass follows
   T* s = nullptr;  // of the iteration
-  // Forward: s is the sum over the splits of factor [splits][J][L] of the tile times the sums of the split. Overwrites
-  // high and low of the first split. If data is null, v is not wanted.
+  // Forward: s is the sum over the splits of factor times the sums of the split; factor [splits][J][L] belongs to the
+  // tile. Overwrites sum and low of split 0. If v.data is null, v is not wanted.
   const T* factor = nullptr;
   View v;
-  // Backward: if data is null, dv is the sum of the passes.
+  // Backward: if dv.data is null, dv is the sum of the passes.
   View dv;
   T* ds = nullptr;    // [tiles][J D][L]
   T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
@@ -183,8 +182,8 @@ template <class T>
 struct SmallBatchKernels {
   void (*votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
   void (*gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
-  // Adds up the lanes of sums [J][size][L], times the factor [L] of the output capsule if there are factors, to sums
-  // [J][size].
+  // Adds up the lanes of sums [J][size][L] and adds the result to sums [J][size]. factor [J][L], unless null: the lanes
+  // are first multiplied by it.
   void (*fold)(const Sum<T>& lanes, const T* factor, int64_t J, int64_t size, const Sum<T>& to);
 };
 

@@ -1,6 +1,6 @@
 // Building blocks of the rows layout for votes [B, I, 1, D] that all output capsules share, like the keys of an
-// attention. A block of input capsules is a matrix, so sums over it and sums over the output capsules are products of
-// matrices. Keys has the interface of Rows.
+// attention. The votes of a block of input capsules are a matrix, so sums over the block, and sums over the output
+// capsules, are products of matrices. Keys has the interface of Rows.
 #pragma once
 
 #include "../../cpu/vec.inl"

@@ -2,8 +2,8 @@
 //
 // R rows of votes stay in registers while their K products are added. With AVX-512 a multiply-add broadcasts its weight
 // from memory. With K = 8 this is 8 loads and 8 multiply-adds a row, which keeps two load ports and two multiply-add
-// ports busy. Elsewhere a weight takes a load of its own. So a vector of a tile has several registers, and a load
-// serves as many multiply-adds.
+// ports busy. On other instruction sets a weight takes a load of its own. There a vector of a tile has several
+// registers, so that one load serves several multiply-adds.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -19,8 +19,8 @@ struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
   static constexpr int R = kRegisters / 2 * kLanes<T> / L;
   using V = Vec<T, L>;
 
-  // rows[n] += w[n] . u from k on, S products at a time, then half as many for the rest. If K is known only at run time
-  // a row takes an address, which S products share.
+  // rows[n] += w[n] . u from k on, S products at a time, then half as many for the rest. K is known only at run time,
+  // so each row takes an address; S products share this address.
   template <int N, int S>
   static CAPSFAST_INLINE void add_products(const T* w, const T* u, int64_t k, int64_t K, V* rows) {
     for (; k + S <= K; k += S) {

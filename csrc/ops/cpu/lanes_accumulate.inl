@@ -4,8 +4,8 @@
 // (plan.out_tile >= J), the pass makes them once, scores them and adds them up. Otherwise a first sweep over tiles of
 // output capsules keeps only the scores [chunk][J]; a second sweep makes the votes again and adds them up. When a tile
 // of output capsules ends, the sums of the chunk join the sums of the pass while they are in L1. Votes with positions
-// are copied to lanes, less the center, in the place of poses. Votes whose lanes are input capsules are read in place if
-// there is no center.
+// are copied to lanes, less the center, into the array of poses. Votes whose lanes are input capsules are read in place
+// if there is no center.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -25,7 +25,7 @@ struct LanesAccumulate {
   static constexpr int L = B_::L;
 
   // The forms of output capsules [j0, j1), and where their results go: score to b and, in the backward, gradient to dc,
-  // both [J][L]. Without the constants. A row of a form has `lanes` numbers.
+  // both [J][L]. The constants of the forms are added later. A row of a form has `lanes` numbers.
   struct Sets {
     const T* linear[2];
     const T* square[2];
@@ -104,8 +104,8 @@ struct LanesAccumulate {
     }
   }
 
-  // Input capsules i and i + 1 of a quadratic pass at once. Its five arrays of the output capsules do not fit L1: each
-  // is read once for both input capsules.
+  // Input capsules i and i + 1 of a quadratic pass together. The pass has five arrays of output capsules, which do not
+  // fit L1, so each array is read once for both input capsules.
   static CAPSFAST_INLINE void pair(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                                    int64_t i) {
     const int64_t J = pass.problem->J, D = pass.problem->D, step = J < 4 ? J : 4;
@@ -133,7 +133,7 @@ struct LanesAccumulate {
     Coefficients::template add_chunk<Q>(pass, tile.t, tile.count, tile.votes, coefficient);
   }
 
-  static constexpr int kAhead = 128;  // how many votes ahead prefetches ask for
+  static constexpr int kAhead = 128;  // how many vectors ahead prefetches ask for
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
@@ -180,8 +180,8 @@ struct LanesAccumulate {
     }
   }
 
-  // The weights of a block of rows lie in pieces, one for each input capsule. The hardware does not foresee short pieces,
-  // so prefetches ask for the pieces that come next, about kBytesAhead of them.
+  // The weights of a block of rows lie in pieces, one for each input capsule. The hardware does not foresee short
+  // pieces, so prefetches ask for the piece that follows after about kBytesAhead bytes of pieces.
   static constexpr int kBytesAhead = 2048;
 
   // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
@@ -213,7 +213,8 @@ struct LanesAccumulate {
 
   static void plain_rows(const Tile& tile, const T* u, int64_t next, int64_t K_given, int64_t rows, T* sum) {
     const int64_t K = B_::K_of(K_given);
-    // These sums go on over the whole chunk. As many as registers hold, so that additions do not wait for each other.
+    // These sums go on over the whole chunk. Take as many sums as registers hold, so that additions do not wait for
+    // each other.
     constexpr int R = L == kLanes<T> ? B_::R : B_::R * 3 / 2;
     int64_t row = 0;
     for (; row + R <= rows; row += R) plain_block<R>(tile, u, next, K, row, sum);
@@ -304,7 +305,7 @@ struct LanesAccumulate {
 
   static void alike(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
-    constexpr int N = B_::R / 2;  // votes and two sums
+    constexpr int N = B_::R / 2;  // rows whose votes and two sums fit the registers
     const V equal = V{} + T(1) / static_cast<T>(p.J + (p.leaky ? 1 : 0));
     const int64_t all = p.J * p.D, some = pass.plan->out_tile * p.D;
     for (int64_t from = 0; from < all; from += some) {
@@ -331,7 +332,7 @@ struct LanesAccumulate {
     if (Q && pass.second.high != nullptr) __builtin_memset(at.second, 0, bytes);
   }
 
-  // Joins `rows` rows of the tile, from `row` on, that at.sum and at.second hold.
+  // Adds at.sum and at.second to the sums of the pass: `rows` rows of the tile, from `row` on.
   static void join_sums(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                         int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;

@@ -9,7 +9,7 @@
 namespace capsfast::CAPSFAST_TARGET {
 
 // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
-// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if votes are given.
+// count). weights: [J R K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if votes are given.
 // valid [count][L], if there is a mask or the block is not full.
 template <class T, int L_>
 struct LanesTile {
@@ -121,7 +121,8 @@ struct LanesSums {
   }
 };
 
-// Turns scores into coupling coefficients and the gradient of the logits, and keeps sums that go on from chunk to chunk.
+// Turns scores into coupling coefficients and the gradient of the logits, and keeps sums that go on from chunk to
+// chunk.
 template <class T, int L_>
 struct LanesCoefficients : LanesSums<T, L_> {
   static constexpr int L = L_;
@@ -137,7 +138,7 @@ struct LanesCoefficients : LanesSums<T, L_> {
   };
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
-  // logits. For the softmax over the input capsules in the forward, b stays the logits; online() or chunk_online()
+  // logits. For the softmax over the input capsules in the forward, b keeps the logits; online() or chunk_online()
   // follows. Not inlined, because registers of the loop over input capsules hold votes.
   static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {

@@ -167,7 +167,7 @@ struct LanesGradient {
     B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, pose, at.buffer, pass.du);
   }
 
-  // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]. Each pose alone: at.x holds its rows.
+  // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]. Takes one pose at a time, whose rows at.x holds.
   static void products_of_poses(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                                 int64_t i, int64_t j0, int64_t j1, T* dw) {
     const Problem& p = *pass.problem;

@@ -52,7 +52,8 @@ struct LanesPacking {
   }
 
   // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. Samples that
-  // are neither side by side nor contiguous and of type T are first copied to `buffer` [L][n1][n2].
+  // lie side by side, and contiguous samples of type T, are read in place; others are first copied to `buffer`
+  // [L][n1][n2].
   static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                  T* buffer, T* to) {
     if (view.stride[0] == 1) return pack_lanes(view, b0, samples, i0, n1, n2, to);

@@ -1,6 +1,6 @@
-// The work between two passes, a tile of samples at a time; a tile of the rows layout is a sample (L = 1). Forward: s_t,
-// v_t and V_t from the partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules this
-// is a good part of a call.
+// The work between two passes, a tile of samples at a time; a tile of the rows layout is a sample (L = 1). Forward:
+// s_t, v_t and V_t from the partial sums. Backward: V_t from the saved s_t, and ds_t from dv_t. With few input capsules
+// this is a good part of a call.
 #pragma once
 
 #include "../../cpu/vec.inl"
@@ -47,8 +47,9 @@ struct LanesUpdate {
     B_::store_samples(from, tile * L, samples(at, tile), 1, JD, nullptr, {at.s, kStorage<T>, {JD, JD, 1}});
   }
 
-  // v = squash(s + bias) of output capsule j, both [J D][L]; v may be s. Forward and backward call the same code, so that
-  // their v agree to the bit: where long votes make logits of 1e6, one bit of V would change coefficients by percents.
+  // v = squash(s + bias) of output capsule j, both [J D][L]; v may be s. Forward and backward call the same code, so
+  // that their v agree to the bit: where long votes make logits of 1e6, one bit of V would change coefficients by
+  // percents.
   static CAPSFAST_ONCE void squash(const Update<T>& at, int64_t tile, int64_t j, bool last, const T* s, T* v) {
     const int64_t begin = j * at.problem->D, end = begin + at.problem->D;
     V n{};
@@ -61,7 +62,7 @@ struct LanesUpdate {
       store<L>(v + row * L, where(ok > V{}, f * (load<L>(s + row * L) + at.bias[row]), V{}));
   }
 
-  // What the next iteration scores with, from what this one scored with and its v.
+  // V of the next iteration, from V of this iteration (`before`) and its v.
   static V following(const Problem& p, V before, V v) { return p.squash.accumulate ? before + v : v; }
 
   static void outputs(const Update<T>& at, int64_t tile) {
@@ -98,7 +99,8 @@ struct LanesUpdate {
       store<L>(after + n, following(*at.problem, load<L>(before + n), load<L>(after + n)));
   }
 
-  // ds = d(squash) dv, dv given or the sum of the passes; c_dc [tiles][J][L], if wanted, gets ds . s.
+  // ds is the derivative of the squash times dv, where dv is at.dv or the sum of the passes. c_dc [tiles][J][L], if
+  // wanted, gets ds . s.
   // scratch: s [J D][L], and as much again for a dv that is not stored in T.
   static void differentiate(const Update<T>& at, int64_t tile, T* scratch) {
     const Problem& p = *at.problem;

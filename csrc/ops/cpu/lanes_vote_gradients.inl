@@ -28,8 +28,8 @@ struct LanesVoteGradients {
     return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes() ? 1 : L);
   }
 
-  // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of activation and
-  // lse.
+  // Replaces the dot products with V (in at.c) by c, and those with ds (in at.db) by db. Writes the gradients of
+  // activation and lse.
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
@@ -58,8 +58,8 @@ struct LanesVoteGradients {
     }
   }
 
-  // Products that add up to a row of dvotes of (i, j): factors of the pair times rows of the output capsule. The rows
-  // of two iterations are `next` apart.
+  // Products that add up to a row of dvotes of input capsule i for output capsule j: a factor for each iteration times
+  // a row of the output capsule. next_factor and next_rows: steps to the next iteration.
   struct Products {
     const T *factors, *rows;
     int64_t count, next_factor, next_rows;

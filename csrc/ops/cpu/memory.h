@@ -37,8 +37,8 @@ inline bool poisoned() {
   return asked;
 }
 
-// Asks for huge pages in large memory that was not touched yet. Otherwise every 4 KiB enters the kernel, which for
-// fresh memory takes longer than filling it.
+// Asks for huge pages in large memory that was not touched yet. Without huge pages every 4 KiB of fresh memory cost a
+// page fault, which takes longer than filling them.
 inline void advise_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 2 * 1024 * 1024;

@@ -7,16 +7,16 @@ namespace capsfast {
 
 namespace {
 
-// How many bytes of the caches of a core a plan counts on. Less than current x86-64 servers have (at least 32 KiB L1,
-// 512 KiB L2), because other data passes through.
+// The bytes of a core's caches that a plan counts on. Current x86-64 servers have more (at least 32 KiB L1, 512 KiB
+// L2), but other data passes through the caches.
 constexpr int64_t kL1 = 24 * 1024;
 constexpr int64_t kL2 = 256 * 1024;
 // Bytes of scores of a chunk that is swept twice. Scores come from L3 at worst. A larger chunk reads V and s less
 // often.
 constexpr int64_t kScores = 1024 * 1024;
 
-// Most bytes of the votes of a slice, which should stay in the cache for all iterations, and of dlogits of all tasks
-// together.
+// Most bytes of a slice's votes, which should stay in the cache for all iterations; and most bytes of the dlogits of
+// all tasks together.
 constexpr int64_t kSliceBytes = 512 * 1024;
 constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
 
@@ -32,8 +32,8 @@ constexpr int64_t kTasks = 4;
 // The fewest multiply-adds for each number of a partial sum. Then clearing and adding up the sum is about a hundredth
 // of the work.
 constexpr int64_t kPerSum = 4096;
-// With fewer multiply-adds for each number of its partial sums, a gradient pass takes longer to clear and to add up
-// these sums than a pass of their own takes.
+// The fewest multiply-adds for each number of the partial sums of a gradient pass. With fewer, clearing and adding up
+// these sums takes longer than a separate pass for them.
 constexpr int64_t kPerGradientSum = 512;
 
 // Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
@@ -52,8 +52,8 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// Whether all samples of a small batch keep their votes at the same time. A dW that is a sum over input capsules, or has
-// another type than the sums, is not added up in place, and so is written once.
+// Whether all samples of a small batch must keep their votes at the same time, because dW can be written only once: a
+// dW that is a sum over input capsules, or has another type than the sums, is not added up in place.
 bool votes_kept_at_once(const Problem& p, int64_t size) {
   return p.shared_weight || p.weight.storage != (size == 4 ? Storage::f32 : Storage::f64);
 }
@@ -65,13 +65,12 @@ bool are_sums_apart(const Problem& p, int64_t size, int64_t threads, const Plan&
   return p.moments && (more * kPerGradientSum > p.I * p.K || more * bytes > threads * kPartBytes);
 }
 
-// A tile in the lanes layout costs the same however many of its lanes hold samples. A small batch, which makes its
-// votes once and routes samples one by one, costs as much when 11/16 of the lanes would be filled.
+// A tile in the lanes layout costs the same with few samples as with L samples. A small batch makes its votes once and
+// routes its samples one by one. It costs as much as a tile if it would fill 11/16 of the lanes.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes * 11 + 15) / 16); }
 
-// A small batch keeps at most kLasting bytes of votes at a time, but at least one sample, whose votes may take
-// kKeptVotes bytes: 1 / K of the size of the weight. If they take more, the lanes layout serves the call and keeps no
-// votes.
+// A small batch keeps at most kLasting bytes of votes at a time, but always the votes of one sample (1 / K of the size
+// of the weight). If the kept votes would take more than kKeptVotes bytes, tiles serve the call; they keep no votes.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 int64_t blocks_of(const Problem& p, int64_t lanes) { return divide_up(p.I, lanes); }
@@ -107,18 +106,18 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
     plan->splits = kTasks * threads;
   } else {
     cut(plan->tiles, chunks, threads, &plan->tile_groups, &plan->splits);
-    // Finer along the input capsules: each task then reads only its part of the weight. Not with many tiles: then a
-    // pass takes long anyway, and its partial sums are large.
+    // With few tiles, cut finer along the input capsules: each task then reads only its part of the weight. With many
+    // tiles a pass takes long anyway, and its partial sums are large.
     if (threads > 1 && plan->tiles < kTasks * threads) plan->splits = finer(plan->splits, cheap);
   }
 
-  // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple
-  // of L rows (j, d), which is a multiple of `whole` output capsules.
+  // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW the rows of a tile
+  // must be a multiple of L, so the output capsules of a tile are a multiple of `whole`.
   const int64_t terms = 2 * p.iterations;
   const int64_t whole = p.votes_in_lanes() ? 1 : L / std::gcd(p.R(), L);
   plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
-  // A task that alone writes a row of dW adds it up in place, and has more room for scores.
+  // If only one task writes a row of dW, the task adds up the row in place, and has more room for scores.
   const Storage number = size == 4 ? Storage::f32 : Storage::f64;
   plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.R() % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
@@ -158,10 +157,11 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t size, int64_t threads, P
   plan->L = lanes;
   while (!p.keys() && plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
   plan->tiles = p.B;
-  plan->chunk = p.keys() ? 256 : 64;  // adding a chunk to the sums takes longer beside products of matrices
+  plan->chunk = p.keys() ? 256 : 64;  // products of matrices are fast, so adding a chunk to the sums counts more
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
   if (threads > 1) plan->tile_groups = finer(plan->tile_groups, p.B);
-  // The gradient pass writes gradients of input capsules. Cut along input capsules it needs no partial sums.
+  // The gradient pass writes gradients of input capsules, so it needs no partial sums if it is cut along the input
+  // capsules.
   plan->gradient_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
   plan->gradient_groups = std::clamp<int64_t>(threads / plan->gradient_splits, 1, std::max<int64_t>(1, p.B));
   plan->sums_apart = are_sums_apart(p, size, threads, *plan);

@@ -5,8 +5,8 @@
 
 namespace capsfast {
 
-// lanes: how many numbers of the type that sums are formed in fill a register or, if samples are tiled, a vector of a
-// tile. bytes_per_number: size of that type. threads: how many threads the call may use.
+// lanes: how many numbers of the sums' type fill a register or, if samples are tiled, a vector of a tile.
+// bytes_per_number: the size of such a number. threads: how many threads the call may use.
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
 // Every iteration reads given votes. If a task runs all iterations of a few samples before the next samples, only the
@@ -21,8 +21,8 @@ struct Slices {
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
                    bool shared_logits_gradient);
 
-// How many samples, from sample 0 on, go to tiles: all, or as many as fill whole tiles if the rest is faster as a
-// small batch.
+// How many samples, from sample 0 on, go to tiles: all samples; none, if they are a small batch; or as many as fill
+// whole tiles, if the rest is faster as a small batch.
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many samples of a small batch keep their votes at a time.
@@ -36,17 +36,17 @@ struct Parts {
   int64_t begin(int64_t part) const { return part == count ? samples : rounds * part / count * round; }
 
   int64_t samples = 0;
-  int64_t saved = 0;              // numbers of arrays that parts do without
+  int64_t saved = 0;              // numbers of memory that cutting into parts saves
   int64_t rounds = 0, round = 0;  // a part has whole rounds of `round` samples: a tile for every thread
   int64_t passes = 1;             // gradient passes of a part, which add to the same dW
 };
 
 Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
-// How a forward is cut. lane and plan: of its leading part, or of the leading slice of given votes.
+// How a forward is cut. lane and plan belong to the first part or, for given votes, to the first slice.
 struct CallPlan {
   int64_t small_batch;  // samples that do not go to tiles
-  int64_t parts;        // that samples in tiles are cut into
+  int64_t parts;        // of the samples in tiles
   Lane lane;
   Plan plan;
 };

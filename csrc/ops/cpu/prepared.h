@@ -1,4 +1,4 @@
-// What a call prepares once from its weight instead of once a pass: the votes of a small batch, or a packed weight.
+// What a call prepares from its weight once, not in every pass: the votes of a small batch, or a packed weight.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class PackedWeight {
     p_.weight = packed_view(p_, memory_.get());
   }
 
-  // Whether it pays: a shared weight is small, and passes in rows read no weight.
+  // Whether a copy pays. It does not for a shared weight, which is small, or for given votes, which have no weight.
   static bool wanted(const Problem& p) {
     if (p.votes_given || p.shared_weight || p.empty()) return false;
     const int64_t* stride = p.weight.stride;
@@ -36,7 +36,7 @@ class PackedWeight {
   const Problem& problem() const { return p_; }
 
  private:
-  // The most bytes of a copy. If it would be larger, passes copy the weights of a few input capsules at a time.
+  // The most bytes of a copy. For a larger weight, passes copy the weights of a few input capsules at a time.
   static constexpr double kMost = 256.0 * 1024 * 1024;
 
   bool packed_;

@@ -31,8 +31,8 @@ template <class T>
 struct Products {
   static constexpr int L = kBytes / static_cast<int>(sizeof(T));  // a register
   using V = Vec<T, L>;
-  // kRows<N>: rows of a tile that is N vectors wide. Its sums, one row of the right factor and a number of the left
-  // fill three quarters of the registers at most.
+  // kRows<N>: rows of a tile that is N vectors wide. The sums of a tile, one row of the right factor and one number of
+  // the left factor fill at most three quarters of the registers.
   static constexpr int kWide = kRegisters / 8;
   template <int N>
   static constexpr int kRows = N == 1 ? 8 : kRegisters / (2 * N);

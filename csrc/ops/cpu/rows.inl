@@ -153,8 +153,8 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // The length of a row of sums: whole vectors, whose repeated lanes mean nothing. Unlike vectors of votes they must
-  // not overlap, because they are read again right after the write.
+  // sum_pitch: the length of a row of sums, in whole vectors. Repeated lanes of sums mean nothing. Vectors of sums must
+  // not overlap as vectors of votes do, because sums are read again right after the write.
   static CAPSFAST_INLINE int64_t size_of(int64_t D) { return NV > 0 ? NV * L : D; }
   static CAPSFAST_INLINE int64_t sum_pitch(int64_t D) { return NV > 0 ? NV * L : (D + L - 1) / L * L; }
 
@@ -180,7 +180,7 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // Adds such sums to high + low [J][D].
+  // Adds sums [J][sum_pitch] to high + low [J][D].
   static CAPSFAST_ONCE void join_rows(const T* sum, int64_t J, int64_t D_given, T* high, T* low) {
     const int64_t D = NV > 0 ? NV * L : D_given, row = sum_pitch(D);
     for (int64_t j = 0; j < J; ++j, sum += row, high += D, low += D) {

@@ -40,7 +40,7 @@ inline MaskView samples(const Problem& p, const MaskView& mask, int64_t n) {
   return part;
 }
 
-// The gradients of a call. Gradients of votes stand in the place of dW.
+// The gradients of a call. The gradients of given votes are in `dweight`.
 inline BackwardOutputs samples(const Problem& p, BackwardOutputs out, int64_t n) {
   begin_at(p, n, {p.votes_given ? &out.dweight : &out.du});
   if (out.per_sample_logits) begin_at(p, n, {&out.dlogits});

@@ -1,4 +1,4 @@
-// Lays out the scratch memory of a task. If `base` is null only `size`, in elements, is of use.
+// Lays out the scratch memory of a task. If `base` is null, only `size` (in elements) means anything.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +33,10 @@ inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
   return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
-// The data of a chunk of input capsules in the lanes layout. weights [chunk][J R K], or [1][J R K] if shared: copies, if
-// gather_rows. buffer [L][chunk][P K or J]: copies of poses or logits before they are transposed. u [chunk][P K][L]: the
-// poses. If votes lie in lanes, u [chunk][J D][L] holds the votes, less the center, and buffer the votes of an input
-// capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked). activation, lse and dlse [chunk][L].
+// The data of a chunk of input capsules in the lanes layout. weights [chunk][J R K], or [1][J R K] if shared: copied
+// weights, only with gather_rows. buffer [L][chunk][P K or J]: copies of poses or logits before they are transposed. u
+// [chunk][P K][L]: the poses. If votes lie in lanes, u [chunk][J D][L] holds the votes, less the center, and buffer the
+// votes of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked). activation, lse and dlse [chunk][L].
 template <class T>
 struct LanesChunkScratch {
   T *weights, *buffer, *u, *logits, *valid, *activation, *lse, *dlse;
@@ -53,9 +53,9 @@ struct LanesChunkScratch {
   }
 };
 
-// scores and dc [scored][J][L]: scored is 1 if all votes are held, else chunk. x [out_tile D][L]: the votes held. sum
-// [out_tile D][L] and norm [J][L]: the sums of a chunk; sum has a tile of output capsules at a time. second and mass: as
-// sum and norm.
+// scores and dc [scored][J][L]: scored is chunk, or 1 (2 in a quadratic pass) if x holds the votes of all output
+// capsules. x [1 or 2][out_tile D][L]: votes. sum [out_tile D][L] and norm [J][L]: the sums of a chunk; sum has a tile
+// of output capsules at a time. second is like sum, mass like norm.
 template <class T>
 struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
   T *scores, *dc, *x, *sum, *norm, *second, *mass;
@@ -74,9 +74,9 @@ struct LanesAccumulateScratch : private Carver<T>, LanesChunkScratch<T> {
 };
 
 // c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L
-// rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]: dweight
-// of an input capsule before it is added or converted. Neither exists if dW is added up in place. dlogits [chunk][J][L].
-// block [K][L]. held [chunk][J D][L]: the votes of a routing_pass.
+// rows. du [chunk][P K][L]. dweight [chunk or 1][ceil(J R / L)][K][L]: blocks of L rows, transposed. row [J R K]:
+// dweight of an input capsule before it is added or converted. If dW is added up in place, dweight and row do not
+// exist, but block [K][L] does. dlogits [chunk][J][L]. held [chunk][J D][L]: the votes of a routing_pass.
 template <class T>
 struct LanesGradientScratch : private Carver<T>, LanesChunkScratch<T> {
   T *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held;
@@ -109,7 +109,7 @@ struct SmallBatchScratch {
   int64_t size;
 
   SmallBatchScratch(const Problem& p, int64_t L, T* base) {
-    constexpr int64_t kNumbers = 256;  // of the weight of a capsule; for L capsules, with gradients, they fill L1
+    constexpr int64_t kNumbers = 256;  // of the weight of a capsule; L capsules with their gradients fill L1
     const int64_t row = p.R() * p.K;
     outputs = std::clamp<int64_t>(kNumbers / std::max<int64_t>(1, row), 1, p.J);
     Carver<T> carve(base);

@@ -26,10 +26,10 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
   using Packing = LanesPacking<T>;
   using Block = typename SmallBatchRows<T>::Block;
 
-  // Transposed weights: the lanes of output capsule j, row r, number k of a pose.
+  // Transposed weights. The lanes of output capsule j, row r and number k are at[(j output + r row + k number) L].
   struct Rows {
     const T* at;
-    int64_t output, row, number;  // steps of j, r and k
+    int64_t output, row, number;  // steps of j, r and k, in vectors
   };
 
   // Transposes the weights of a block and of output capsules [j0, j1) to at.weight.
@@ -340,7 +340,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
     Packing::interleave(from, block.count, size, at.dweight);
   }
 
-  // Writes this dW to its tensor.
+  // Writes at.dweight to dW or, for a shared weight, adds its lanes to dweight_sum.
   static void finish_weight(const SmallBatchGradients<T>& out, const Problem& p, const Block& block, int64_t j0,
                             int64_t j1, const SmallBatchScratch<T>& at) {
     const int64_t size = (j1 - j0) * p.R() * p.K, from = j0 * p.R() * p.K;

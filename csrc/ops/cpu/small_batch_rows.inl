@@ -14,7 +14,7 @@ template <class T>
 struct SmallBatchRows {
   using Packing = LanesPacking<T>;
   static constexpr int L = kLanes<T>;
-  static constexpr int kAhead = 64;  // votes that are prefetched before writing: each sample is a stream of its own
+  static constexpr int kAhead = 64;  // vectors between prefetching and writing votes; each sample is a stream
   using V = Vec<T, L>;
 
   // Input capsules [i0, i0 + count), count at most L.
@@ -23,8 +23,8 @@ struct SmallBatchRows {
   };
   static Block block_of(const Problem& p, int64_t n) { return {n * L, Packing::min(L, p.I - n * L)}; }
 
-  // The weight of an input capsule in memory: `count` runs of `rows` rows, `pitch` apart. count is 0 for any other
-  // weight.
+  // How the weight of an input capsule lies in memory: `count` runs of `rows` rows, `pitch` apart. count is 0 if the
+  // weight lies otherwise.
   struct Runs {
     int64_t count, rows, pitch;
   };
@@ -49,9 +49,9 @@ struct SmallBatchRows {
   static constexpr int64_t kNear = 256 * 1024;  // most bytes of weights that stay in the caches until the next block
   static constexpr int kStepsAhead = 16;        // vectors of an input capsule between prefetching and reading weights
 
-  // Prefetches as many weights as one step reads; the step now reads number `at` of each input capsule. If next is not
-  // null, prefetches the next block in the order of memory: the weights of L input capsules are read in turn, a piece
-  // of each, which no processor foresees. Otherwise prefetches the weights that follow in each input capsule.
+  // Prefetches as many weights as one step reads, while the step reads number `at` of each input capsule. The weights
+  // of L input capsules are read in turn, a piece of each; no processor foresees this order. If next is not null,
+  // prefetches the next block in the order of memory, else the weights that follow in each input capsule.
   static CAPSFAST_INLINE void ask(const T* next, const T* const* from, int64_t at) {
     if (next != nullptr) {
 #pragma GCC unroll 16
@@ -157,7 +157,7 @@ struct SmallBatchRows {
            p.D % L == 0;
   }
 
-  // du of one sample, likewise, with the dvotes of an input capsule along the lanes.
+  // du of one sample for such a weight, with the dvotes of an input capsule along the lanes.
   static void pose_gradient_of_components(const Problem& p, const Block& block, const T* dx,
                                           const SmallBatchScratch<T>& at) {
     const int64_t* stride = p.weight.stride;
@@ -287,7 +287,8 @@ struct SmallBatchRows {
     return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0];
   }
 
-  // du of a block, if possible; returns whether it was. For more samples transposed weights are faster.
+  // Computes du of a block if possible, and returns whether it did. For more than two samples transposed weights are
+  // faster.
   static bool pose_gradient_of_block(const Problem& p, const Block& block, const T* dx, int64_t sample,
                                      const SmallBatchScratch<T>& at, const View& du) {
     const Runs runs = runs_of(p);
@@ -307,7 +308,7 @@ struct SmallBatchRows {
     });
   }
 
-  // Makes the votes of a block in one of these ways, if possible; returns whether it was.
+  // Makes the votes of a block in one of these ways if possible, and returns whether it did.
   static bool votes_of_block(const Problem& p, const Block& block, const T* u, int64_t sample, T* x) {
     // For more samples transposed weights are faster.
     if (p.B < 4 && components_together(p)) {

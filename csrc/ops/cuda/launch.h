@@ -93,7 +93,7 @@ class Call : public Scratch {
     rows::GradientPlan by_rows;
     int64_t parts, weight_parts;  // of dlogits and of dweight
     int64_t weights, logits;      // numbers in a part
-    bool direct;                  // the only part of dweight is dweight itself
+    bool direct;                  // there is one part of dweight: dweight itself
   };
   Gradient plan_gradient(const BackwardOutputs& out) const {
     Gradient to{};

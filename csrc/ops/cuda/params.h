@@ -163,10 +163,10 @@ struct VectorOrder {
   }
 };
 
-// Samples are cut into groups. All pairs (group, input capsule), one group after the other, are a row that is cut into
-// `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch fills the
-// device, and all of a pass runs at once. The part of a group that a unit has is a segment; a unit that crosses a border
-// between groups has two segments or more. Each segment has one partial sum.
+// Samples are cut into groups. All pairs (group, input capsule), one group after the other, form a row. The row is cut
+// into `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch fills
+// the device, and all blocks of a pass run at once. A segment is what a unit has of one group; a unit that crosses a
+// border between groups has two segments or more. Each segment has one partial sum.
 struct Work {
   int64_t I, group, groups, units;  // group: samples of a group
 

@@ -1,5 +1,5 @@
-// The steps of a pass op (see steps.h): one iteration of routing without a squash, with the query as V. Its accumulating
-// pass has mass.
+// The steps of a pass op (see steps.h): one iteration of routing without a squash, with the query as V. The
+// accumulating pass also sums the coefficients (mass).
 #pragma once
 
 #include "update.h"
@@ -116,8 +116,8 @@ struct PassBackwardSteps {
   }
 
  private:
-  // For the softmax over the input capsules it also computes the sum of c dc of every output capsule. This needs no
-  // pass: dc = dmass + votes . ds + dweights, and the moments are the sums of c and c votes.
+  // Copies query and dfirst. For the softmax over the input capsules also computes the sum of c dc of every output
+  // capsule. This needs no pass: dc = dmass + votes . ds + dweights, and the moments are the sums of c and c votes.
   CAPSFAST_DEVICE void load(const UpdateCoord& at) const {
     if (V) load_output(in, at, query, V);
     load_output(in, at, dfirst, ds);

@@ -14,8 +14,9 @@ class Scratch {
  public:
   explicit Scratch(const gpu::Context& context) : on_(context) {}
 
-  // Calls describe(), which takes() all scratch memory of a call, twice: without memory, to add up what it takes, and
-  // with it. So torch's allocator is asked once. If scratch_apart(), each part asks the allocator.
+  // Calls describe(), which take()s all scratch memory of a call, twice: first without memory, to add up the bytes,
+  // then with memory. So torch's allocator is asked only once. If scratch_apart(), describe() is called once, and every
+  // take() asks the allocator.
   template <class F>
   void with(const F& describe) {
     describe();

@@ -1,7 +1,8 @@
 // The sequence of passes and updates of a forward and of a backward. The host launches a kernel for each pass or
 // update; the rows kernels run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
-// passes(). after(n) is the update after pass n, for all output capsules, if updates(n). after(begin) comes first. If a
-// sweep of its own computes the normaliser of pass n, it has number row_norm(n).
+// passes(). If updates(n), after(n) is the update after pass n, for all output capsules. n starts at `begin`, which is
+// -1 if an update comes before pass 0. If a separate sweep computes the normaliser of pass n, the normaliser has number
+// row_norm(n).
 #pragma once
 
 #include "../../math/host_device.h"
@@ -166,8 +167,9 @@ struct BackwardSteps {
     }
   }
 
-  // Computes ds_t from the gradient of v_t. In the last iteration this is dv, else the sum of all passes so far, down
-  // to iteration t + 1, because v_t is part of V of all later iterations; or the pass of iteration t + 1 alone.
+  // Computes ds_t from the gradient of v_t. In the last iteration this gradient is dv. In other iterations it is the
+  // sum of all passes so far, because v_t is part of V of all later iterations; if V does not accumulate, it is the
+  // pass of iteration t + 1 alone.
   CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j);
     const Global<const T> s_t = saved(t, at);

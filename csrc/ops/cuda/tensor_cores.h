@@ -1,6 +1,6 @@
 // What the families on tensor cores share: fragments, the TF32 parts of numbers, logits that need no maximum.
 //
-// Tr is what a kernel is compiled for. Tr::exact: its products of float32 numbers are three products of their TF32
+// Tr is what a kernel is compiled for. Tr::exact: a product of float32 numbers takes three products of their TF32
 // parts.
 #pragma once
 
@@ -46,9 +46,10 @@ CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
 }
 
 // The two TF32 parts of dvotes, in fewer instructions than two_parts(): bits that TF32 does not have are dropped, here
-// or by the tensor core. The dropped rest has the sign of x. For two parts it is 4e-8 on average; for single parts a
-// factor in `unscale` makes up for it. (For numbers without such bits the factor is itself an error: 3.5e-4 in one
-// iteration of "identity" with a 16-bit gradient of v, which has errors of this size anyway.)
+// or by the tensor core. The dropped rest has the sign of x. For two parts the rest is 4e-8 on average; for single
+// parts a factor in `unscale` makes up for the rest. (Numbers without such bits have no rest, and for them the factor
+// is an error: 3.5e-4 in one iteration of "identity" with a 16-bit gradient of v, which has errors of this size
+// anyway.)
 constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of the last of 11 bits, for mantissas as they occur
 
 constexpr uint32_t kTf32Bits = 0xFFFFE000u;
@@ -61,8 +62,8 @@ CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&l
   });
 }
 
-// Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of 640, and its product
-// with a gradient as small as 1e-25 neither overflow nor become 0.
+// Logits within +-kNear need no subtraction of the maximum before exp(): the exponential, a sum of 640 exponentials,
+// and the product of an exponential and a gradient as small as 1e-25 neither overflow nor become 0.
 constexpr float kNear = 30.0f;
 
 }  // namespace capsfast::cuda

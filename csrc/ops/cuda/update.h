@@ -19,9 +19,9 @@ struct BiasedSquashing : Squashing {
   }
 };
 
-// Output capsule j of sample b, row = b J + j, and the share of this lane of the half of a warp. Along the components it is
-// number `lane` of `lanes`, with kWidth components at a time; along the segments it is number `slice` of `slices`. The
-// lanes of slice 0 get the sums over all segments and go on alone.
+// Output capsule j of sample b, row = b J + j, and this lane's share of the work of half a warp. The lane is number
+// `lane` of `lanes` along the components, kWidth components at a time, and number `slice` of `slices` along the
+// segments. Only the lanes of slice 0 get the sums over all segments and go on.
 struct UpdateCoord {
   static constexpr int kWidth = 4;   // 16 bytes of float: one load
   static constexpr int kLanes = 16;  // of an output capsule
@@ -45,8 +45,9 @@ struct UpdateCoord {
 // The slice of a lane without an output capsule, beyond all segments and input capsules.
 constexpr int kNoSlice = 1 << 26;
 
-// Calls f(at) for every output capsule of a sample. The warps of the grid share them: for two at a time, one for each
-// half of a warp. A half without a row goes along with the last row, as a slice that neither reads nor writes.
+// Calls f(at) for every output capsule of every sample. The warps of the grid share the output capsules; each half of a
+// warp takes one at a time. If the second half has none, it goes along with the row of the first half, as a slice that
+// neither reads nor writes.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {
   const int warps = gpu::threads() / 32, thread = gpu::reread_thread_idx();
@@ -139,8 +140,8 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
-// The factor that the sums of an accumulating pass still need, and the maximum that they are relative to. unweighted,
-// follows: the pass took every coefficient as 1, or as exp(b - max).
+// The factor that the sums of an accumulating pass still need, and the maximum that the sums are relative to.
+// unweighted: the pass took every coefficient as 1. follows: the pass took every coefficient as exp(b - max).
 template <class T>
 CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at, bool valid,
                                            bool unweighted, bool follows) {
@@ -148,7 +149,7 @@ CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& par
   return {T(0), unweighted ? uniform<T>(in, at.b, valid) : T(1)};
 }
 
-// `mean` and this lane's terms of sum_i coupling dcoupling.
+// `mean` plus this lane's terms of sum_i coupling dcoupling.
 template <class T>
 CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Operand& coupling,
                                const Operand& dcoupling, T mean) {
@@ -159,8 +160,8 @@ CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Op
   return mean;
 }
 
-// to[n] = sum of from[part, n] over the parts, n < size. `lanes` neighbouring lanes share a sum. With `order` a part is a
-// sample of an iteration, whose n-th component (j, d) lies as `order` says.
+// to[n] = sum of from[part, n] over the parts, n < size. `lanes` neighbouring lanes share a sum. With `order` a part is
+// a sample of an iteration, whose n-th component (j, d) lies as `order` says.
 template <class N>
 struct JoinArgs {
   int64_t parts, size;

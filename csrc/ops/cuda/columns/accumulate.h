@@ -3,8 +3,8 @@
 // softmax for each input capsule, and wait for the others only between two stages of weights. At the end the sums of
 // the streams are added up in a fixed order. The step after the pass adds up the splits (steps.h).
 //
-// Without enough column warps in a block for all output capsules, blocks share the output capsules: then a sweep of the
-// same kernel writes the norms of each block's output capsules first, and the pass reads them.
+// If a block has too few column warps for all output capsules, blocks share the output capsules. Then a sweep of the
+// same kernel first writes the norms of each block's output capsules, and the pass reads these norms.
 #pragma once
 
 #include <algorithm>
@@ -240,7 +240,7 @@ pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
   } else {
     const Ring<Tr, 16> weights(a.in, cut);
     Pass turn(a, at, idle ? 0 : b0, weights.bytes());
-    // The poses of the column warp's next input capsule are on their way while it works on one.
+    // While the column warp works on an input capsule, the poses of the next one are on their way.
     const Poses<Tr> poses(a.in, cut, at, b0);
     // A split of few input capsules may be empty.
     const int last = begin < end ? end - 1 : a.begin;
@@ -256,7 +256,7 @@ pass_kernel(CAPSFAST_IN_PLACE PassArgs a) {
         [&](int i, int count, int, int stage) {
           if (idle) return;
           if constexpr (kPlain) {
-        // The tensor core adds up only two input capsules, because its additions round towards zero.
+        // The tensor core adds up only two input capsules at a time, because its additions round towards zero.
 #pragma unroll 1
             for (int capsule = at.stream; capsule < count; capsule += 2 * cut.streams) {
               Accumulator votes[Tr::tiles];

@@ -16,9 +16,9 @@ struct GradientArgs {
   Cut cut;            // each warp does the strips of the block in turn; chunk == streams
   int begin, count;   // input capsules [begin, begin + count)
   int start, paired;  // iterations [start, r) have gradients, and [paired, r) have stored c and db
-  int iterations;     // r. If start < paired, c of iteration 0 is 1 / scale, and V of it 0
+  int iterations;     // r. If start < paired, c of iteration 0 is 1 / scale, and its V is 0
   bool gradient_last, shared_weight;
-  bool adds;                  // to dweight of a shared weight, which holds sums over other input capsules
+  bool adds;                  // to dweight of a shared weight, which has sums over other input capsules
   Global<const float> V, ds;  // [r][strips][column warps][tiles][32] fours
   Global<const float> pairs;  // [r - paired][strips][count][column warps][Columns::pairs]
   Operand du, dvotes;         // [B, I, K], [B, I, J, D], written
@@ -27,12 +27,12 @@ struct GradientArgs {
   Global<float> dlogits;      // [parts, I, J]
   int strips;                 // of the batch
   int zero;                   // always 0, which the compiler does not know
-  float scale, unscale;       // dvotes are times `scale`, and what is multiplied by them times `unscale`
+  float scale, unscale;       // factors of dvotes, and of what is made from dvotes
 };
 
-// Shared memory of a block, after the ring: for each warp a part where it transposes dvotes, [pairs of tiles], with
-// gaps between quads, and between even and odd tiles, that keep lanes in different banks; and du of its column warp,
-// [streams] [strips][column warps][steps][32 lanes].
+// Shared memory of a block, after the ring. First a part for each warp, which transposes a pair of tiles of dvotes
+// there; gaps between quads, and between even and odd tiles, keep lanes in different banks. Then du of the column
+// warps, [streams][strips][column warps][steps][32 lanes].
 template <class Tr>
 class GradientMemory {
  public:
@@ -57,7 +57,7 @@ class GradientMemory {
 template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const Coord& at, int strip, int i, bool with_dlogits,
                                  Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
-  // Where the strip and column warp begin in iteration t: of V and ds, and of the pairs.
+  // Where the strip and the column warp begin in iteration t: `from` in V and ds, `pair` in the pairs.
   const int warps = a.cut.column_warps();
   const int64_t all = int64_t{a.strips} * warps * Tr::vectors,
                 all_pairs = int64_t{a.strips} * a.count * warps * Tr::pairs;
@@ -106,7 +106,7 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const Coord& at, int str
   });
 }
 
-// What a lane needs of the poses of a strip for dweight: of samples quad + 4 product + 8 n, `steps` components from
+// The poses of a strip that a lane needs for dweight: of each sample quad + 4 product + 8 n, `steps` components from
 // steps group on. Zero for masked input capsules, even if they are NaN.
 template <class Tr>
 using DweightPoses = float[2][2][Tr::steps];
@@ -140,7 +140,7 @@ CAPSFAST_DEVICE void load_poses(const GradientArgs& a, const Coord& at, int b0, 
 
 // dweight [columns, K] += dvotes^T u of a strip. Lanes need other elements of dvotes than they have, so shared memory
 // of the warp transposes two tiles at a time. Rows `group` and group + 8 of a product are the columns n = 2 (group / 2)
-// and 2 (group / 2) + 1 of tile 2 m + group % 2, and it takes samples quad + 4 product and that + 8.
+// and 2 (group / 2) + 1 of tile 2 m + group % 2. The samples of a product are s = quad + 4 product and s + 8.
 template <class Tr>
 CAPSFAST_DEVICE void add_dweight(const GradientMemory<Tr>& memory, const Coord& at, int number,
                                  const DweightPoses<Tr>& u, const Accumulator (&dvotes)[Tr::tiles],
@@ -212,11 +212,11 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Coord& at, const
   });
 }
 
-// Leaves the column warp's part of du [16 samples, K] = dvotes [16, columns] weight [columns, K] in shared memory.
-// Columns may come in any order, so a lane's dvotes are its part of the left operand. Products of high parts have a sum
-// of their own, because the tensor core adds towards zero: sums of numbers of one size lose the least. Column n of the
-// product of step s is component steps n + s, so what a lane reads and writes are neighbours. adds: to the part of
-// other sections of the output capsules.
+// Leaves the column warp's part of du [16 samples, K] = dvotes [16, columns] weight [columns, K] in shared memory. A
+// product may take its columns in any order, so a lane's dvotes already are its part of the left operand. Products of
+// high parts have a sum of their own, because the tensor core adds towards zero: sums of numbers of one size lose the
+// least. Column n of the product of step s is component steps n + s, so what a lane reads and writes are neighbours.
+// adds: adds to what other sections of the output capsules have left there.
 template <class Tr, class E>
 CAPSFAST_DEVICE void make_du(const GradientMemory<Tr>& memory, const Shared<E>& weight, const Coord& at, int strip,
                              bool adds, int zero, const Accumulator (&dvotes)[Tr::tiles]) {

@@ -62,7 +62,7 @@ inline const char* why_not(const Problem& p, int architecture) {
   if (p.empty()) return "there are no votes";
   if (p.D > 64) return "D is larger than 64";
   if (!p.votes_given && p.K > 32) return "K is larger than 32";
-  constexpr int64_t kMostGrid = 65535;  // blocks along y: column warps, with an output capsule each or more
+  constexpr int64_t kMostGrid = 65535;  // blocks along y; a block has at least one output capsule
   if (p.J > kMostGrid || p.B > INT32_MAX / 2 || p.I > INT32_MAX / 2 || p.J * p.D * p.K > INT32_MAX / 8)
     return "a size is too large";
   if (p.votes_given) return nullptr;
@@ -74,7 +74,7 @@ inline const char* why_not(const Problem& p, int architecture) {
 }
 
 // Tiles of a column warp: 10 hold five output capsules of 16 components, 8 hold four, or two of 32, or one of 64. The
-// one with less padding is taken. Steps of a product: K is padded to 8, 16 or 32.
+// number of tiles with less padding is taken. Steps of a product: K is padded to 8, 16 or 32.
 //
 //                             per cent of the columns that are padding, at D = 16 and J =
 //   tiles       K up to    1    2    3    4    5    6    7    8    9   10   12   16   20   32

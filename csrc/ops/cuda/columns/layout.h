@@ -75,7 +75,7 @@ struct Cut {
   int chunk;         // input capsules of a stage, a multiple of `streams`
   int stages;        // of the ring, two or three
   int sections;      // of the output capsules: blocks of threads with `warps` column warps each
-  int lanes;         // that share an output capsule in slot 0: D with padding is 16 lanes
+  int lanes;         // that share an output capsule in slot 0; D with padding is 16 times `lanes`
   int splits;        // of the input capsules
   int groups;        // of `strips` strips
   bool in_bulk;      // weights come by bulk copies
@@ -99,7 +99,7 @@ struct Coord {
   int column_warp;  // among the column warps of all blocks of threads
   int output;       // its first output capsule
 
-  // strips_of_block: those with warps of their own. tile: which of `cut.sections` parts of the output capsules.
+  // strips_of_block: strips with warps of their own. section: which of `cut.sections` parts of the output capsules.
   template <class Tr>
   static CAPSFAST_DEVICE Coord of(const Cut& cut, int strips_of_block, int section) {
     const unsigned thread = static_cast<unsigned>(gpu::thread()), warps = static_cast<unsigned>(cut.warps);
@@ -135,7 +135,7 @@ CAPSFAST_HOST_DEVICE constexpr int column_of(int tile, int n) {
   return tile < kWholeTiles ? kSpan * (n / 2) + 2 * tile + n % 2 : kSpan * 4 + 8 * (tile - kWholeTiles) + n;
 }
 
-// Where part `rank` of `count` things begins, of `size` equal parts.
+// Where part `rank` begins, if `count` things are cut into `size` equal parts.
 CAPSFAST_HOST_DEVICE inline int part_of(int count, int rank, int size) {
   return static_cast<int>(static_cast<int64_t>(count) * rank / size);
 }

@@ -12,7 +12,7 @@ namespace capsfast::cuda::columns {
 struct Size {
   // Weights in shared memory should take no more than this, so that V and ds of a block's strips have an L1 cache.
   static constexpr int ring_bytes = 112 * 1024;
-  // What a warp costs before its first and after its last input capsule, in input capsules.
+  // What a warp costs before its first and after its last input capsule: as much as this number of input capsules.
   static constexpr int64_t start = 2;
   // Most partial sums of dweight, each as large as the weight, if there are input capsules for all blocks.
   static constexpr int64_t parts = 4;
@@ -83,8 +83,8 @@ class Planner {
     return cut;
   }
 
-  // Strips of a block: two read a weight once. Strips beyond the batch cost as much as others, so at most an eighth of
-  // the strips may lie there.
+  // Strips of a block: two strips read a weight only once. Strips beyond the batch cost as much as others, so at most
+  // an eighth of the strips may lie there.
   int strips_for(int teams) const {
     const int strips = std::min(kMostStrips, teams);
     return strips > 1 && 8 * strips * divide_up(strips_, strips) > 9 * strips_ ? 1 : strips;
@@ -107,14 +107,15 @@ class Planner {
     }
     if (!fits) return false;
     cut->groups = static_cast<int>(divide_up(strips_, cut->strips));
-    // The fewest turns of a stream, over all blocks that a multiprocessor runs one after the other: `waves` of them.
+    // Takes the splits with the fewest turns of a stream, over the `waves` blocks that a multiprocessor runs one after
+    // the other.
     constexpr int64_t kMostWaves = 16;
     const int64_t blocks = int64_t{cut->groups} * cut->sections;
     int64_t fewest = INT64_MAX;
     for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
       const int64_t most = std::clamp<int64_t>(waves * on.multiprocessors / blocks, 1, p.I);
       const int64_t turns = divide_up(divide_up(p.I, most), cut->streams);
-      const int64_t splits = divide_up(p.I, turns * cut->streams);  // as few as take no more turns
+      const int64_t splits = divide_up(p.I, turns * cut->streams);  // the fewest with so few turns
       const int64_t cost = divide_up(blocks * splits, on.multiprocessors) * (turns + Size::start);
       if (cost >= fewest) continue;
       fewest = cost;
@@ -138,8 +139,9 @@ class Planner {
     const int64_t groups = cut->groups,
                   chunks = p.shared_weight ? to->together / cut->streams : divide_up(to->together, cut->chunk);
     const int64_t multiprocessors = on.multiprocessors;
-    // The fewest rounds of a block; a round is a stage for a group of strips. More parts of dweight must save a
-    // sixteenth of the rounds, because parts are written, read and added up. Given votes have no dweight.
+    // Takes the parts with the fewest rounds of a block; a round is a stage for a group of strips. More parts of
+    // dweight must save a sixteenth of the rounds, because parts are written, read and added up. Given votes have no
+    // dweight.
     const int64_t few = chunks < multiprocessors || p.votes_given ? multiprocessors : Size::parts;
     int64_t fewest = INT64_MAX;
     for (int64_t parts = 1; parts <= std::min({groups, few, multiprocessors}); ++parts) {

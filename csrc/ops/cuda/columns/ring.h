@@ -35,10 +35,10 @@ class Ring {
     return gpu::shared<E>(kArrivalBytes + place(stage, capsule, column_warp) * static_cast<int>(sizeof(E)), warp);
   }
 
-  // Calls f(i, count, section, stage) for the input capsules [begin, end), `cut.chunk` at a time, and for one section
-  // of output capsules or, with kAllSections, for each, when their weights are in shared memory. Calls before() when
-  // the first copies are on their way. All threads of the block must call walk(). It begins and ends with a barrier,
-  // and has a barrier before each stage.
+  // Calls f(i, count, section, stage) when weights are in shared memory: for the input capsules [begin, end),
+  // `cut.chunk` at a time, and for one section of output capsules or, with kAllSections, for each section. Calls
+  // before() when the first copies are on their way. All threads of the block must call walk(). It begins and ends with
+  // a barrier, and has a barrier before each stage.
   template <bool kAllSections, class Before, class F>
   CAPSFAST_DEVICE void walk(int begin, int end, int first_section, const Before& before, const F& f) const {
     const auto each_arrival = [&](const auto& visit) {
@@ -94,8 +94,8 @@ class Ring {
     return gpu::shared<unsigned char>(kArrivalBytes + element * size, count * size);
   }
 
-  // Copies never touch the padding of D and K, so it stays 0. In the last section output capsules that do not exist may
-  // have weights of another; their V and ds are 0. The ring may have held sums before.
+  // Copies never touch the padding of D and K, so it stays 0. In the last section, output capsules that do not exist
+  // may have the weights of another section, because their V and ds are 0. The ring may have held sums before.
   CAPSFAST_DEVICE void clear() const {
     const int fours = (bytes() - kArrivalBytes) / 16;
     const Shared<Four> all = gpu::shared<Four>(kArrivalBytes, fours);

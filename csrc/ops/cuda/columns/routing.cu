@@ -125,8 +125,8 @@ class Routing : Scratch {
 
  private:
   int iterations() const { return static_cast<int>(p.iterations); }
-  // The first iteration with a gradient; and the first whose c and db the gradient pass reads. In iteration 0 every c
-  // is the same without logits and a mask of output capsules.
+  // start(): the first iteration with a gradient. paired(): the first iteration whose c and db the gradient pass reads;
+  // in iteration 0 all c are the same if there are no logits and no mask of output capsules.
   int start() const { return p.gradient_last ? iterations() - 1 : 0; }
   int paired() const { return uniform_ && start() == 0 ? 1 : start(); }
 

@@ -8,8 +8,8 @@
 
 namespace capsfast::cuda::columns {
 
-// What a softmax over some output capsules is: total = sum exp(b - max), and in the backward mean = sum exp(b - max)
-// dc. max is 0 if every logit is near 0. Without a logit total is 0, and max means nothing.
+// The sums of a softmax over some output capsules: total = sum exp(b - max) and, in the backward, mean = sum exp(b -
+// max) dc. max is 0 if every logit is near 0. If there is no logit, total is 0, and max means nothing.
 struct alignas(16) Norm {
   float max, total, mean, unused;
 
@@ -22,16 +22,16 @@ struct alignas(16) Norm {
   }
 };
 
-// norms[row]: a choice of registers, where an index would put both into memory.
+// norms[row], as a choice between registers: an index would put both norms into memory.
 CAPSFAST_DEVICE Norm one_of(const Norm (&norms)[2], int row) {
   const bool second = row == 1;
   return {second ? norms[1].max : norms[0].max, second ? norms[1].total : norms[0].total,
           second ? norms[1].mean : norms[0].mean, 0.0f};
 }
 
-// What column warps give each other: [2 turns][teams][column warps][16 samples] norms, after the ring. Two turns, so
-// that one barrier an input capsule is enough: a column warp writes to the place of the turn before last, which all
-// others have read before they came to the last barrier.
+// The norms that column warps give each other: [2 turns][teams][column warps][16 samples], after the ring. With two
+// turns one barrier for each input capsule is enough: a column warp overwrites the norms of the turn before last, and
+// the other column warps have read these norms before the last barrier.
 class Exchange {
  public:
   CAPSFAST_HOST_DEVICE static int bytes(const Cut& cut) {
@@ -60,7 +60,7 @@ class Exchange {
   bool odd = false;
 };
 
-// Adds up norms n = 0 to count - 1, take(n), of a sample. The lanes of a quad share them, in a fixed order.
+// Adds up the norms take(n), 0 <= n < count, of a sample, in a fixed order. The lanes of a quad share the norms.
 template <class Take>
 CAPSFAST_DEVICE Norm sum_norms(int quad, int count, const Take& take) {
   Norm sum = {Extreme<float>::lowest, 0.0f, 0.0f, 0.0f};
@@ -86,8 +86,8 @@ CAPSFAST_DEVICE Norm sum_norms(int quad, int count, const Take& take) {
   return sum;
 }
 
-// The outputs that a lane may count, as bits 2 slot + row: existing output capsules that no mask removes; and those
-// that it counts in sums over lanes. A lane with a masked input capsule counts nothing.
+// Bits 2 slot + row of a lane. outputs: output capsules that exist and that no mask removes. counted: those that the
+// lane counts in sums over lanes. A lane with a masked input capsule counts nothing.
 struct Valid {
   unsigned outputs, counted;
   CAPSFAST_DEVICE bool has(int slot, int row) const { return outputs >> (2 * slot + row) & 1; }
@@ -139,7 +139,7 @@ CAPSFAST_DEVICE void normalise(const Norm& all, float max, int row, Scores<Tr>& 
   float scale = gpu::reciprocal(all.total);
   if (kOptions && all.total == 0.0f) scale = 0.0f;  // no logit is left
   const float mean = all.mean * scale;
-  // Only coefficients that are 0 have a larger maximum than all together.
+  // max can exceed all.max only where the coefficients are 0.
   if (max != all.max) scale *= exponential(std::fmin(max - all.max, 0.0f));
   unrolled<Tr::slots>([&](int slot) {
     const float c = b[slot][row] * scale;

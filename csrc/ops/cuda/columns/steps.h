@@ -1,7 +1,7 @@
 // The steps between the passes: they add up partial sums, squash, and write what the next pass reads, all in the order
 // of the fragments. A thread has a four of a strip: two neighbouring components of two samples. A block of threads has
-// some groups of lanes of a strip and a column warp, all tiles, so whole output capsules; `slices` threads share a
-// four, and each adds up some of the splits with all loads on their way at once.
+// some groups of lanes of a strip and a column warp, with all tiles, so it has whole output capsules. `slices` threads
+// share a four; each adds up some of the splits, with all its loads on their way at once.
 #pragma once
 
 #include "../update.h"
@@ -12,9 +12,9 @@ namespace capsfast::cuda::columns {
 // Loads of a thread that are on their way at once.
 constexpr int kTogether = 8;
 
-// The sum of fours from[begin + n plane], 0 <= n < count, to all threads of slice 0: `slices` threads share it, each
-// with some n, and have numbers below `width` in the block of threads. Shared memory from byte `memory` on has a four
-// for each thread. All threads of the block must call it.
+// The sum of fours from[begin + n plane], 0 <= n < count, for the threads of slice 0. `slices` threads with the same
+// `number`, below `width`, share a sum; each adds some n. Shared memory from byte `memory` on has a four for each
+// thread. All threads of the block must call it.
 CAPSFAST_DEVICE Four sum_slices(const Global<const Four>& from, int64_t begin, int64_t plane, int count, int slice,
                                 int slices, int number, int width, int memory) {
   const int64_t step = slices * plane;

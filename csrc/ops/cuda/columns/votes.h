@@ -33,8 +33,8 @@ class Poses {
     });
   }
 
-  // Samples and components beyond the last are replaced by valid ones: their votes meet zeros, and nothing that comes
-  // of them is written.
+  // Samples and components beyond the last are replaced by valid ones: their votes are multiplied by zeros, and nothing
+  // that comes of them is written.
   CAPSFAST_DEVICE int64_t element(int b, int i, int k) const {
     const int B = static_cast<int>(in.B), K = static_cast<int>(in.K);
     return (b < B ? b : B - 1) * in.u.stride[0] + i * in.u.stride[1] + (k < K ? k : K - 1) * in.u.stride[2];
@@ -204,7 +204,7 @@ CAPSFAST_DEVICE void load_votes(const Inputs& in, const Cut& cut, const Coord& a
   });
 }
 
-// Lane's numbers of the vectors of a strip and a column warp, from element `from` on: a four for each tile.
+// The lane's numbers of the vectors of a strip and a column warp, from element `from` on: a four for each tile.
 CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vectors, int64_t from, int count,
                                                  const Coord& at) {
   return vectors.from(from + at.lane * 4, count - at.lane * 4);

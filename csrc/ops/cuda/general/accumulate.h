@@ -14,7 +14,8 @@ template <class T, class E, bool kVotes>
 struct Accumulation {
   using Votes = Tile<T, E, kVotes>;
   static constexpr int width = Votes::width, columns = kSamples * kThreads;
-  // Shared memory, and what a softmax over the input capsules with unknown normaliser takes beside.
+  // Shared memory, in elements and bytes. A softmax over the input capsules with unknown normaliser takes
+  // bytes_to_follow more.
   static constexpr int elements = Votes::elements + Votes::scores, bytes = elements * static_cast<int>(sizeof(T)),
                        bytes_to_follow = 2 * columns * static_cast<int>(sizeof(T));
 
@@ -23,7 +24,7 @@ struct Accumulation {
   Votes tile{in};
   T sum[kSamples][width] = {};
   int tiles = 0;           // in `sum`
-  bool overwrites = true;  // nothing is in memory yet that `sum` would add to
+  bool overwrites = true;  // flush() overwrites the sums in memory, which hold nothing yet
   // The input capsules [i_begin, i_end) of the block's split.
   const int64_t split = gpu::block_z(), i_begin = in.I * split / gpu::blocks_z(),
                 i_end = in.I * (split + 1) / gpu::blocks_z();
@@ -31,8 +32,7 @@ struct Accumulation {
   // [sample][thread]: the sum of the weights, at the first run of an output capsule.
   Shared<T> mass = Votes::array(Votes::elements, Votes::scores);
   // [samples][outputs], for a softmax over the input capsules with unknown normaliser: the largest logit so far, and
-  // the factor that rescales the sum in memory. The factor of the last tile is where dc of the first input capsule
-  // would be.
+  // the factor that rescales the sum in memory. The factor of the last tile is in tile.dc, at the first input capsule.
   CAPSFAST_DEVICE Shared<T> max() const { return Votes::array(elements, columns); }
   CAPSFAST_DEVICE Shared<T> kept() const { return Votes::array(elements + columns, columns); }
 
@@ -72,7 +72,7 @@ struct Accumulation {
   CAPSFAST_DEVICE void add_votes() {
     const Shared<T> weights = a.scoring.ds ? tile.dc : tile.c;
     const bool with_mass = tile.d_run == 0 && (a.mass || a.to.max);
-    // Numbers of samples and output capsules that do not exist go nowhere.
+    // Samples and output capsules that do not exist have numbers, too; flush() does not write them.
     unrolled<kSamples>([&](int n) {
       const int row = n * Votes::pitch, own = row + gpu::thread();
       T kept = tiles > 0 ? T(1) : T(0), weight = T(0);

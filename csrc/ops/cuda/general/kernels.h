@@ -45,8 +45,8 @@ struct GeneralKernels {
   gpu::Kernel<AccumulateArgs<T>> accumulate;
   gpu::Kernel<RowNormArgs<T>> row_norm;
   gpu::Kernel<GradientArgs<T>> gradient;
-  // Of shared memory. row_norm takes as much as accumulate; a softmax over the input capsules takes bytes_to_follow
-  // more.
+  // Bytes of shared memory. row_norm takes as much as accumulate; a softmax over the input capsules takes
+  // bytes_to_follow more.
   int accumulate_bytes, bytes_to_follow, gradient_bytes;
 };
 

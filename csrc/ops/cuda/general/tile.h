@@ -9,7 +9,7 @@
 
 namespace capsfast::cuda {
 
-// How many blocks a multiprocessor must hold: many hide latencies, few leave each thread registers.
+// How many blocks a multiprocessor must hold: many blocks hide latencies, few blocks leave each thread more registers.
 constexpr int kAccumulateBlocks = 4, kGradientBlocks = 3;
 
 constexpr int kSamples = 8;     // of every tile: a weight is read once for all
@@ -24,11 +24,11 @@ CAPSFAST_HOST_DEVICE inline int clamped(int64_t n, int64_t most) {
   return static_cast<int>(n < 1 ? 1 : n < most ? n : most);
 }
 
-// A thread has one run of components of one output capsule, for one input capsule and all samples of a tile. A tile
-// has as many output capsules as there are threads for; of few output capsules it has several input capsules.
+// A thread has one run of components of one output capsule, for one input capsule and all samples of a tile. A tile has
+// as many output capsules as its threads can take. If there are few output capsules, a tile has several input capsules.
 template <class T>
 struct TileShape {
-  int runs, outputs, inputs;  // runs of an output capsule, ...
+  int runs, outputs, inputs;  // of a tile: runs of an output capsule, output capsules, input capsules
   int pieces;                 // tiles that share the components of an output capsule, if the threads are too few
 
   static CAPSFAST_HOST_DEVICE TileShape of(int64_t J, int64_t D) {
@@ -46,8 +46,8 @@ struct TileShape {
 
 CAPSFAST_DEVICE int at_most(int64_t rest, int64_t most) { return static_cast<int>(rest < most ? rest : most); }
 
-// The normaliser of a pair's row of scores. Before the last tile of output capsules, `scale` is the sum of exp(b -
-// max), and `mean` the sum of exp(b - max) dc.
+// The normaliser of the scores of a sample and an input capsule. Until finished(), `scale` is the sum of exp(b - max),
+// and `mean` the sum of exp(b - max) dc.
 template <class T>
 struct Row {
   T max, scale, mean;
@@ -65,7 +65,7 @@ template <class T, class E, bool kVotes>
 struct Tile {
   static constexpr int width = kRun<T>;
   using Vector = Run<T, width>;
-  // The poses and weights of so many components k are in shared memory at a time: so many runs.
+  // The poses and weights of `staged` components k, which are `staged_runs` runs, are in shared memory at a time.
   static constexpr int staged_runs = 2, staged = staged_runs * width;
   // Shared memory, in elements. An odd pitch spreads the rows of a matrix over the banks.
   static constexpr int pitch = kThreads + 1, scores = kSamples * pitch,
@@ -80,21 +80,21 @@ struct Tile {
   // Whether the weights are also without gaps between components and output capsules.
   const bool weights_in_rows =
       matrix_in_runs && in.matrix.stride[1] == in.D * in.matrix.stride[2] && in.D % width == 0 && shape.pieces == 1;
-  bool weights_stay = false, weights_staged = false;  // the next tile has the same weights; they are there
+  bool weights_stay = false, weights_staged = false;  // the next tile has the same weights; its weights are there
 
   int64_t b0 = 0, i0 = 0, j0 = 0, d0 = 0;
   int piece = 0, samples = 0, inputs = 0, outputs = 0;
-  // This thread's part of the votes, and where its output capsule has its scores.
+  // This thread's input capsule, output capsule and run of components in the tile.
   const int input = gpu::thread() / shape.columns(), out = gpu::thread() / shape.runs % shape.outputs,
             d_run = gpu::thread() % shape.runs;
   T votes[kSamples][width] = {};
-  // So many neighbouring threads have the scores of a sample and an input capsule.
+  // How many neighbouring threads share the scores of a sample and an input capsule.
   const int lanes = lanes_for(kThreads / (kSamples * shape.inputs) / 2 + 1);
 
   Shared<T> weights = array(0, most_weights);         // [run of k][component m of a thread][thread]
   Shared<T> poses = array(most_weights, most_poses);  // [input][run of k][sample]
-  // [sample][thread]: parts of dots, then, where the first run of an output capsule is, logits, then c; in the
-  // backward dc, then db.
+  // [sample][thread]. c has parts of dot products; then, at the first run of an output capsule, the logits, and at last
+  // the coupling. dc, in the backward: parts of dot products, then dc, then db.
   Shared<T> c = array(scores_from, scores), dc = array(scores_from + scores, scores);
 
   // `count` elements of shared memory from element `from` on. Elements up to `elements` belong to the tile.
@@ -164,9 +164,9 @@ struct Tile {
     return to;
   }
 
-  // Calls f(at, offset, there) for every weight of one input capsule of the tile that this thread stages: one run of
-  // k, always number `k_run`, of every `step`-th component. It is staged `at` and lies `offset` behind that of (j0,
-  // d0).
+  // Calls f(at, offset, there) for every weight that this thread stages of one input capsule: run k_run() of k, of
+  // every `step`-th component. The weight is staged at `at`; in memory it lies `offset` elements after the weight of
+  // (j0, d0).
   static constexpr int step = kThreads / staged_runs;
   static CAPSFAST_DEVICE int k_run() { return gpu::thread() % staged_runs; }
   template <class F>
@@ -293,8 +293,8 @@ struct Tile {
     });
   }
 
-  // Makes the votes, if they are not there, and this thread's parts of the dots. Of several pieces, the votes of
-  // `piece` are there afterwards.
+  // Makes the votes, if they are not there, and this thread's parts of the dots. If there are several pieces, the votes
+  // of `piece` are there afterwards.
   CAPSFAST_DEVICE void make_dots(const Scoring<T>& with, bool there) {
     const bool dots = with.V || with.ds;
     for (int n = dots ? 1 : shape.pieces; n <= shape.pieces; ++n) {
@@ -343,7 +343,7 @@ struct Tile {
     });
   }
 
-  // The row with the scores of the tile. Replaces each logit b by exp(b - max).
+  // `row` extended by the scores of the tile. Replaces each logit b by exp(b - max).
   CAPSFAST_DEVICE Row<T> extended(const Row<T>& row, bool with_dc) const {
     T max = row.max, sum = T(0), sum_dc = T(0);
     for_scores([&](int, int at) { max = larger<T>(max, c[at]); });

@@ -53,7 +53,8 @@ CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) 
   return ring > join ? ring : join;
 }
 
-// Adds up half of the sums of the warps of a block that share a strip, pairs of warps first; leaves it in shared memory.
+// Adds up half of the sums of the warps of a block that share a strip, pairs of warps first; leaves it in shared
+// memory.
 template <class Tr>
 CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, int half, Accumulator (&sum)[Tr::tiles]) {
   using Memory = JoinMemory<Tr>;
@@ -103,7 +104,7 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Shape& shape, int64_t segme
   }
 }
 
-// One input capsule of a warp.
+// Adds an input capsule to the sum of a warp.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void add_capsule(const Global<const float>& V, const Global<const float>& ds, unsigned counts,
                                  const Accumulator (&votes)[Tr::tiles], Accumulator (&sum)[Tr::tiles]) {
@@ -115,7 +116,7 @@ CAPSFAST_DEVICE void add_capsule(const Global<const float>& V, const Global<cons
   unrolled<Tr::tiles, 4>([&](int tile, int n) { sum[tile][n] += c[tile / 8][n / 2] * votes[tile][n]; });
 }
 
-// The input capsules [begin, end) of a block, for the samples from b0 on.
+// Adds the input capsules [begin, end) of a block, for the samples from b0 on.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int begin, int end, const ThreadCoord& at,
                                 Accumulator (&sum)[Tr::tiles]) {
@@ -131,8 +132,8 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
     if constexpr (kBackward) ds = lane_vectors<Tr>(a.scoring.ds, vectors, at);
   }
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
-  // The poses of the warp's next input capsule are on their way while it works on one. A block of a cluster may have no
-  // input capsule of a short segment; then it loads, and does not use, one that exists.
+  // While the warp works on an input capsule, the poses of the next one are on their way. If a segment is short, a
+  // block of a cluster may have no input capsule; then the block loads poses that exist and does not use them.
   const Poses<Tr> poses(a.in, shape, at, first);
   const int last = begin < end ? end - 1 : begin;
   const auto load = [&](int i) { return poses.load(at, i < last ? i : last); };
@@ -145,7 +146,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
   weights.walk(begin, end, [&](int i, int count, int stage) {
     if (idle) return;
     if (!kBackward && a.unweighted) {
-      // The tensor core adds up only two input capsules, because its additions round towards zero.
+      // The tensor core adds up only two input capsules at a time, because its additions round towards zero.
 #pragma unroll 1
       for (int capsule = stream; capsule < count; capsule += 2 * shape.streams) {
         Accumulator votes[Tr::tiles];
@@ -164,13 +165,13 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
   });
 }
 
-// Where part `rank` of `count` things begins, of `size` equal parts.
+// Where part `rank` begins, if `count` things are cut into `size` equal parts.
 CAPSFAST_DEVICE int part_of(int count, int rank, int size) {
   return static_cast<int>(static_cast<int64_t>(count) * rank / size);
 }
 
-// The segments of a cluster in one pass. Other blocks may read this block's sums until the next barrier of the cluster or
-// of the grid.
+// The segments of a cluster in one pass. Other blocks may read this block's sums until the next barrier of the cluster
+// or of the grid.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Shape& shape) {
   const Work& work = a.to.work;

@@ -1,8 +1,8 @@
 // The gradient pass of the backward, for all iterations at once: du and dweight, on tensor cores, with the
 // mapping of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t +
 // db_t V[t], one iteration after the other, and writes du = dvotes W. dweight = dvotes^T u is a sum over samples. Warps
-// of a block that share an input capsule leave their sums in shared memory; a thread for each element adds them up in a
-// fixed order, and to memory.
+// of a block that share an input capsule leave their sums in shared memory; a thread for each element adds up these
+// sums in a fixed order and adds the result to memory.
 //
 // There are no clusters here, although they could add up more before writing to memory: a cluster barrier empties the
 // L1 cache, which holds V and ds.
@@ -17,11 +17,11 @@ struct GradientArgs : cuda::GradientArgs<float> {
   Shape shape;    // chunk == streams, two stages
   int64_t all;    // elements of V of one iteration
   float scale;    // of dvotes: J, so that coefficients of iteration 0 become 1
-  float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
+  float unscale;  // of products with dvotes: 1 / scale, times what makes up for bits that single products drop
 };
 
-// Shared memory of a block, after Weights: [warps][turn] fours, and [warps][Tr::weight] sums of dweight in the order of a
-// weight.
+// Shared memory of a block, after Weights: [warps][turn] fours, and [warps][Tr::weight] sums of dweight in the order of
+// a weight.
 template <class Tr>
 class GradientMemory {
  public:
@@ -93,11 +93,12 @@ CAPSFAST_DEVICE void write_run(const Operand& to, uint64_t n, int k, int K, cons
   });
 }
 
-// du [16 samples, K] = dvotes [16, columns] weight [columns, K]. Columns may come in any order, so a lane's dvotes are its
-// part of the left operand. Products of high parts, and of even and odd columns, have sums of their own, because the
-// tensor core adds towards zero: short sums of numbers of one size lose the least. Column n of the product of step s is
-// component steps n + s, so what a lane reads and writes are neighbours. (With two steps, lanes of quads 0 and 1, and of
-// 2 and 3, read the same banks: rows of 16 floats start in two banks only, and bulk copies leave no gaps.)
+// du [16 samples, K] = dvotes [16, columns] weight [columns, K]. A product may take its columns in any order, so a
+// lane's dvotes already are its part of the left operand. Products of high parts, and of even and odd columns, have
+// sums of their own, because the tensor core adds towards zero: short sums of numbers of one size lose the least.
+// Column n of the product of step s is component steps n + s, so what a lane reads and writes are neighbours. (With two
+// steps, lanes of quads 0 and 1, and of 2 and 3, read the same banks: rows of 16 floats start in two banks only, and
+// bulk copies leave no gaps.)
 template <class Tr, class E>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<E>& weight, const ThreadCoord& at, int b0, int i,
                               const Accumulator (&dvotes)[Tr::tiles]) {
@@ -200,10 +201,10 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, const Shared<Four>
   });
 }
 
-// Adds up dweight of the warps that share an input capsule and have one of the `strips`, for `count` input capsules from
-// i on, and adds the sum to memory. first: overwrites memory instead. Warps take whole output capsules; an input capsule
-// has warps of its own. A thread has the same elements each time. It loads several before it adds to the first, because a
-// load takes long.
+// For each of `count` input capsules from i on, adds up dweight of the warps that share the input capsule, a warp for
+// each of `strips` strips, and adds the sum to memory or, if `first`, overwrites memory. Warps take whole output
+// capsules; an input capsule has warps of its own unless the weight is shared. A thread has the same elements in every
+// call. A thread starts several loads before its first addition, because a load takes long.
 template <class Tr>
 CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int strips, int part, int i,
                                    bool first, int count) {
@@ -314,7 +315,7 @@ gradient_kernel(GradientArgs a) {
       if (!a.dweight_rows) return;
       gpu::barrier();
       const int row = a.shared_weight ? part * splits + split : part;
-      // The barrier before the next chunk keeps its sums from overwriting these too early.
+      // The barrier before the next chunk keeps the next sums from overwriting these sums too early.
       write_dweight<Tr>(a, sums, strips, row, i, first && !(a.shared_weight && i > begin), count);
     });
   }

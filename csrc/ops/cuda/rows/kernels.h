@@ -36,8 +36,8 @@ Kernels kernels_for(bool exact) {
   return exact ? kernels_of<Rows<kTiles, kSteps, true>>() : kernels_of<Rows<kTiles, kSteps, false>>();
 }
 
-// Null if the rows family serves the call, else the reason why not. with_coupling: the coupling is an output or, in the
-// backward, has a gradient, or logits have one. architecture: that the kernels were compiled for.
+// Null if the rows family serves the call, else the reason why not. with_coupling: the coupling is an output; in the
+// backward: the coupling or the logits have a gradient. architecture: that the kernels were compiled for.
 inline const char* why_not(const Problem& p, bool with_coupling, int architecture) {
   if (architecture < 80) return "tensor cores multiply TF32 numbers from compute capability 8.0 on";
   if (p.votes_given) return "votes are given";

@@ -18,7 +18,7 @@ struct Size {
   static constexpr int chunk = 4;
 };
 
-// How the passes of a forward, or all passes of a backward except the last, are launched.
+// How the accumulating passes of a forward or of a backward are launched.
 struct AccumulatePlan {
   Shape shape;
   Work work;
@@ -67,8 +67,8 @@ class Launcher {
     const int64_t blocks = gpu::limits().max_active(kernels.gradient, 0, plan.shape.threads(), bytes(plan.shape));
     const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
     const int64_t units = std::max<int64_t>(blocks * on.multiprocessors, 1);
-    // The fewest rounds of a block; a round is a chunk for a group of samples. More parts of dweight must save a
-    // sixteenth of the rounds, because parts are written, read and added up.
+    // Takes the parts with the fewest rounds of a block; a round is a chunk for a group of samples. More parts of
+    // dweight must save a sixteenth of the rounds, because parts are written, read and added up.
     const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
     int64_t fewest = INT64_MAX;
     for (int64_t parts = 1; parts <= most; ++parts) {

@@ -9,14 +9,14 @@
 //
 // A lane has every component of its output capsules; component_of() in params.h says how.
 // Four output capsules take a group of eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of
-// capsule j = 4 G + quad. A rest of two output capsules takes four tiles, where two lanes share a capsule: j = 4 G + quad
-// / 2, d = 4 t + 2 (quad % 2) + e. So dot products over d need no exchange (or one shuffle between two lanes), the
+// capsule j = 4 G + quad. A rest of two output capsules takes four tiles, where two lanes share a capsule: j = 4 G +
+// quad / 2, d = 4 t + 2 (quad % 2) + e. So dot products over d need no exchange (or one shuffle between two lanes), the
 // weighted sum finds each coupling in its lane, and the softmax over j takes two shuffles. Every other capsule has its
 // tiles swapped (t ^ 1), and every other two capsules their components (e ^ 1): then lanes that read a weight at the
-// same time, as it lies in memory, read different banks.
+// same time read different banks, although the weight lies as in memory.
 //
-// A lane of quad q has 2 steps neighbouring components k of a pose or a weight, from k = 2 steps q on: products may take
-// their k in any order, and the lane loads its operands of all steps at once.
+// A lane of quad q has 2 steps neighbouring components k of a pose or a weight, from k = 2 steps q on: products may
+// take their k in any order, and the lane loads its operands of all steps at once.
 #pragma once
 
 #include <cstdint>
@@ -78,8 +78,8 @@ CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
   return output_of<Tr>(at, slot) < J && (slot < Tr::groups || at.quad % 2 == 0);
 }
 
-// Where a weight in shared memory has column n of each tile: component_of() with constants for everything that depends on
-// the tile.
+// Where a weight in shared memory has column n of each tile: component_of() with constants for everything that depends
+// on the tile.
 template <class Tr>
 class ColumnPlace {
  public:

@@ -104,7 +104,7 @@ class Weights {
     const int length = static_cast<int>(in.J * in.D * in.K), size = element_bytes(in.matrix.storage);
     if (bulk && gpu::reread_thread_idx() > 0) return;
     if (bulk) arrival(stage).expect(count * length * size);
-    // Input capsules that are neighbours here and there are one bulk copy.
+    // One bulk copy takes all input capsules if they are neighbours in the tensor and in the ring.
     const int together = bulk && in.matrix.stride[0] == length && length == Tr::weight ? count : 1;
 #pragma unroll 1
     for (int capsule = 0; capsule < count; capsule += together) {
