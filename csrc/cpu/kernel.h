@@ -1,7 +1,7 @@
 // What the kernels build on. An .inl file of kernels is compiled once for each instruction set: into the namespace
-// capsfast::CAPSFAST_TARGET of the set, and in a target region (begin_target.inl). Headers come before the region. Inside
-// the region their inline functions would be compiled for the set, and the linker could choose that copy for code that
-// runs on older machines.
+// capsfast::CAPSFAST_TARGET of the set, and in a target region (begin_target.inl). Headers come before the region.
+// Inside the region their inline functions would be compiled for the set, and the linker could choose that copy for
+// code that runs on older machines.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 #include <immintrin.h>
 #endif
 
-// CAPSFAST_HAS_TARGET: whether the compiler's machine has the set. kBytes: of a register. kRegisters: how many registers
-// the set has. kTileBytes: of a vector of a tile of samples.
+// CAPSFAST_HAS_TARGET: whether the compiler's machine has the set. kBytes: of a register. kRegisters: how many the set
+// has. kTileBytes: of a vector of a tile of samples.
 #if defined(CAPSFAST_TARGET_AVX512)
 #define CAPSFAST_TARGET avx512
 #define CAPSFAST_HAS_TARGET CAPSFAST_X86

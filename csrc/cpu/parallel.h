@@ -29,8 +29,8 @@ class Team {
 
   // Member 0: runs tasks [0, count) of a loop on all members. Tasks are handed out one at a time, in order. If a task
   // throws, this function throws the exception when the other tasks are done. If `by_member`, tasks are not in order:
-  // member m begins with the m-th share of the tasks, so that loops over the same data find the data in the cache of the
-  // same core. Then it helps with other shares.
+  // member m begins with the m-th share of the tasks, so that loops over the same data find the data in the cache of
+  // the same core. Then it helps with other shares.
   void share(int64_t count, bool by_member, Task task, const void* loop);
   // A helper: does tasks of loops until the team closes.
   void help(int64_t member);

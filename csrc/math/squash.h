@@ -61,8 +61,8 @@ CAPSFAST_HOST_DEVICE inline T radial_slope(Squash kind, T n, T eps, T s_dv) {
 }
 
 // How an iteration squashes x, its weighted sum plus the bias: v = factor(last, |x|^2) x. Before the last iteration the
-// factor includes the sharpness. The next iteration scores with the sum of all v so far or, unless they accumulate, with
-// this v alone.
+// factor includes the sharpness. The next iteration scores with the sum of all v so far or, unless they accumulate,
+// with this v alone.
 struct Squashing {
   Squash kind = Squash::paper, last = Squash::paper;  // last: of the last iteration
   double eps = 1e-8, sharpness = 1;
