@@ -247,7 +247,8 @@ def losses(ax: Axes, metrics: Mapping[str, Sequence[tuple[int, float]]]) -> None
     negative = any(value < 0 for points in metrics.values() for _, value in points)
     ax.set(xlabel="step", ylabel="mean of an image", title="loss and its parts")
     ax.set_yscale("linear" if negative else "log")
-    ax.legend(fontsize="small")
+    if ax.lines:  # a short run logs no loss, and matplotlib warns of a legend without lines
+        ax.legend(fontsize="small")
     ax.grid(alpha=0.3)
 
 

@@ -82,3 +82,11 @@ def test_curves(tmp_path: Path, value: float, scale: str) -> None:
     assert [line.get_ydata().tolist() for line in right.lines] == [[25.0, 75.0], [50.0]]  # type: ignore[union-attr]
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["val_accuracy", "test_accuracy"]  # type: ignore[union-attr]
     assert right.get_ylabel() == "accuracy, %"
+
+
+@pytest.mark.parametrize("metrics", [{"images_per_s": [(0, 90.0)]}, {"val_accuracy": [(2, 0.5)]}])
+def test_curves_of_a_run_too_short_to_log_a_loss(metrics: dict[str, list[tuple[int, float]]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = plot.curve_figure(metrics)
+    assert [ax.get_legend() is None for ax in figure.axes] == [True, "val_accuracy" not in metrics]
