@@ -89,6 +89,8 @@ class _Backend(NamedTuple):
     wide: tuple[torch.dtype, ...] = ()
 
 
+# The definition, which serves every call.
+REFERENCE = "reference"
 # backend=None tries them in this order, on a GPU after the backend that FIRST_ON_GPU names. The lambdas look their
 # function up at each call, so that a test can replace it.
 BACKENDS: dict[str, _Backend] = {
@@ -108,7 +110,7 @@ BACKENDS: dict[str, _Backend] = {
         wide=(torch.float32,),
     ),
     "cuda": _Backend(("cuda",), lambda: native.why_no_cuda(), lambda gpu: native.why_not_on(gpu), _not_by_cuda),
-    "reference": _Backend(("any",)),
+    REFERENCE: _Backend(("any",)),
 }
 ORDER = get_args(Backend)
 
@@ -282,13 +284,13 @@ def choose(call: Call, backend: str | None, with_coupling: bool = False) -> str:
     for name in _order_on_gpu(call, with_coupling) if kind == "cuda" else ORDER:
         there = BACKENDS[name]
         # Not _elsewhere(): Triton's interpreter runs only on demand.
-        if kind not in there.devices and kind != "meta" and name != "reference":
+        if kind not in there.devices and kind != "meta" and name != REFERENCE:
             continue
         if there.refuses and there.refuses(call):
             continue
         reason = there.absent() or (_of_gpu(name, device) if kind == "cuda" else "")
         if not reason:
-            if name == "reference" and lacking:
+            if name == REFERENCE and lacking:
                 _warn_once(lacking)
             return name
         lacking = lacking or reason

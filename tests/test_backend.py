@@ -26,7 +26,7 @@ from capsfast.bench.results import Results
 from capsfast.calls.arguments import Call, RoutingParameters, unchecked
 from capsfast.calls.options import Options
 from capsfast.environment import native, toolchain
-from capsfast.ops import define
+from capsfast.ops import define, dynamic_routing
 
 from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, named, recorded_ops
 from .support.problems import Case, call, make
@@ -107,6 +107,14 @@ def test_ways_to_choose(backend: Backend) -> None:
     with recorded_ops() as ops:
         layer(torch.randn(2, 3, 6, device=backend.device))
     assert_path(backend, "dynamic_routing", ops, backward=False)
+
+
+def test_an_op_without_kernels_of_the_backend_does_not_run_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of backends that promises kernels which an op lacks is a defect, not a slow call."""
+    monkeypatch.setattr(define, "choose", lambda *args: "cpp")
+    monkeypatch.delitem(dynamic_routing.OP.kernels, "cpp")
+    with pytest.raises(KeyError, match="cpp"):
+        routed()
 
 
 @pytest.mark.parametrize("name", ["gpu", "Reference", ""])

@@ -2,8 +2,11 @@
 
 import copy
 import re
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +19,7 @@ import capsfast
 from capsfast.calls import arguments
 from capsfast.environment import native
 from capsfast.models import CapsNet
-from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
+from capsfast.nn import ROUTINGS, ConvCaps2d, DynamicRouting, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.names import options_of
@@ -379,3 +382,32 @@ def test_what_others_put_into_a_layer_runs_at_every_call(way: str) -> None:
     if handle is not None:
         handle.remove()
     assert seen == [1] and torch.equal(again.poses, want.poses) and torch.equal(again.activations, want.activations)
+
+
+@pytest.mark.skipif(native.extension is None, reason="the definition makes more calls")
+@pytest.mark.parametrize(("call", "most"), [("function", 12), ("DynamicRouting", 22), ("RoutedCaps", 26)])
+def test_a_small_call_makes_few_python_calls(call: str, most: int) -> None:
+    """The host time of a small call is mostly the time of Python calls."""
+    u, weight = torch.randn(2, I, K), torch.randn(I, J, D, K)
+    layers = {"DynamicRouting": DynamicRouting, "RoutedCaps": RoutedCaps}
+    run = (
+        partial(capsfast.dynamic_routing, u, weight)
+        if call == "function"
+        else partial(layers[call](I, J, K, D).eval(), u)
+    )
+    calls: list[str] = []
+    package = str(Path(capsfast.__file__).parent)
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    with torch.no_grad():
+        run()  # the first call fills caches
+        sys.setprofile(see)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+    assert 0 < len(calls) <= most, calls

@@ -31,7 +31,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         (dynamic_routing.OP, RoutingParameters, RoutingOptions),
         (routing_pass.OP, PassParameters, PassOptions),
     ):
-        for prefix in PREFIX.values():
+        for prefix in {*PREFIX.values()}:
             table[overload(prefix + op.contract.name)] = _by_definition(op, parameters, options)
             table[overload(f"{prefix}{op.contract.name}_backward")] = _no_backward(op.contract.name)
     return table

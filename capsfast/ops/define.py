@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import BACKENDS, choose
+from ..backend import BACKENDS, REFERENCE, choose
 from ..calls import checks
 from ..calls.arguments import Call
 from ..calls.axes import axes_of
@@ -90,13 +90,14 @@ class Op:
     def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
         """The results of the op from the chosen backend. A result that was not requested is empty."""
         chosen = choose(call, backend, requests[0])
-        kernel = self.kernels.get(chosen)
-        if kernel is None:
+        if chosen == REFERENCE:
             remedy = "take a smaller batch, or a backend that stores no votes"
             return checks.in_memory(call.op, remedy, self.run_definition, call, requests)  # type: ignore[no-any-return]
         J = call.J if call.weight is None else None
         tf32 = BACKENDS[chosen].rounds and tf32_allowed()
-        outputs: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests)
+        outputs: Outputs = self.kernels[chosen](
+            call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests
+        )
         return outputs
 
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
