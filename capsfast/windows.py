@@ -1,0 +1,123 @@
+"""Windows of an image of capsules: where they lie, their input capsules, and the gradient of these."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .calls.precision import wide_dtype
+
+Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
+
+
+class Windows(NamedTuple):
+    """The windows of a convolution over an image ``[B, types, K, *size]``. Fields have an entry for each axis of size.
+
+    The input capsules of a window are in the order (type, *place in the window): I = types · ``area``. Windows are in
+    the order (sample, *place in ``grid``).
+    """
+
+    size: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of windows along each axis."""
+        axes = zip(self.size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes)
+
+    @property
+    def places(self) -> int:
+        """The number of windows of a sample."""
+        return math.prod(self.grid)
+
+    @property
+    def area(self) -> int:
+        """The number of places in a window."""
+        return math.prod(self.kernel_size)
+
+    def all_of(self, samples: int) -> Box:
+        """The box of all windows."""
+        return tuple((0, count) for count in (samples, *self.grid))
+
+    def unfold(self, image: Tensor, box: Box | None = None) -> Tensor:
+        """The input capsules ``[windows, I, K]`` of the windows of a box, or of all windows; 0 in the padding."""
+        return _windows(self, image, box or self.all_of(image.shape[0]))
+
+    def fold_into(self, image: Tensor, capsules: Tensor, box: Box) -> None:
+        """Adds ``capsules [windows, I, K]`` of a box to the places that they come from; forgets those of the padding.
+
+        Each element of the image is rounded once.
+        """
+        samples, *windows = box
+        counts = [last - first for first, last in windows]
+        capsules = capsules.reshape(-1, *counts, image.shape[1], *self.kernel_size, image.shape[2])
+        axes = [*zip(windows, counts, *self, strict=True)]
+        covered = [(count - 1) * s + d * (k - 1) + 1 for _, count, _, k, s, _, d in axes]
+        size = (capsules.shape[0], *covered, image.shape[1], image.shape[2])  # with the padding
+        total = capsules.new_zeros(size, dtype=wide_dtype(capsules.dtype))
+        for place in itertools.product(*map(range, self.kernel_size)):
+            seen = total
+            for axis, (at, (_, count, _, _, s, _, d)) in enumerate(zip(place, axes, strict=True)):
+                seen = _every(seen, 1 + axis, at * d, count, s)
+            of_place = capsules
+            for at in place:  # the axes of the window follow the axes of the grid and the types
+                of_place = of_place.select(2 + len(counts), at)
+            seen.add_(of_place)
+        part = image[slice(*samples)]
+        for axis, ((first, _), _, n, _, s, p, _) in enumerate(axes):
+            start, stop = first * s - p, first * s - p + covered[axis]
+            begin, end = min(max(start, 0), n), min(max(stop, 0), n)
+            part = part.narrow(3 + axis, begin, end - begin)
+            total = total.narrow(1 + axis, min(max(begin - start, 0), covered[axis]), end - begin)
+        part.add_(total.movedim((-2, -1), (1, 2)))
+
+    def inside(self, box: Box | None = None, device: torch.device | None = None) -> Tensor | None:
+        """Which places of the windows of a box are not padding, bool ``[windows of a sample, area]``; None without
+        padding."""
+        if not any(self.padding):
+            return None
+        bounds = self.all_of(0)[1:] if box is None else box[1:]
+        axes = zip(bounds, self.size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        inside = torch.ones((), dtype=torch.bool, device=device)
+        for (first, last), n, k, s, p, d in axes:
+            at = torch.arange(first, last, device=device)[:, None] * s - p + torch.arange(k, device=device) * d
+            inside = inside.unsqueeze(-1).unsqueeze(-1) & ((at >= 0) & (at < n))
+        order = [*range(0, inside.dim(), 2), *range(1, inside.dim(), 2)]
+        return inside.permute(order).reshape(-1, self.area)
+
+
+def _windows(windows: Windows, image: Tensor, box: Box) -> Tensor:
+    """:meth:`Windows.unfold` by functions of torch, which have every derivative."""
+    image, padding = image[slice(*box[0])], list[int]()
+    axes = [*zip(box[1:], *windows, strict=True)]
+    for axis, ((first, last), n, k, s, p, d) in enumerate(axes):
+        start, stop = first * s - p, (last - 1) * s - p + d * (k - 1) + 1
+        begin = min(max(start, 0), n)
+        end = min(max(stop, begin), n)
+        before = min(max(-start, 0), stop - start)
+        image = image.narrow(3 + axis, begin, end - begin)
+        padding = [before, stop - start - before - (end - begin), *padding]
+    if any(padding):
+        image = F.pad(image, padding)
+    for _, _, k, s, _, d in axes:
+        # Appends the axis of the window, which brings the next axis of the image to the place of this one.
+        image = image.unfold(3, d * (k - 1) + 1, s)[..., ::d]
+        image = image.movedim(3, -2)
+    # Now [B, types, K, places along an axis, window along this axis, the same of the next axis, ..].
+    count = len(axes)
+    grid, window = range(3, 3 + 2 * count, 2), range(4, 4 + 2 * count, 2)
+    return image.permute(0, *grid, 1, *window, 2).flatten(1 + count, 1 + 2 * count).flatten(0, count)
+
+
+def _every(value: Tensor, axis: int, start: int, count: int, step: int) -> Tensor:
+    """``count`` elements along the axis, ``step`` apart; a view."""
+    size, stride = [*value.shape], [*value.stride()]
+    size[axis], stride[axis] = count, stride[axis] * step
+    return value.as_strided(size, stride, value.storage_offset() + start * value.stride(axis))
