@@ -38,6 +38,7 @@ GIGABYTES_PER_JOB = 1.5
 SOURCES = """
 library.cpp cpu/isa.cpp cpu/parallel.cpp plans/driver.cpp plans/plan.cpp plans/serve.cpp
 ops/cpu/em_routing.cpp ops/cpu/em_update.cpp ops/cpu/factored.cpp ops/cpu/plan.cpp ops/cpu/routing.cpp
+ops/cpu/windows.cpp
 ops/cpu/factored_avx2.cpp ops/cpu/factored_avx512.cpp ops/cpu/factored_portable.cpp
 ops/cpu/routing_avx2.cpp ops/cpu/routing_avx512.cpp ops/cpu/routing_portable.cpp
 ops/cpu/rows_avx2.cpp ops/cpu/rows_avx512.cpp ops/cpu/rows_portable.cpp

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .calls import checks
 from .calls.precision import wide_dtype
+from .environment.private_torch import forward_level
+from .ops import windows as ops
 
 Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
 
@@ -48,13 +51,21 @@ class Windows(NamedTuple):
 
     def unfold(self, image: Tensor, box: Box | None = None) -> Tensor:
         """The input capsules ``[windows, I, K]`` of the windows of a box, or of all windows; 0 in the padding."""
-        return _windows(self, image, box or self.all_of(image.shape[0]))
+        box = box or self.all_of(image.shape[0])
+        recorded = torch.is_grad_enabled() and image.requires_grad
+        if not recorded and checks.is_eager(image) and forward_level() < 0:
+            capsules = ops.unfold(image, self._geometry(box))
+            if capsules is not None:
+                return capsules
+        return _windows(self, image, box)
 
     def fold_into(self, image: Tensor, capsules: Tensor, box: Box) -> None:
         """Adds ``capsules [windows, I, K]`` of a box to the places that they come from; forgets those of the padding.
 
         Each element of the image is rounded once.
         """
+        if ops.fold(image, capsules, self._geometry(box)):
+            return
         samples, *windows = box
         counts = [last - first for first, last in windows]
         capsules = capsules.reshape(-1, *counts, image.shape[1], *self.kernel_size, image.shape[2])
@@ -77,6 +88,9 @@ class Windows(NamedTuple):
             part = part.narrow(3 + axis, begin, end - begin)
             total = total.narrow(1 + axis, min(max(begin - start, 0), covered[axis]), end - begin)
         part.add_(total.movedim((-2, -1), (1, 2)))
+
+    def _geometry(self, box: Box) -> ops.Geometry:
+        return (*self[1:], [bound for bounds in box for bound in bounds])
 
     def inside(self, box: Box | None = None, device: torch.device | None = None) -> Tensor | None:
         """Which places of the windows of a box are not padding, bool ``[windows of a sample, area]``; None without

@@ -2,32 +2,67 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..calls import checks
+from ..calls import checks, replay
 from ..calls.precision import wide_dtype
 from ..environment.private_torch import forward_level, gradients_in_batches
+from ..windows import Box, Windows
 from . import _arguments
 from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths
 
-# The inputs of a block's routing, unfolded poses or the votes of a convolution, take about so many bytes.
-BLOCK_BYTES = 8 * 2**20
-# Beyond inputs, outputs and gradients, a call may take GROWTH times the bytes of its poses, but at least LEAST_GROWTH.
-# Within this limit blocks save tensors for the backward; the backward routes the other blocks again.
-GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
+
+class Limits(NamedTuple):
+    """Bytes that routing in blocks may take.
+
+    block: the inputs of the routing of a block, unfolded poses or the votes of a convolution. On the CPU they should
+        stay in the caches; a GPU needs enough windows to be busy for longer than a block's launches take.
+    growth: of a call, beyond inputs, outputs and gradients; but at least as many as its poses take. Within this limit
+        blocks save tensors for the backward; the backward routes the other blocks again.
+    """
+
+    block: int
+    growth: int
+
+
+LIMITS = {"cpu": Limits(2 * 2**20, 32 * 2**20), "cuda": Limits(64 * 2**20, 512 * 2**20)}
+# On the CPU the block grows with the threads, which all need windows.
+OF_A_THREAD = 512 * 2**10
+# The most cuts of the last axis beyond those that it needs, and how full a box is that needs no more.
+MOST_CUTS, GOOD = 8, 0.9
 # Memory of one block, in units of the inputs of its routing.
 AT_ONCE = 5
 
-Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
 Routed = Tensor | Capsules  # the output capsules; from dynamic routing the poses alone
 RoutingInputs = Sequence[Any]  # the inputs of a block's routing, tensors and None
+
+
+class Block(NamedTuple):
+    """What the routing of a box of windows takes.
+
+    inputs: of the routing. leaves: the tensors that they are made from, or the inputs themselves; None if there is no
+    activation. add: takes the gradients of the leaves, and sums for the gradients of the images, to which it adds.
+    """
+
+    inputs: RoutingInputs
+    leaves: Sequence[Tensor | None]
+    add: Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]
+
+
+def limits(images: Tensor) -> Limits:
+    """The limits of calls on the device of the images."""
+    if images.device.type != "cpu":
+        return LIMITS["cuda"]
+    block, growth = LIMITS["cpu"]
+    return Limits(max(block, min(torch.get_num_threads() * OF_A_THREAD, growth // AT_ONCE)), growth)
 
 
 class WindowLayer(Layer):
@@ -58,10 +93,29 @@ class WindowLayer(Layer):
             return Capsules(poses_out, lengths(poses_out, dim=2))
         return self(poses, lengths(poses, dim=2) if activation is None else activation, **given)  # type: ignore[no-any-return]
 
+    def windows(self, size: Sequence[int]) -> Windows:
+        """The windows of an image of ``size``."""
+        return Windows(tuple(size), self.kernel_size, self.stride, self.padding, self.dilation)
+
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         """The positions that these windows cover, which may lie outside the image."""
         start, stop = (n * self.stride[axis] - self.padding[axis] for n in (first, last - 1))
         return start, stop + self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+
+    def _block(self, poses: Tensor, activation: Tensor | None, box: Box) -> Block:
+        """This implementation leaves the gradients of :meth:`_routing_inputs` to autograd."""
+        cut = _Cut(self, poses.shape[3:], box)
+        parts = [
+            None if image is None else _of(image, cut.part).detach().requires_grad_(image.requires_grad)
+            for image in (poses, activation)
+        ]
+
+        def add(gradients: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> None:
+            for image, gradient in zip(sums, gradients, strict=True):
+                if image is not None and gradient is not None:
+                    _of(image, cut.part).add_(gradient)
+
+        return Block(cut.inputs(*parts), parts, add)  # type: ignore[arg-type]
 
     def _routing_inputs(
         self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
@@ -86,7 +140,7 @@ class WindowLayer(Layer):
         """The output capsules of all windows. numbers: how many numbers the routing reads for each window."""
         named = dict(self.named_parameters())
         if getattr(routing, "independent", False) and self._divides(poses, activation, *named.values()):
-            boxes = _boxes((poses.shape[0], *grid), BLOCK_BYTES // (numbers * poses.itemsize))
+            boxes = _boxes((poses.shape[0], *grid), limits(poses).block // (numbers * poses.itemsize))
             if len(boxes) > 1:
                 job = _Job(self, [*named], grid, boxes)
                 return _InBlocks.apply(job, poses, activation, *named.values())  # type: ignore[no-any-return]
@@ -105,14 +159,30 @@ class WindowLayer(Layer):
 
 
 def _boxes(counts: Sequence[int], places: int) -> list[Box]:
-    """Boxes that cover all windows, each with at most ``places`` windows (or one); the last axis is cut last."""
+    """Boxes that cover all windows, each with at most ``places`` windows (or one).
+
+    The last axis is cut last: neighbours along it are neighbours in memory. But it is cut if boxes would otherwise hold
+    far fewer windows, as with rows that are a little longer than half of ``places``.
+    """
+    if not all(counts):
+        return [tuple((0, count) for count in counts)]
+    places = max(1, places)
     cuts = []
-    for count in reversed(counts):
-        parts = max(1, -(-count // max(1, min(count, places))))
-        bounds = [count * n // parts for n in range(parts + 1)]
-        cuts.append([*itertools.pairwise(bounds)])
-        places //= max(1, count)
+    for axis, count in enumerate(reversed(counts)):
+        parts = -(-count // places)
+        if axis == 0:
+            parts = max(range(parts, parts + MOST_CUTS), key=partial(_filled, count, places))
+        size = -(-count // parts)
+        # Equal boxes but for the last: memory that one box has freed then fits the next.
+        cuts.append([(start, min(start + size, count)) for start in range(0, count, size)])
+        places = max(1, places // size)
     return [*itertools.product(*reversed(cuts))]
+
+
+def _filled(count: int, places: int, parts: int) -> float:
+    """The share of ``places`` that boxes fill if an axis is cut into ``parts``; above GOOD, fewer parts are better."""
+    size = -(-count // parts)
+    return min(places // size * size / places, GOOD) - 1e-6 * parts
 
 
 def _of(image: Tensor, box: Box) -> Tensor:
@@ -169,36 +239,39 @@ class _Job:
     def __init__(self, layer: WindowLayer, names: Sequence[str], grid: Sequence[int], boxes: Sequence[Box]) -> None:
         self.layer, self.names, self.grid, self.boxes = layer, names, grid, boxes
         self.differentiated = torch.is_grad_enabled()
-        self.graphs: dict[Box, _Graph] = {}
+        self.recordings: dict[Box, replay.Recording] = {}
 
     def forward(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         poses, activation, *parameters = tensors
         device = poses.device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        differentiated = self.differentiated and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        allowed = max(GROWTH * poses.nbytes, LEAST_GROWTH) - AT_ONCE * BLOCK_BYTES
+        return self._called(parameters, self._forward, poses, activation, parameters)  # type: ignore[no-any-return]
+
+    def _forward(self, poses: Tensor, activation: Tensor | None, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        tensors = (poses, activation, *parameters)
+        saves = self.differentiated and any(map(_differentiated, tensors))
+        at_once, growth = limits(poses)
+        allowed = max(poses.nbytes, growth) - AT_ONCE * at_once
+        memory: replay.Memory | None = None
         whole: list[Tensor] = []
         for box in self.boxes:
-            cut = _Cut(self.layer, poses.shape[3:], box)
-            with torch.set_grad_enabled(differentiated):
-                # Without gradients a part of a view would not require a gradient, even if the view does.
-                parts = [None if value is None else _of(value, cut.part) for value in (poses, activation)]
-                inputs = self.call(parameters, cut.inputs, *parts)
-                if differentiated:
-                    graph = _Graph(self, box, inputs, parameters)
-                    found, graph.found, graph.inputs = graph.found, (), ()
-                    allowed -= graph.nbytes
-                    differentiated = allowed >= 0
-                    if differentiated:
-                        self.graphs[box] = graph
-                    del graph
-                else:
-                    found = self.call(parameters, self.layer._routed, box, *inputs)
+            with torch.set_grad_enabled(saves):
+                recording = replay.Recording()
+                block = self.layer._block(poses, activation, box)
+                with replay.recorded(recording) if saves else nullcontext():
+                    results = [result.detach() for result in self.layer._routed(box, *block.inputs)]
+                del block
+            if saves:
+                if memory is None:
+                    memory = replay.Memory(min(allowed, len(self.boxes) * recording.nbytes), poses.device)
+                saves = recording.keep(memory)
+                if saves:
+                    self.recordings[box] = recording
             if not whole:
-                whole = [self._empty(poses.shape[0], result) for result in found]
-            for all_blocks, block in zip(whole, found, strict=True):
-                _of(all_blocks, box).copy_(block.detach())
-            del inputs, found
+                whole = [self._empty(poses.shape[0], result) for result in results]
+            for all_blocks, of_block in zip(whole, results, strict=True):
+                _of(all_blocks, box).copy_(of_block)
+            del results
         return tuple(whole)
 
     def _empty(self, samples: int, like: Tensor) -> Tensor:
@@ -207,7 +280,7 @@ class _Job:
         order = sorted(range(like.dim()), key=like.stride, reverse=True)
         return torch.empty_permuted(size, order, dtype=like.dtype, device=like.device)
 
-    def call(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
+    def _called(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
         """Calls the function with the parameters of the forward, which functional_call may have removed since then.
 
         Without autocast's cache, which would return casts that were made without a gradient.
@@ -220,43 +293,35 @@ class _Job:
         """The gradients through the graph of the whole image, for second derivatives and batches of gradients."""
         poses, activation, *parameters = tensors
         with torch.enable_grad():
-            results = self.call(parameters, self.layer._whole, poses, activation, self.grid)
+            results = self._called(parameters, self.layer._whole, poses, activation, self.grid)
         return _gradients(results, tensors, upstream, create_graph=torch.is_grad_enabled())
 
     def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+        _, _, *parameters = tensors
+        return self._called(parameters, self._backward, tensors, upstream)  # type: ignore[no-any-return]
+
+    def _backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         poses, activation, *parameters = tensors
-        images = (poses, activation)
-        sums = [torch.zeros_like(image) if _differentiated(image) else None for image in images]
+        sums = [torch.zeros_like(image) if _differentiated(image) else None for image in (poses, activation)]
         of_parameters: list[Any] = [None] * len(parameters)
         for box in self.boxes:
-            cut = _Cut(self.layer, poses.shape[3:], box)
-            parts = [
-                None if image is None else _of(image, cut.part).detach().requires_grad_(image.requires_grad)
-                for image in images
-            ]
-            with torch.enable_grad():
-                inputs = self.call(parameters, cut.inputs, *parts)
-                graph = self.graphs.pop(box, None) or _Graph(self, box, inputs, parameters)
-            graph.inputs = inputs
-            of_routing = graph.gradients([_of(gradient, box) for gradient in upstream], parameters)
-            del graph
-            of_inputs, more = of_routing[: len(inputs)], of_routing[len(inputs) :]
-            del of_routing
-            of_parts = _gradients(inputs, [*parts, *parameters], of_inputs)
-            del inputs, of_inputs
-            for image, part in zip(sums, of_parts, strict=False):
-                if image is not None and part is not None:
-                    _of(image, cut.part).add_(part)
-            for found in (more, of_parts[2:]):
-                for n, tensor in enumerate(found):
-                    if tensor is not None:
-                        tensor = tensor.to(wide_dtype(tensor.dtype))
-                        of_parameters[n] = tensor if of_parameters[n] is None else of_parameters[n].add_(tensor)
-        own = (
-            None if one is None else one.to(parameter.dtype)
-            for one, parameter in zip(of_parameters, parameters, strict=True)
+            with torch.enable_grad(), replay.replayed(self.recordings.pop(box, None)):
+                block = self.layer._block(poses, activation, box)
+                results = self.layer._routed(box, *block.inputs)
+            gradients = _gradients(results, [*block.leaves, *parameters], [_of(share, box) for share in upstream])
+            del results
+            count = len(block.leaves)
+            block.add(gradients[:count], sums)
+            for n, share in enumerate(gradients[count:]):
+                if share is not None:
+                    share = share.to(wide_dtype(share.dtype))
+                    of_parameters[n] = share if of_parameters[n] is None else of_parameters[n].add_(share)
+            del block, gradients
+        totals = (
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(of_parameters, parameters, strict=True)
         )
-        return [*sums, *own]
+        return [*sums, *totals]
 
 
 class _Caller(nn.Module):
@@ -270,7 +335,7 @@ class _Caller(nn.Module):
         return function(*args)
 
 
-def _differentiated(value: Tensor | None) -> bool:
+def _differentiated(value: Any) -> bool:
     return value is not None and value.requires_grad
 
 
@@ -287,58 +352,3 @@ def _gradients(
     found, given = zip(*pairs, strict=True)
     gradients = iter(torch.autograd.grad(found, wanted, given, allow_unused=True, **options))
     return [next(gradients) if _differentiated(value) else None for value in inputs]
-
-
-class _Graph:
-    """The autograd graph of a block's routing. The inputs of the routing are not saved but made again."""
-
-    def __init__(self, job: _Job, box: Box, inputs: RoutingInputs, parameters: Sequence[Tensor]) -> None:
-        self.inputs, self.nbytes = inputs, 0
-        own = {tensor.untyped_storage().data_ptr(): n for n, tensor in enumerate(inputs) if tensor is not None}
-        counted = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-        def pack(value: Tensor) -> Any:
-            storage = value.untyped_storage()
-            if storage.data_ptr() in own:
-                return own[storage.data_ptr()], value.shape, value.stride(), value.storage_offset()
-            if storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
-                self.nbytes += storage.nbytes()
-            return value.detach()
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            n, *layout = packed
-            value: Tensor = self.inputs[n].detach().as_strided(*layout)
-            return value
-
-        # Leaves without memory of their own.
-        self.leaves = [
-            tensor.new_zeros(()).expand_as(tensor).requires_grad_() if _differentiated(tensor) else None
-            for tensor in inputs
-        ]
-        with saved_tensors_hooks(pack, unpack):
-            read = [
-                tensor if leaf is None else _As.apply(leaf, tensor.detach())
-                for leaf, tensor in zip(self.leaves, inputs, strict=True)
-            ]
-            found = job.call(parameters, job.layer._routed, box, *read)
-        self.found: Sequence[Tensor] = [tensor.detach() for tensor in found]
-        self.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in found]
-
-    def gradients(self, upstream: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the inputs of the routing, then of the parameters."""
-        return _gradients(self.edges, [*self.leaves, *parameters], upstream)
-
-
-class _As(torch.autograd.Function):
-    """Returns ``value``; its gradient becomes the gradient of ``leaf``, which has the same shape."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None

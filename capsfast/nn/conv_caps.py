@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..calls.precision import wide_dtype
+from ..windows import Box, Windows
 from . import _arguments
-from ._blocks import Box, Routed, RoutingInputs, WindowLayer
+from ._blocks import Block, Routed, WindowLayer
 from .dynamic_routing import fully_connected
 from .routed_caps import RoutedCaps, pose_sizes
 from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice
 from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
 from .routing.votes import PassVotes, RecordedVotes, Votes
-from .routing.windows import Windows, WindowVotes
+from .routing.windows import Windows as WW
+from .routing.windows import WindowVotes
 from .weights import Weight
 
 Competition = Literal["window", "child"]
@@ -202,17 +204,32 @@ class ConvCaps2d(WindowLayer):
                 seen.add_(windows[:, :, :, :, y, x])
         return image.permute(0, 3, 4, 1, 2).to(gradient.dtype)
 
-    def _routing_inputs(
-        self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box
-    ) -> RoutingInputs:
-        at_windows = None if activation is None else self._unfolded(activation.unsqueeze(2)).squeeze(2)
+    def _block(self, poses: Tensor, activation: Tensor | None, box: Box) -> Block:
+        windows = self.windows(poses.shape[3:])
+        leaves = [
+            None if image is None else windows.unfold(image.detach(), box).requires_grad_(image.requires_grad)
+            for image in (poses, None if activation is None else activation.unsqueeze(2))
+        ]
+
+        def add(gradients: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> None:
+            for image, gradient in zip(sums, gradients, strict=True):
+                if image is not None and gradient is not None:
+                    windows.fold_into(image if image is sums[0] else image.unsqueeze(2), gradient, box)
+
+        return Block((*leaves, self._mask(windows, box, poses)), leaves, add)
+
+    def _mask(self, windows: Windows, box: Box, poses: Tensor) -> Tensor | None:
+        """The mask that takes padding out of the routing; None if padding changes nothing."""
         # Padding has votes 0. They add 0 to sums, and a softmax over the outputs has a row of its own for each capsule.
-        masked = inside is not None and not (self.uses_poses_alone and self.routing.routing.softmax == "out")
-        return self._unfolded(poses), at_windows, self._inside(inside, poses.shape[0]) if masked else None  # type: ignore[arg-type]
+        if self.uses_poses_alone and self.routing.routing.softmax == "out":
+            return None
+        inside = windows.inside(box, poses.device)
+        return None if inside is None else inside.repeat(box[0][1] - box[0][0], self.in_types)
 
     def _routed(self, box: Box, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         u, activation, mask = inputs
         assert u is not None
+        activation = None if activation is None else activation.squeeze(2)
         places = [last - first for first, last in box]
         capsules = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
         poses = capsules if isinstance(capsules, Tensor) else capsules.poses
@@ -220,12 +237,13 @@ class ConvCaps2d(WindowLayer):
         return (out,) if self.uses_poses_alone else (out, capsules.activations.unflatten(0, places).movedim(-1, 1))
 
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
-        box = tuple((0, size) for size in (poses.shape[0], *grid))
-        shown = None if activation is None else self._padded(activation)
-        return self._routed(box, *self._routing_inputs(self._padded(poses), shown, self._ones(poses), box))
+        windows = self.windows(poses.shape[3:])
+        box = windows.all_of(poses.shape[0])
+        at_windows = None if activation is None else self._unfolded(self._padded(activation).unsqueeze(2))
+        return self._routed(box, self._unfolded(self._padded(poses)), at_windows, self._mask(windows, box, poses))
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
-        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
+        windows = WW(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
         return partial(WindowVotes, windows=windows, start=self.start)
 
     def at_windows(self, size: tuple[int, int]) -> RoutedCaps:

@@ -13,8 +13,9 @@ from ..calls.options import SOFTMAX
 from ..calls.positions import to_samples
 from ..functional import route_votes
 from ..reference.squash import squash
+from ..windows import Box
 from . import _arguments
-from ._blocks import Box, Routed, RoutingInputs, WindowLayer
+from ._blocks import Routed, RoutingInputs, WindowLayer
 from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice, make_routing, routing_name
 from .routing.votes import RecordedVotes, votes_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backend import BACKENDS, REFERENCE, choose
-from ..calls import checks
+from ..calls import checks, replay
 from ..calls.arguments import Call
 from ..calls.axes import axes_of
 from ..calls.positions import from_samples
@@ -298,7 +298,7 @@ def _called(
         def forward(ctx: Any, *given: Any) -> Any:
             inputs = (*given[:-1], *given[-1])
             with below_autograd():
-                output = op(*inputs)
+                output = replay.result(op, inputs) if replay.active() else op(*inputs)
             save(ctx, inputs, output)
             return output[:results]
 
@@ -322,8 +322,11 @@ def _called(
                     return Transformed.apply(*inputs)
                 with torch.autocast(device, enabled=False):
                     return Transformed.apply(*cast(inputs, torch.get_autocast_dtype(device), count))
-            if casting:
+            if casting and not replay.active():
                 return op(*inputs)
+            if casting:
+                with torch.autocast(device, enabled=False):
+                    return call(*cast(inputs, torch.get_autocast_dtype(device), count))
             # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.
             differentiated = forward_level() >= 0
             if torch.is_grad_enabled():
