@@ -154,7 +154,7 @@ class ClassCaps1d(ClassCaps2d):
 class ClassCaps3d(ClassCaps2d):
     """:class:`ClassCaps2d` with three axes of positions: poses ``[B, in_types, in_dim, Z, H, W]``, three coordinates.
 
-    size is an int or three ints. Duarte et al. (2018) add three coordinates to the votes of a video.
+    size is an int or three ints. The code of Duarte et al. (2018) adds three coordinates to the votes of a video.
     """
 
     _image = "Z, H, W"

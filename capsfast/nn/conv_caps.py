@@ -261,7 +261,9 @@ class ConvCaps2d(WindowLayer):
 class ConvCaps1d(ConvCaps2d):
     """:class:`ConvCaps2d` with one axis of positions: ``[B, in_types, in_dim, L]``.
 
-    kernel_size, stride and so on are an int or a sequence of one int.
+    kernel_size, stride and so on are an int or a sequence of one int. Input capsules are in the order (type, position).
+
+    Source: Zhao et al. (2018), for text.
     """
 
     _image = "L"
@@ -270,7 +272,9 @@ class ConvCaps1d(ConvCaps2d):
 class ConvCaps3d(ConvCaps2d):
     """:class:`ConvCaps2d` with three axes of positions: ``[B, in_types, in_dim, Z, H, W]``.
 
-    kernel_size, stride and so on are an int or three ints.
+    kernel_size, stride and so on are an int or three ints. Input capsules are in the order (type, z, y, x).
+
+    Source: Duarte et al. (2018), for video.
     """
 
     _image = "Z, H, W"
