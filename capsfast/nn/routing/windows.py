@@ -50,7 +50,7 @@ def folded(windows: Windows, capsules: Tensor) -> Tensor:
     value = value.movedim((1 + axes, -1), (1, 2))  # [B, types, K, *grid, *window]
     for left, (n, k, s, p, d) in zip(range(axes, 0, -1), zip(*windows, strict=True), strict=True):
         value = value.movedim((3 + left, 3), (-2, -1))  # the axis of the window, and of the grid
-        columns = value.reshape(len(value), math.prod(value.shape[1:-1]), value.shape[-1])
+        columns = value.reshape(value.shape[0], math.prod(value.shape[1:-1]), value.shape[-1])
         sums = F.fold(columns, (n, 1), (k, 1), (d, 1), (p, 0), (s, 1))
         value = sums.reshape(*value.shape[:-2], n)
     return value
