@@ -111,7 +111,7 @@ class WindowVotes(VotesAround):
         places = self.windows.places
         wide = wide_dtype(self.dtype)
         if self.out_mask is None:
-            each = torch.full((places, self.I), self.J // self.groups, dtype=wide, device=self.device).log()
-            return log_sum(self.windows, each).repeat(self.B // places, 1)
+            of_window = torch.full((places, self.I), self.J // self.groups, dtype=wide, device=self.device).log()
+            return log_sum(self.windows, of_window).repeat(self.B // places, 1)
         of_groups = self.out_mask.unflatten(1, (self.groups, -1)).sum(2).to(wide).log()
         return log_sum(self.windows, of_groups.repeat_interleave(self.I // self.groups, 1))
