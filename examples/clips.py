@@ -103,7 +103,7 @@ def compare(steps: int, seed: int, out: Path) -> dict[str, float]:
         accuracy[name] = (predicted == labels).double().mean().item()
         parameters = sum(parameter.numel() for parameter in net.parameters())
         print(f"{name}: accuracy {accuracy[name]:.1%}; {parameters} parameters, {seconds:.1f} s of training")
-    titles = [f"{DIRECTIONS[labels[n]]}, predicted {DIRECTIONS[predicted[n]]} ({n + 1})" for n in range(SHOWN)]
+    titles = [f"{n + 1}: {DIRECTIONS[labels[n]]}, predicted {DIRECTIONS[predicted[n]]}" for n in range(SHOWN)]
     shown = {title: clip.transpose(0, 1) for title, clip in zip(titles, clips, strict=False)}
     figure = plot.images_figure(shown, [f"frame {frame + 1}" for frame in range(FRAMES)], "predictions of the capsules")
     print(f"wrote {plot.save(figure, out / 'clips.png')}")
