@@ -82,7 +82,8 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
 
     Args:
         layer: a routing layer, or a layer that :func:`capsfast.accelerate` replaced.
-        u: the input of the layer: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
+        u: the input of the layer: ``[B, I, K]``, an image of capsules for ConvCaps1d, 2d, 3d, votes for
+            RoutingByAgreement.
             Give a few dozen samples of all classes, so that a dead capsule differs from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
             0 … J-1 in turn.
@@ -104,7 +105,8 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     layer, u = as_capsfast(layer, u)
     if not isinstance(layer, (RoutedCaps, RoutingByAgreement, ConvCaps2d)):
         raise TypeError(
-            f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "
+            f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps1d, 2d, 3d or "
+            f"RoutingByAgreement, got "
             f"{type(layer).__name__}; of a model, take its part .routing"
         )
     if not isinstance(u, Tensor):

@@ -109,7 +109,8 @@ class Windows(NamedTuple):
 
 def _windows(windows: Windows, image: Tensor, box: Box) -> Tensor:
     """:meth:`Windows.unfold` by functions of torch, which have every derivative."""
-    image, padding = image[slice(*box[0])], list[int]()
+    image = image[slice(*box[0])]
+    padding: list[int] = []  # Dynamo does not trace list[int]()
     axes = [*zip(box[1:], *windows, strict=True)]
     for axis, ((first, last), n, k, s, p, d) in enumerate(axes):
         start, stop = first * s - p, (last - 1) * s - p + d * (k - 1) + 1

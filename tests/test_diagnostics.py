@@ -151,16 +151,22 @@ def test_numbers_that_are_not_finite_and_gradients_that_are_zero() -> None:
 
 @on_cpu
 @pytest.mark.parametrize("softmax", ["out", "in"])
-def test_convolutional_capsules_are_diagnosed_window_by_window(by: Backend, softmax: str) -> None:
-    layer = caps.ConvCaps2d(3, J, K, D, padding=1, softmax=softmax, backend=by.name)
-    poses = capsfast.squash(torch.randn(2, 3, K, 5, 4), dim=2)
+@pytest.mark.parametrize(
+    ("kind", "size"), [(caps.ConvCaps1d, (20,)), (caps.ConvCaps2d, (5, 4)), (caps.ConvCaps3d, (2, 5, 2))]
+)
+def test_convolutional_capsules_are_diagnosed_window_by_window(
+    by: Backend, softmax: str, kind: type[caps.ConvCaps2d], size: tuple[int, ...]
+) -> None:
+    axes = len(size)
+    layer = kind(3, J, K, D, padding=1, softmax=softmax, backend=by.name)
+    poses = capsfast.squash(torch.randn(2, 3, K, *size), dim=2)
     diagnosis = capsfast.diagnose(layer, poses)
     assert diagnosis.lengths.shape == (2 * 5 * 4, J)
-    torch.testing.assert_close(diagnosis.lengths, layer(poses).norm(dim=2).permute(0, 2, 3, 1).flatten(0, 2))
+    torch.testing.assert_close(diagnosis.lengths, layer(poses).norm(dim=2).movedim(1, -1).flatten(0, axes))
     assert found(diagnosis) == []
-    assert "ConvCaps2d(3, 4, 5, 6, padding=(1, 1))" in str(diagnosis)
+    assert f"{kind.__name__}(3, 4, 5, 6, padding={(1,) * axes})" in str(diagnosis)
     poses[:, 1] = 0
-    assert capsfast.diagnose(layer, poses).dead_inputs == tuple(range(9, 18))
+    assert capsfast.diagnose(layer, poses).dead_inputs == tuple(range(3**axes, 2 * 3**axes))
 
 
 @on_cpu

@@ -1,5 +1,6 @@
 """Class capsules with coordinates, and the network of matrix capsules."""
 
+import itertools
 import statistics
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import capsfast
 from capsfast.models import MatrixCapsNet
-from capsfast.nn import ClassCaps2d
+from capsfast.nn import ClassCaps1d, ClassCaps2d, ClassCaps3d
 
 from .support import plain
 from .support.backends import Backend, Largest
@@ -18,31 +19,29 @@ from .support.plain import gradients
 from .support.routings import convolutional_variational, randomize, variational
 
 f64 = torch.float64
-B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
+B, C, J = 2, 2, 3
 
 
 def placed(layer: ClassCaps2d, poses: Tensor) -> Tensor:
     """Votes ``[B, I, J, D]`` of an image, with coordinates added to them."""
-    H, W = layer.size
     columns = []
     for t in range(layer.in_types):
-        for y in range(H):
-            for x in range(W):
-                pose = poses[:, t, :, y, x]
-                if layer.pose_rows is None:
-                    vote = torch.einsum("jdk,bk->bjd", layer.W[t], pose)
-                    at = (0, 1)
-                else:
-                    matrix = pose.unflatten(1, (layer.pose_rows, -1))
-                    vote = torch.einsum("bpq,jqr->bjpr", matrix, layer.W[t]).flatten(2)
-                    R = layer.W.shape[3]
-                    at = (R - 1, 2 * R - 1)  # the last column of the first two rows
-                if layer.coordinates:
-                    offset, scale = (0.5, 1.0) if isinstance(layer.coordinates, bool) else layer.coordinates
-                    vote = vote.clone()
-                    vote[:, :, at[0]] += (y + offset) / H * scale
-                    vote[:, :, at[1]] += (x + offset) / W * scale
-                columns.append(vote)
+        for place in itertools.product(*map(range, layer.size)):
+            pose = poses[(slice(None), t, slice(None), *place)]
+            if layer.pose_rows is None:
+                vote = torch.einsum("jdk,bk->bjd", layer.W[t], pose)
+                at = [*range(len(place))]
+            else:
+                matrix = pose.unflatten(1, (layer.pose_rows, -1))
+                vote = torch.einsum("bpq,jqr->bjpr", matrix, layer.W[t]).flatten(2)
+                R = layer.W.shape[3]
+                at = [row * R + R - 1 for row in range(len(place))]  # the last column of a row for every axis
+            if layer.coordinates:
+                offset, scale = (0.5, 1.0) if isinstance(layer.coordinates, bool) else layer.coordinates
+                vote = vote.clone()
+                for component, n, size in zip(at, place, layer.size, strict=True):
+                    vote[:, :, component] += (n + offset) / size * scale
+            columns.append(vote)
     return torch.stack(columns, 1)
 
 
@@ -59,12 +58,19 @@ def placed(layer: ClassCaps2d, poses: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_places_are_added_to_the_votes(by: Backend, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size"), [(ClassCaps1d, (5,)), (ClassCaps2d, (3, 2)), (ClassCaps3d, (2, 3, 2))], ids=["1d", "2d", "3d"]
+)
+def test_places_are_added_to_the_votes(
+    by: Backend, options: dict[str, Any], kind: type[ClassCaps2d], size: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
-    layer = ClassCaps2d(C, J, K, D, (3, 2), **{"routing": "em", **options}, init_std=0.7, backend=by.name, dtype=f64)
+    if "pose_rows" in options:
+        options = {**options, "pose_rows": max(2, len(size))}
+    layer = kind(C, J, 6, 6, size, **{"routing": "em", **options}, init_std=0.7, backend=by.name, dtype=f64)
     randomize(layer.routing)
-    poses = torch.randn(B, C, K, 3, 2, dtype=f64, requires_grad=True)
-    activation = torch.rand(B, C, 3, 2, dtype=f64, requires_grad=True)
+    poses = torch.randn(B, C, 6, *size, dtype=f64, requires_grad=True)
+    activation = torch.rand(B, C, *size, dtype=f64, requires_grad=True)
     found, wanted = layer(poses, activation), layer.routing(placed(layer, poses), activation.flatten(1))
     plain.assert_alike(found, wanted, [poses, activation, *layer.parameters()])
     plain.assert_same(tuple(layer(layer.flatten(poses), activation.flatten(1))), tuple(found))

@@ -38,13 +38,13 @@ from .support.routings import cases
 CHOOSES = ("decoder", "conv decoder")
 # Under autocast their last step is in float32.
 SUMMED_BY_TORCH = (
-    *("em", "groups of em", "children", "classes", "everywhere", "slim em", "primary", "depthwise", "matrices"),
-    *("vectors", "any vectors", "scored matrices", "any scored matrices"),
+    *("em", "groups of em", "windows of text", "children", "classes", "everywhere", "slim em", "primary", "depthwise"),
+    *("matrices", "vectors", "any vectors", "scored matrices", "any scored matrices"),
 )
 # Layers that store an activation between two steps, whose gradient has 16 bits, as in all of torch.
 IN_STEPS = (
-    *("votes", "groups of em", "classes", "slim", "everywhere", "slim em", "slim up", "primary", "depthwise"),
-    *("matrices", "decoder", "conv decoder", "interests", "vectors", "any vectors", "scored matrices"),
+    *("votes", "groups of em", "classes", "classes of videos", "slim", "everywhere", "slim em", "slim up", "primary"),
+    *("depthwise", "matrices", "decoder", "conv decoder", "interests", "vectors", "any vectors", "scored matrices"),
     *("any scored matrices", "routed dynamic", "routed self"),
 )
 each_module = pytest.mark.parametrize("name", MODULES)
@@ -208,6 +208,7 @@ OTHERS: dict[str, Row] = {
     "length": (caps.Length, (6, 4)),
     "mask": (caps.Mask, (6, 4)),
     "flat": (caps.FlattenCaps, (4, 3, 5, 6)),
+    "flat text": (caps.FlattenCaps, (4, 3, 5)),
     "view": (lambda: caps.PrimaryCaps(3, 4, 5, 3, order="view"), (3, 9, 7)),
     "label attention": (caps.LabelAwareAttention, (6, 4), (4,)),
 }

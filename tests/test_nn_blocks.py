@@ -29,6 +29,12 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         for name in ("attention", "cosine", "em", "inverted-attention", "k-means", "self", "self-attention")
     },
     "conv variational": (caps.ConvCaps2d, {"routing": "variational", "batch_norm": False, "padding": 1}),
+    "conv 1-D": (caps.ConvCaps1d, {"routing": "em", "stride": 2, "padding": (2,), "dilation": 2}),
+    "conv 3-D": (caps.ConvCaps3d, {"padding": 1}),
+    "conv 3-D axes": (
+        caps.ConvCaps3d,
+        {"routing": "em", "kernel_size": (2, 1, 3), "padding": (0, 0, 2), "dilation": 2},
+    ),
     "slim": (caps.SlimConvCaps2d, {"padding": 1}),
     "slim axes": (caps.SlimConvCaps2d, {**AXES, "conv_bias": True}),
     "slim em": (caps.SlimConvCaps2d, {"routing": "em", "padding": 1, "stride": 2}),
@@ -52,7 +58,7 @@ def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Ten
     kind, options = CASES[name]
     torch.manual_seed(0)
     layer: Any = kind(2, 4, 4, 6, **{"kernel_size": 3, **options}, dtype=dtype)
-    size = (4, 3, 5) if "3d" in kind.__name__ else (7, 8)
+    size = {"1d": (11,), "2d": (7, 8), "3d": (4, 3, 5)}[kind.__name__[-2:]]
     images = [torch.randn(2, 2, 4, *size, dtype=dtype)]
     if options.get("routing") == "em":
         images.append(torch.rand(2, 2, *size, dtype=dtype))

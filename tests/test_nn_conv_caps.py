@@ -1,56 +1,62 @@
-"""ConvCaps2d against a direct loop over places, windows and capsules."""
+"""Convolutional capsules against a direct loop over places, windows and capsules."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from capsfast.nn import ConvCaps2d, FlattenCaps, Groups, LowRank, PrimaryCaps, SharedWeight, Weight
+from capsfast.nn import ConvCaps1d, ConvCaps2d, ConvCaps3d, Groups, LowRank, PrimaryCaps, SharedWeight, Weight
 
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
 from .support.plain import assert_alike, assert_same, on_cpu
 
 B, C, J, K, D = 2, 4, 6, 3, 5
-SIZE = (5, 6)
+LAYERS = {1: ConvCaps1d, 2: ConvCaps2d, 3: ConvCaps3d}
+SIZES = {1: (9,), 2: (5, 6), 3: (3, 4, 5)}
 
 
 def looped(layer: ConvCaps2d, poses: Tensor) -> Tensor:
     """At every place, routes the capsules inside the image, group by group."""
-    routing, (kh, kw), grid = layer.routing, layer.kernel_size, layer.grid(poses.shape[3:])
+    routing, grid = layer.routing, layer.grid(poses.shape[3:])
     groups = routing.held.groups
-    out = poses.new_zeros(B, J, D, *grid)
-    found = plain.meetings(layer, poses.shape[3:], grid)
-    for place, g in itertools.product(itertools.product(*map(range, grid)), range(groups)):
-        types, outputs = range(g * C // groups, (g + 1) * C // groups), slice(g * J // groups, (g + 1) * J // groups)
-        seen = [(at, offset) for other, at, offset in found if other == place]
-        if not seen:
-            continue
-        capsules = [poses[:, c, :, row, column] for c in types for (row, column), _ in seen]
-        of_window = [(c * kh + dy) * kw + dx for c in types for _, (dy, dx) in seen]
-        v, _ = plain.route(
-            plain.votes(torch.stack(capsules, 1), routing.W[of_window]),
-            routing.num_iterations,
-            None if routing.logits is None else routing.logits[of_window],
-            None if routing.bias is None else routing.bias[outputs],
-            routing.softmax,
-        )
-        out[(slice(None), outputs, slice(None), *place)] = v
-    return out
+    out = poses.new_zeros(B, math.prod(grid), J, D)
+    u = plain.windows(layer, poses, grid)
+    inside = plain.windows(layer, torch.ones_like(poses[:1, :, 0]), grid)[0].bool()
+    for place, g in itertools.product(range(len(inside)), range(groups)):
+        outputs = slice(g * J // groups, (g + 1) * J // groups)
+        of_group = torch.arange(inside.shape[1]).unflatten(0, (groups, -1))[g]
+        seen = of_group[inside[place, of_group]]
+        if len(seen):
+            out[:, place, outputs], _ = plain.route(
+                plain.votes(u[:, place, seen], routing.W[seen]),
+                routing.num_iterations,
+                None if routing.logits is None else routing.logits[seen],
+                None if routing.bias is None else routing.bias[outputs],
+                routing.softmax,
+            )
+    return plain.to_image(out.flatten(0, 1), B, grid)
 
 
-WINDOWS: dict[str, dict[str, Any]] = {
-    "3x3": {},
-    "2x3": {"kernel_size": (2, 3)},
-    "1x1": {"kernel_size": 1},
-    "stride": {"stride": (2, 1)},
-    "padding": {"padding": (1, 2)},
-    "dilation": {"kernel_size": (2, 3), "dilation": (3, 2)},
-    "groups": {"weight": Groups(2)},
-    "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3), "weight": Groups(2)},
+ALL: dict[int, dict[str, Any]] = {
+    1: {"kernel_size": 3, "stride": 2, "padding": (2,), "dilation": 2},
+    2: {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
+    3: {"kernel_size": (2, 3, 2), "stride": (2, 1, 3), "padding": (1, 0, 2), "dilation": (1, 1, 2)},
+}
+WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "3x3": (2, {}),
+    "2x3": (2, {"kernel_size": (2, 3)}),
+    "1x1": (2, {"kernel_size": 1}),
+    "stride": (2, {"stride": (2, 1)}),
+    "padding": (2, {"padding": (1, 2)}),
+    "dilation": (2, {"kernel_size": (2, 3), "dilation": (3, 2)}),
+    "groups": (2, {"weight": Groups(2)}),
+    "3": (1, {}),
+    "3x3x3": (3, {"padding": 1}),
+    **{f"all of {axes} axes": (axes, {**options, "weight": Groups(2)}) for axes, options in ALL.items()},
 }
 ROUTINGS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -59,43 +65,49 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_of(by: Backend, **options: Any) -> ConvCaps2d:
-    layer = ConvCaps2d(C, J, K, D, **options, backend=by.name, dtype=torch.float64)
+def layer_of(by: Backend, axes: int = 2, **options: Any) -> ConvCaps2d:
+    layer = LAYERS[axes](C, J, K, D, **options, backend=by.name, dtype=torch.float64)
     if layer.routing.logits is not None:
         nn.init.normal_(layer.routing.logits)
     return layer
 
 
-@pytest.mark.rows(20)
+def images(axes: int = 2) -> Tensor:
+    return torch.randn(B, C, K, *SIZES[axes], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.rows(24)
 @on_cpu
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_is_a_loop_over_places(by: Backend, windows: str, routing: str) -> None:
-    layer = layer_of(by, **WINDOWS[windows], **ROUTINGS[routing])
-    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64, requires_grad=True)
+    axes, options = WINDOWS[windows]
+    layer, poses = layer_of(by, axes, **options, **ROUTINGS[routing]), images(axes)
     assert_alike(layer(poses), looped(layer, poses), [poses, *layer.parameters()])
 
 
 @on_cpu
+@pytest.mark.parametrize("axes", LAYERS)
 @pytest.mark.parametrize("softmax", ["out", "in"])
-def test_padding_takes_no_part(by: Backend, softmax: str) -> None:
-    layer = layer_of(by, padding=2, softmax=softmax, bias=True)
-    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64)
+def test_padding_takes_no_part(by: Backend, softmax: str, axes: int) -> None:
+    layer, poses = layer_of(by, axes, padding=2, softmax=softmax, bias=True), images(axes)
     v, c = layer(poses, return_coupling=True)
     assert_same(v, layer(poses))
-    inside = F.pad(torch.ones(SIZE), (2, 2, 2, 2)).unfold(0, 3, 1).unfold(1, 3, 1).flatten(2).bool()  # [H', W', 9]
-    inside = inside.repeat(1, 1, C)
-    assert c.shape == (B, *layer.grid(SIZE), C * 9, J)
+    grid = layer.grid(SIZES[axes])
+    inside = plain.windows(layer, torch.ones(1, C, *SIZES[axes]), grid)[0].bool()
+    assert torch.equal(inside.repeat(B, 1), layer.inside(poses)) and not inside.all()
+    assert c.shape == (B, *grid, C * 3**axes, J)
+    c = c.flatten(1, axes)
     assert not c[:, ~inside].any()
     assert c[:, inside].min() > 0
     if softmax == "out":
-        assert_same(c.sum(4)[:, inside], torch.ones(B, int(inside.sum()), dtype=torch.float64))
+        assert_same(c.sum(3)[:, inside], torch.ones(B, int(inside.sum()), dtype=torch.float64))
 
 
 @on_cpu
 def test_the_votes_are_not_unfolded(by: Backend) -> None:
     layer = ConvCaps2d(C, J, K, D, padding=1, backend=by.name)
-    poses = torch.randn(20, C, K, *SIZE, requires_grad=True)
+    poses = torch.randn(20, C, K, *SIZES[2], requires_grad=True)
     with recorded_ops() as ops:
         layer(poses).sum().backward()
     assert_path(by, "dynamic_routing", ops)
@@ -103,16 +115,36 @@ def test_the_votes_are_not_unfolded(by: Backend) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("axes", LAYERS)
 @pytest.mark.parametrize("weight", [LowRank(2), LowRank(2, "UV"), SharedWeight(), Groups(2, LowRank(2))], ids=str)
-def test_every_weight_goes_here_too(by: Backend, weight: Weight) -> None:
-    layer = layer_of(by, padding=1, weight=weight)
-    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64, requires_grad=True)
-    v = layer(poses)
-    assert v.shape == (B, J, D, *SIZE)
-    window = F.pad(poses, (1, 1, 1, 1))[..., 2:5, 3:6]
-    assert_same(v[..., 2, 3], layer.routing(FlattenCaps()(window)))
-    v.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+def test_every_weight_goes_here_too(by: Backend, weight: Weight, axes: int) -> None:
+    layer, poses = layer_of(by, axes, padding=1, weight=weight), images(axes)
+    u = plain.windows(layer, poses, SIZES[axes])
+    alone = torch.stack([layer.routing(u[:, place]) for place in range(u.shape[1])], 1)
+    parameters = [*layer.parameters()]
+    assert_alike(layer(poses), plain.to_image(alone.flatten(0, 1), B, SIZES[axes]), [poses, *parameters])
+    assert all(gradient.any() for gradient in plain.gradients(layer(poses), parameters))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # batched gradients of Tensor.unfold
+@pytest.mark.parametrize("axes", LAYERS)
+@pytest.mark.parametrize("options", [{}, {"competition": "child"}, {"competition": "child", "pose_rows": 2}], ids=str)
+def test_derivatives_of_every_kind(options: dict[str, Any], axes: int) -> None:
+    options = {**options, "routing": "em", "num_iterations": 2, "backend": "reference", "dtype": torch.float64}
+    layer = LAYERS[axes](1, 2, 2, 2, 2, padding=1, **options)
+    poses = torch.randn(2, 1, 2, *(3, 2, 1)[:axes], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x).poses, poses, fast_mode=True)
+    out = layer(poses).poses
+    upstream = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def gradient(upstream: Tensor) -> Tensor:
+        return torch.autograd.grad(out, poses, upstream, retain_graph=True)[0]
+
+    wanted = torch.stack([*map(gradient, upstream)])
+    assert_same(torch.autograd.grad(out, poses, upstream, is_grads_batched=True, retain_graph=True)[0], wanted)
+    assert_same(torch.func.vmap(gradient)(upstream), wanted)
+    mapped = torch.func.vmap(lambda image: layer(image.unsqueeze(0)).poses.squeeze(0))(poses)
+    assert_same(mapped, out)
 
 
 def test_the_initial_deviation_keeps_the_length() -> None:

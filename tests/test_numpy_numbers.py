@@ -35,6 +35,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "nn.VectorRouting": FULLY,
     "nn.RoutingByAgreement": {},
     "nn.ConvCaps2d": {**WINDOWS, "init_std": 0.5, "num_iterations": 2, "kernel_size": (3, 2)},
+    "nn.ConvCaps1d": WINDOWS,
+    "nn.ConvCaps3d": {**WINDOWS, "padding": (0, 1, 2)},
+    "nn.ClassCaps1d": {"in_types": 2, "out_caps": 3, "in_dim": K, "out_dim": D, "size": 3},
+    "nn.ClassCaps3d": {"in_types": 2, "out_caps": 3, "in_dim": K, "out_dim": D, "size": (3, 2, 1)},
     "nn.ClassCaps2d": {"in_types": 2, "out_caps": 3, "in_dim": K, "out_dim": D, "size": (3, 2), "pose_rows": 2}
     | {"coordinates": (0.5, 2.0)},
     "nn.SlimConvCaps2d": {**WINDOWS, "init_std": 0.5, "num_iterations": 2},

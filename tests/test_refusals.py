@@ -128,6 +128,13 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: nn.ConvCaps2d(2, 2, 4, 4, start="window"), "start='window' needs competition='child'"),
         (lambda: nn.ConvCaps2d(4, 6, 3, 5)(zeros(2, 3, 4, 5, 6)), "poses must be [B, in_types=4, in_dim=3, H, W]"),
         (lambda: nn.ConvCaps2d(4, 6, 3, 5)(zeros(2, 4, 3, 2, 6)), "a window of 3 x 3 (dilation 1 x 1) must fit"),
+        (lambda: nn.ConvCaps1d(4, 6, 3, 5)(zeros(2, 4, 3, 5, 6)), "ConvCaps1d: poses must have shape [B, in_types, in"),
+        (lambda: nn.ConvCaps1d(4, 6, 3, 5)(zeros(2, 4, 3, 2)), "a window of 3 (dilation 1) must fit"),
+        (
+            lambda: nn.ConvCaps3d(4, 6, 3, 5)(zeros(2, 4, 3, 5, 6)),
+            "poses must have shape [B, in_types, in_dim, Z, H, W]",
+        ),
+        (lambda: nn.ConvCaps3d(2, 2, 4, 4)(zeros(1, 3, 4, 3, 3, 3)), "must be [B, in_types=2, in_dim=4, Z, H, W]"),
         (lambda: nn.ConvCaps2d(2, 2, 4, 4)(zeros(1, 2, 4, 5, 5), zeros(1, 2, 5, 5)), "dynamic routing takes"),
         (lambda: nn.ConvCaps2d(2, 2, 4, 4, routing=Mean)(zeros(1, 2, 4, 5, 5), zeros(1, 2, 5, 4)), "activation must"),
         (lambda: nn.SlimConvCaps2d(3, 4, 3, 5, 3, 0), "stride must be at least 1, got 0"),
@@ -139,6 +146,18 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: nn.SlimConvTransposeCaps2d(3, 4, 3, 5)(zeros(2, 3, 3, 4, 4), size=(8, 10)), "size must be at least"),
         (lambda: nn.SlimConvCaps2d(3, 4, 3, 5, routing=Mean)(zeros(2, 3, 3, 4, 4), zeros(2, 3, 4)), "activation must"),
         (lambda: nn.ClassCaps2d(2, 3, 4, 1, 2), "out_dim must be at least 2 for two coordinates, got 1"),
+        (
+            lambda: nn.ClassCaps3d(2, 3, 4, 4, 2, pose_rows=2),
+            "pose_rows must be at least 3 for three coordinates, got 2",
+        ),
+        (
+            lambda: nn.ClassCaps1d(2, 3, 4, 4, 3)(zeros(1, 2, 4, 2)),
+            "u must be [B, in_types=2, in_dim=4, 3] or the list",
+        ),
+        (
+            lambda: nn.ClassCaps3d(2, 3, 4, 4, 2)(zeros(1, 2, 4, 2, 2, 2), zeros(1, 2, 2, 2, 3)),
+            "[B, in_types, Z, H, W]",
+        ),
         (lambda: nn.ClassCaps2d(2, 3, 4, 4, 2, coordinates=(1, math.inf)), "scale of coordinates must be finite"),
         (lambda: nn.ClassCaps2d(2, 3, 4, 4, 2)(zeros(1, 2, 4, 2, 3)), "u must be [B, in_types=2, in_dim=4, 2, 2]"),
         (lambda: nn.ClassCaps2d(2, 3, 4, 4, 2)(zeros(1, 2, 4, 2, 2), zeros(1, 2, 2, 3)), "activation must"),
@@ -254,6 +273,9 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: nn.couplings(nn.Length(), zeros(1)), "layer must be a routing layer, got Length"),
         # Convolutional layers
         (lambda: nn.ConvCaps2d(4, 6, 3, 5, pose_rows="2"), "pose_rows must be an int, got '2'"),
+        (lambda: nn.ConvCaps1d(4, 6, 3, 5, (3, 3)), "kernel_size must be an int or a sequence of one int, got (3, 3)"),
+        (lambda: nn.ConvCaps3d(4, 6, 3, 5, 3, (1, 2)), "stride must be an int or three of them, got (1, 2)"),
+        (lambda: nn.ClassCaps3d(2, 3, 4, 4, (2, 2)), "size must be an int or three of them, got (2, 2)"),
         (lambda: nn.SlimConvCaps3d(3, 4, 3, 5, (3, 3)), "kernel_size must be an int or three of them, got (3, 3)"),
         (lambda: nn.ClassCaps2d(2, 3, 4, 4, 2)(zeros(1, 2, 4, 2, 2), [1.0]), "activation must be a torch.Tensor"),
         # Interests

@@ -19,7 +19,7 @@ import capsfast
 from capsfast.calls import arguments
 from capsfast.environment import native
 from capsfast.models import CapsNet
-from capsfast.nn import ROUTINGS, ConvCaps2d, DynamicRouting, RoutedCaps, Routing, couplings
+from capsfast.nn import ROUTINGS, ConvCaps1d, ConvCaps2d, ConvCaps3d, DynamicRouting, RoutedCaps, Routing, couplings
 from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.names import options_of
@@ -182,23 +182,31 @@ def test_pose_matrices(name: str) -> None:
 
 
 @each_name
-def test_convolution_is_a_layer_at_every_place(name: str) -> None:
-    """In the middle, and in a corner, where the padding is masked."""
+@pytest.mark.parametrize("pose_rows", [None, 2])
+@pytest.mark.parametrize(("kind", "size"), [(ConvCaps1d, (5,)), (ConvCaps2d, (4, 3)), (ConvCaps3d, (2, 3, 2))])
+def test_convolution_is_a_layer_at_every_place(
+    name: str, pose_rows: int | None, kind: type[ConvCaps2d], size: tuple[int, ...]
+) -> None:
+    """Where padding is in a window, it is masked."""
     torch.manual_seed(0)
-    conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64, **ALONE.get(name, {}))
+    options: dict[str, Any] = {**ALONE.get(name, {}), "pose_rows": pose_rows, "dtype": torch.float64}
+    conv = kind(2, J, K, D, 3, padding=1, routing=name, **options)
+    randomize(conv.routing.routing)
     assert all(value.dtype == torch.float64 for value in conv.parameters())
-    poses, activation = torch.randn(2, 2, K, 5, 4, dtype=torch.float64), torch.rand(2, 2, 5, 4, dtype=torch.float64)
-    found = conv(poses) if name == "dynamic" else conv(poses, activation)
-    around = [torch.nn.functional.pad(each, (1, 1, 1, 1)) for each in (poses, activation, torch.ones(2, 2, 5, 4))]
-    for y, x in ((2, 2), (0, 0)):
-        u, a, there = (each[..., y : y + 3, x : x + 3] for each in around)
-        window = capsfast.nn.FlattenCaps()(u)
-        given = () if name == "dynamic" else (a.flatten(1),)
-        alone = conv.routing(window, *given, mask=there.flatten(1).bool())
-        if name == "dynamic":
-            plain.assert_same(found[..., y, x], alone)
-        else:
-            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
+    poses = torch.randn(2, 2, K, *size, dtype=torch.float64, requires_grad=True)
+    activation = torch.rand(2, 2, *size, dtype=torch.float64, requires_grad=True)
+    u, a, inside = (plain.windows(conv, image, size) for image in (poses, activation, torch.ones(2, 2, *size)))
+    alone = [
+        conv.routing(u[:, n], *() if name == "dynamic" else (a[:, n],), mask=inside[:, n].bool())
+        for n in range(u.shape[1])
+    ]
+    leaves = [poses, activation, *conv.parameters()]
+    if name == "dynamic":
+        poses_alone = [pair if isinstance(pair, Tensor) else pair.poses for pair in alone]
+        plain.assert_alike(conv(poses), plain.to_image(torch.stack(poses_alone, 1).flatten(0, 1), 2, size), leaves)
+    else:
+        parts = [torch.stack(part, 1).flatten(0, 1) for part in zip(*alone, strict=True)]
+        plain.assert_alike(conv(poses, activation), [plain.to_image(part, 2, size) for part in parts], leaves)
 
 
 @each_name

@@ -95,13 +95,24 @@ def test_the_program_holds_the_fused_ops(served: Served, exported: torch.export.
             assert_same(each.module()(images), served, images)
 
 
-@pytest.mark.parametrize(("routing", "strict"), [("dynamic", True), ("em", False)])
-def test_convolutional_capsules_export(routing: str, strict: bool) -> None:
-    model = nn.Sequential(capsfast.nn.ConvCaps2d(2, 3, 4, 4, 3, padding=1, routing=routing)).eval()
-    poses = torch.rand(3, 2, 4, 5, 5)
+@pytest.mark.parametrize("competition", ["window", "child"])
+@pytest.mark.parametrize(
+    ("kind", "size", "routing", "strict"),
+    [
+        (capsfast.nn.ConvCaps1d, (6,), "em", True),
+        (capsfast.nn.ConvCaps2d, (5, 5), "dynamic", True),
+        (capsfast.nn.ConvCaps2d, (5, 5), "em", False),
+        (capsfast.nn.ConvCaps3d, (2, 3, 4), "dynamic", False),
+    ],
+)
+def test_convolutional_capsules_export(
+    kind: type[capsfast.nn.ConvCaps2d], size: tuple[int, ...], routing: str, strict: bool, competition: Any
+) -> None:
+    model = nn.Sequential(kind(2, 3, 4, 4, 3, padding=1, routing=routing, competition=competition)).eval()
+    poses = torch.rand(3, 2, 4, *size)
     found = torch.export.export(model, (poses,), dynamic_shapes=({0: torch.export.Dim("B")},), strict=strict)
     for B in (2, 7):
-        poses = torch.rand(B, 2, 4, 5, 5)
+        poses = torch.rand(B, 2, 4, *size)
         assert_same(found.module()(poses), model, poses)
 
 

@@ -1,5 +1,6 @@
 """Competition of the output capsules of overlapping windows."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.calls.options import Options
-from capsfast.nn import ConvCaps2d, Votes
+from capsfast.nn import ConvCaps1d, ConvCaps2d, ConvCaps3d, Votes
 from capsfast.nn.routing.votes import votes_of
 from capsfast.nn.routing.windows import WindowVotes
 from capsfast.passes import Moments
@@ -21,12 +22,21 @@ from .support.routings import randomize
 
 f64 = torch.float64
 B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
-WINDOWS: dict[str, dict[str, Any]] = {
-    "3x3": {},
-    "stride": {"stride": 2},
-    "apart": {"kernel_size": 2, "stride": 2},
-    "padding": {"padding": (1, 2)},
-    "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
+LAYERS = {1: ConvCaps1d, 2: ConvCaps2d, 3: ConvCaps3d}
+SIZES = {1: (9,), 2: SIZE, 3: (3, 2, 4)}
+WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "3x3": (2, {}),
+    "stride": (2, {"stride": 2}),
+    "apart": (2, {"kernel_size": 2, "stride": 2}),
+    "padding": (2, {"padding": (1, 2)}),
+    "all": (2, {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)}),
+    "3": (1, {"padding": 1}),
+    "all of 1 axis": (1, {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2}),
+    "2x2x2": (3, {"kernel_size": 2}),
+    "all of 3 axes": (
+        3,
+        {"kernel_size": (2, 1, 3), "stride": (1, 2, 1), "padding": (1, 0, 2), "dilation": (1, 1, 2)},
+    ),
 }
 
 
@@ -85,20 +95,16 @@ class PlainWindowVotes(Votes):
         return v
 
 
-def children(layer: ConvCaps2d) -> Tensor:
+def children(layer: ConvCaps2d, size: tuple[int, ...]) -> Tensor:
     """The input capsule of each entry of every window, ``[windows, I]``; -1 for padding."""
-    grid, (height, width) = layer.grid(SIZE), layer.kernel_size
-    found = torch.full((grid[0] * grid[1], C * height * width), -1)
-    for (y, x), (row, column), (dy, dx) in plain.meetings(layer, SIZE, grid):
-        for t in range(C):
-            found[y * grid[1] + x, (t * height + dy) * width + dx] = (t * SIZE[0] + row) * SIZE[1] + column
-    return found
+    numbers = torch.arange(1, 1 + C * math.prod(size)).view(1, C, *size)
+    return plain.windows(layer, numbers, layer.grid(size))[0] - 1
 
 
-def images(dtype: torch.dtype = f64) -> tuple[Tensor, Tensor]:
+def images(dtype: torch.dtype = f64, axes: int = 2) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    poses = torch.randn(B, C, K, *SIZE, dtype=dtype).requires_grad_()
-    return poses, (0.2 + 0.8 * torch.rand(B, C, *SIZE, dtype=dtype)).requires_grad_()
+    poses = torch.randn(B, C, K, *SIZES[axes], dtype=dtype).requires_grad_()
+    return poses, (0.2 + 0.8 * torch.rand(B, C, *SIZES[axes], dtype=dtype)).requires_grad_()
 
 
 ROUTED: list[tuple[str, dict[str, Any]]] = [
@@ -117,12 +123,13 @@ def test_children_choose_among_all_their_parents(
     by: Backend, start: str, windows: str, name: str, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    layer = ConvCaps2d(
+    axes, shape = WINDOWS[windows]
+    layer = LAYERS[axes](
         C,
         J,
         K,
         D,
-        **WINDOWS[windows],
+        **shape,
         routing=name,
         competition="child",
         start=start,
@@ -132,21 +139,16 @@ def test_children_choose_among_all_their_parents(
         **options,
     )
     randomize(layer.routing.routing)
-    poses, activation = images()
+    poses, activation = images(axes=axes)
     leaves = [poses, *layer.parameters()] + ([activation] if name == "em" else [])
     given = (poses, activation) if name == "em" else (poses,)
     found = layer(*given)
     u = layer.unfold(poses).unflatten(0, (B, -1))
     votes = torch.einsum("ijdk,bwik->bwijd", layer.routing.W, u)
     a = layer.unfold_activation(poses, activation) if name == "em" else None
-    wanted = layer.routing.routing(PlainWindowVotes(votes, children(layer), start), a)
-    grid = layer.grid(SIZE)
-    of_image = wanted.poses.unflatten(0, (B, *grid)).permute(0, 3, 4, 1, 2)
-    if name == "em":
-        pair = (of_image, wanted.activations.unflatten(0, (B, *grid)).movedim(3, 1))
-        plain.assert_alike(found, pair, leaves)
-    else:
-        plain.assert_alike(found, of_image, leaves)
+    wanted = layer.routing.routing(PlainWindowVotes(votes, children(layer, SIZES[axes]), start), a)
+    of_image = tuple(plain.to_image(value, B, layer.grid(SIZES[axes])) for value in wanted)
+    plain.assert_alike(found, of_image if name == "em" else of_image[0], leaves)
 
 
 @pytest.mark.parametrize("name", ["em", "dynamic", "variational"])
@@ -211,15 +213,16 @@ def test_output_capsules_of_windows_can_be_masked() -> None:
     assert not found.poses[: inner.B // B].any() and found.poses.isfinite().all()
 
 
-def test_no_tensor_of_all_windows_and_all_places() -> None:
+@pytest.mark.parametrize(("axes", "n"), [(1, 120), (2, 14), (3, 7)])
+def test_no_tensor_of_all_windows_and_all_places(axes: int, n: int) -> None:
     """Besides the unfolded poses, the largest tensor has the size of windows times kernel area."""
     torch.manual_seed(0)
-    layer = ConvCaps2d(1, 6, 1, 12, routing="em", competition="child")
-    poses = torch.randn(1, 1, 1, 14, 14).requires_grad_()
+    layer = LAYERS[axes](1, 6, 1, 12, routing="em", competition="child")
+    poses = torch.randn(1, 1, 1, *[n] * axes).requires_grad_()
     with Largest() as largest:
         layer(poses).poses.sum().backward()
-    windows = 12 * 12
-    assert windows * 9 <= largest.numel < 1.5 * windows * 6 * 12 < windows * 14 * 14
+    windows = (n - 2) ** axes
+    assert windows * 3**axes <= largest.numel < 1.5 * windows * 6 * 12 < windows * n**axes
 
 
 def test_competition_in_other_forms() -> None:

@@ -1,7 +1,7 @@
 """Layers and losses as modules, which hold parameters and call the functions of capsfast."""
 
-from .class_caps import ClassCaps2d
-from .conv_caps import ConvCaps2d
+from .class_caps import ClassCaps1d, ClassCaps2d, ClassCaps3d
+from .conv_caps import ConvCaps1d, ConvCaps2d, ConvCaps3d
 from .couplings import CouplingEntropy, couplings, recorded
 from .decoder import ConvDecoder, Decoder
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
@@ -33,8 +33,12 @@ __all__ = [
     "CapsNetLoss",
     "Capsules",
     "ClassCaps",
+    "ClassCaps1d",
     "ClassCaps2d",
+    "ClassCaps3d",
+    "ConvCaps1d",
     "ConvCaps2d",
+    "ConvCaps3d",
     "ConvDecoder",
     "CosineRouting",
     "CouplingEntropy",

@@ -88,14 +88,14 @@ def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tupl
 
 
 def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: int = 1) -> tuple[int, ...]:
-    """An int for all axes of an image, or one for each."""
+    """An int for all axes of an image, or an int for every axis."""
     if isinstance(value, Sequence) and len(value) == axes:
         for entry in value:
             checks.integer(op, name, entry, least)
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        many = {2: "two", 3: "three"}[axes]
-        raise TypeError(f"{op}: {name} must be an int or {many} of them, got {checks.shown(value)}")
+        many = ("a sequence of one int", "two of them", "three of them")[axes - 1]
+        raise TypeError(f"{op}: {name} must be an int or {many}, got {checks.shown(value)}")
     checks.integer(op, name, value, least)
     return (value,) * axes
 

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..calls import checks, replay
 from ..calls.precision import wide_dtype
 from ..environment.private_torch import forward_level, gradients_in_batches
-from ..windows import Box, Windows
+from ..windows import Box
 from . import _arguments
 from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths
@@ -92,10 +92,6 @@ class WindowLayer(Layer):
             poses_out = self(poses, **given)
             return Capsules(poses_out, lengths(poses_out, dim=2))
         return self(poses, lengths(poses, dim=2) if activation is None else activation, **given)  # type: ignore[no-any-return]
-
-    def windows(self, size: Sequence[int]) -> Windows:
-        """The windows of an image of ``size``."""
-        return Windows(tuple(size), self.kernel_size, self.stride, self.padding, self.dilation)
 
     def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
         """The positions that these windows cover, which may lie outside the image."""

@@ -1,5 +1,6 @@
 """Class capsules of an image of capsules."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ class ClassCaps2d(RoutedCaps):
         ValueError, TypeError: sizes, options or inputs that do not fit.
     """
 
+    _image = "H, W"  # the axes of positions
+
     def __init__(
         self,
         in_types: int,
@@ -61,7 +64,8 @@ class ClassCaps2d(RoutedCaps):
         **options: Any,
     ) -> None:
         op = self._op
-        height, width = _arguments.pair(op, "size", size)
+        axes = self._image.count(",") + 1
+        size = _arguments.for_axes(op, "size", size, axes)
         if not isinstance(coordinates, bool):
             if not isinstance(coordinates, (tuple, list)) or len(coordinates) != 2:
                 raise TypeError(
@@ -73,48 +77,51 @@ class ClassCaps2d(RoutedCaps):
             if name in options:
                 raise TypeError(f"{op}: {name} is not an option; all places share the weight of a type")
         super().__init__(
-            in_types * height * width,
+            in_types * math.prod(size),
             out_caps,
             in_dim,
             out_dim,
             routing=routing,
             pose_rows=pose_rows,
-            weight=FullWeight(height * width),
+            weight=FullWeight(math.prod(size)),
             **options,
         )
         rows = out_dim if pose_rows is None else pose_rows
-        if coordinates and rows < 2:
-            name = "out_dim" if pose_rows is None else "pose_rows"
-            raise ValueError(f"{op}: {name} must be at least 2 for two coordinates, got {rows}; or coordinates=False")
+        if coordinates and rows < axes:
+            name, many = "out_dim" if pose_rows is None else "pose_rows", ("two", "three")[axes - 2]
+            raise ValueError(
+                f"{op}: {name} must be at least {axes} for {many} coordinates, got {rows}; or coordinates=False"
+            )
         self.in_types = in_types
-        self.size = (height, width)
+        self.size = size
         self.coordinates = coordinates if isinstance(coordinates, bool) else tuple(coordinates)
         self.flatten = FlattenCaps()
 
     def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
         # The product adds the coordinates, so that kernels need not know of them. A pose matrix gets one more column,
-        # and the weight one more row, (0, ..., 0, 1). A vector gets two more components.
+        # and the weight one more row, (0, ..., 0, 1). A vector gets one more component for every axis.
         (W,) = self._parameters_held()
         return self.held.product(*(self._placed(u, W) if self.coordinates else (u, W)))
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(activation, Tensor) and activation.dim() == 4:
+        axes, sizes = len(self.size), ", ".join(map(str, self.size))
+        if isinstance(activation, Tensor) and activation.dim() == 2 + axes:
             wanted = [activation.shape[0], self.in_types, *self.size]
             if list(activation.shape) != wanted:
                 raise ValueError(
-                    f"{self._op}: activation must be [B, in_types, H, W] = {wanted}, got {checks.shape_of(activation)}"
+                    f"{self._op}: activation must be [B, in_types, {self._image}] = {wanted}, "
+                    f"got {checks.shape_of(activation)}"
                 )
             activation = activation.flatten(1)
         if activation is not None:
             _arguments.floats(self._op, "activation", activation, "[B, I]")
-        image = isinstance(u, Tensor) and u.dim() == 5
-        _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
-        if image and (u.shape[1], u.shape[3], u.shape[4]) == (self.in_types, *self.size):
+        image = isinstance(u, Tensor) and u.dim() == 3 + axes
+        _arguments.floats(self._op, "u", u, f"[B, in_types, in_dim, {self._image}]" if image else "[B, I, K]")
+        if image and (u.shape[1], *u.shape[3:]) == (self.in_types, *self.size):
             u = self.flatten(u)
         if u.dim() != 3 or u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
-            height, width = self.size
             raise ValueError(
-                f"{self._op}: u must be [B, in_types={self.in_types}, in_dim={self.in_dim}, {height}, {width}] or the "
+                f"{self._op}: u must be [B, in_types={self.in_types}, in_dim={self.in_dim}, {sizes}] or the "
                 f"list [B, {self.in_caps}, in_dim], got {checks.shape_of(u)}"
             )
         return u, activation
@@ -122,13 +129,32 @@ class ClassCaps2d(RoutedCaps):
     def _placed(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Pose and weight, extended so that their product adds the coordinates."""
         offset, scale = (0.5, 1.0) if isinstance(self.coordinates, bool) else self.coordinates
-        axes = [scale * (torch.arange(n, device=u.device, dtype=u.dtype) + offset) / n for n in self.size]
-        place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1).repeat(self.in_types, 1)  # [I, 2]
-        if self.pose_rows is None:
-            two = torch.eye(self.out_dim, device=weight.device, dtype=weight.dtype)[:, :2]
+        along = [scale * (torch.arange(n, device=u.device, dtype=u.dtype) + offset) / n for n in self.size]
+        axes = len(along)
+        place = torch.stack(torch.meshgrid(*along, indexing="ij"), -1).flatten(0, -2).repeat(self.in_types, 1)
+        if self.pose_rows is None:  # place [I, axes]
+            unit = torch.eye(self.out_dim, device=weight.device, dtype=weight.dtype)[:, :axes]
             u = torch.cat([u, place.expand(u.shape[0], -1, -1)], 2)
-            return u, torch.cat([weight, two.expand(*weight.shape[:2], -1, -1)], 3)
-        column = nn.functional.pad(place, (0, self.pose_rows - 2))[..., None]  # [I, P, 1]
+            return u, torch.cat([weight, unit.expand(*weight.shape[:2], -1, -1)], 3)
+        column = nn.functional.pad(place, (0, self.pose_rows - axes))[..., None]  # [I, P, 1]
         last = torch.eye(weight.shape[3], device=weight.device, dtype=weight.dtype)[-1:]
         u = torch.cat([u, column.expand(u.shape[0], -1, -1, -1)], 3)
         return u, torch.cat([weight, last.expand(*weight.shape[:2], -1, -1)], 2)
+
+
+class ClassCaps1d(ClassCaps2d):
+    """:class:`ClassCaps2d` with one axis of positions: poses ``[B, in_types, in_dim, L]``, one coordinate.
+
+    size is an int or a sequence of one int.
+    """
+
+    _image = "L"
+
+
+class ClassCaps3d(ClassCaps2d):
+    """:class:`ClassCaps2d` with three axes of positions: poses ``[B, in_types, in_dim, Z, H, W]``, three coordinates.
+
+    size is an int or three ints. The code of Duarte et al. (2018) adds three coordinates to the votes of a video.
+    """
+
+    _image = "Z, H, W"

@@ -1,15 +1,16 @@
 """Convolutional capsules."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..calls.precision import wide_dtype
+from ..calls import checks
+from ..environment.private_torch import gradients_in_batches
 from ..windows import Box, Windows
 from . import _arguments
 from ._blocks import Block, Routed, WindowLayer
@@ -19,8 +20,7 @@ from .routing.base import Capsules, starting_std
 from .routing.names import RoutingChoice
 from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
 from .routing.votes import PassVotes, RecordedVotes, Votes
-from .routing.windows import Windows as WW
-from .routing.windows import WindowVotes
+from .routing.windows import WindowVotes, folded
 from .weights import Weight
 
 Competition = Literal["window", "child"]
@@ -69,6 +69,8 @@ class ConvCaps2d(WindowLayer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
+    _image = "H, W"  # the axes of positions
+
     def __init__(
         self,
         in_types: int,
@@ -96,7 +98,8 @@ class ConvCaps2d(WindowLayer):
         _arguments.divides(op, "in_types", in_types, groups)
         _arguments.divides(op, "out_types", out_types, groups)
         self.in_types, self.out_types, self.in_dim, self.out_dim = in_types, out_types, in_dim, out_dim
-        self._hold_window(2, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
+        axes = self._image.count(",") + 1
+        self._hold_window(axes, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
         if (competition, start) == ("window", "window"):
             raise ValueError(
                 f"{op}: start='window' needs competition='child', got competition='window', which starts so anyway; "
@@ -106,15 +109,15 @@ class ConvCaps2d(WindowLayer):
         pose_rows = options.get("pose_rows")
         columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
-        in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
+        area = math.prod(self.kernel_size)
         if init_std is None and routing == "dynamic":
-            routed = in_caps // groups
+            routed = in_types * area // groups
             share: float = routed if options.get("softmax") == "in" else out_types // groups
             if competition == "child" and (start == "child" or options.get("learned_logits")):
-                share *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
+                share *= max(1.0, area / math.prod(self.stride))  # windows of a capsule
             init_std = starting_std(num_iterations, share, routed * columns, out_dim)
         self.routing = fully_connected(
-            in_caps,
+            in_types * area,
             out_types,
             in_dim,
             out_dim,
@@ -127,82 +130,42 @@ class ConvCaps2d(WindowLayer):
             **options,
         )
 
+    def windows(self, size: Sequence[int]) -> Windows:
+        """The windows of an image of ``size``."""
+        self.grid(size)  # refuses an image that is smaller than a window
+        return Windows(tuple(size), self.kernel_size, self.stride, self.padding, self.dilation)
+
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""
-        self._check(poses)
-        return self._unfolded(self._padded(poses))
+        return _unfolded(self._windows(poses), poses)
 
     def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
         """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
-        self._check(poses, activation)
-        return self._unfolded(self._padded(activation).unsqueeze(2)).squeeze(2)
+        return _unfolded(self._windows(poses, activation), activation.unsqueeze(2)).squeeze(2)
 
     def inside(self, poses: Tensor) -> Tensor | None:
         """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None without padding."""
-        ones = self._ones(poses)
-        return None if ones is None else self._inside(ones, poses.shape[0])
+        inside = self.windows(poses.shape[3:]).inside(device=poses.device)
+        return None if inside is None else inside.repeat(poses.shape[0], self.in_types)
 
-    def _check(self, poses: Tensor, activation: Tensor | None = None) -> None:
-        op = self._op
-        sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
-        _arguments.sized(op, "poses", poses, "[B, in_types, in_dim, H, W]", **sizes)
-        self.grid(poses.shape[3:])
+    def _windows(self, poses: Tensor, activation: Tensor | None = None) -> Windows:
+        """The windows of these poses, which are checked."""
+        op, sizes = self._op, {"in_types": self.in_types, "in_dim": self.in_dim}
+        _arguments.sized(op, "poses", poses, f"[B, in_types, in_dim, {self._image}]", **sizes)
+        windows = self.windows(poses.shape[3:])
         if activation is not None:
-            _arguments.activation_of(op, activation, poses, "[B, in_types, H, W]")
-
-    def _padded(self, image: Tensor) -> Tensor:
-        y, x = self.padding
-        return F.pad(image, (x, x, y, y)) if self.padding != (0, 0) else image
-
-    def _ones(self, poses: Tensor) -> Tensor | None:
-        """bool ``[1, 1, H, W]`` of the padded image, False in the padding; None without padding."""
-        if self.padding == (0, 0):
-            return None
-        return self._padded(torch.ones((1, 1, *poses.shape[3:]), dtype=torch.bool, device=poses.device))
-
-    def _inside(self, ones: Tensor, samples: int) -> Tensor:
-        return self._windows(ones.unsqueeze(2)).squeeze(2).repeat(samples, self.in_types)
-
-    def _windows(self, image: Tensor) -> Tensor:
-        """An image ``[B, types, K, H, W]`` with its padding to the capsules of its windows, ``[B·H'·W', I, K]``."""
-        for size, step, gap in zip(self.kernel_size, self.stride, self.dilation, strict=True):
-            # Appends the axis of the window, which brings the next axis of the image to -2.
-            image = image.unfold(-2, gap * (size - 1) + 1, step)
-        image = image[..., :: self.dilation[0], :: self.dilation[1]]  # [B, types, K, H', W', h, w]
-        return image.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
-
-    def _unfolded(self, image: Tensor) -> Tensor:
-        """As :meth:`_windows`, with a faster gradient."""
-        if not folds_by_pass(image):
-            return self._windows(image)
-        with torch.no_grad():
-            windows = self._windows(image)
-        return unfolded(image, windows, partial(self._fold, image.shape))
+            _arguments.activation_of(op, activation, poses, f"[B, in_types, {self._image}]")
+        return windows
 
     def votes(self, poses: Tensor) -> Votes:
         """The votes in every window; they are not stored."""
-        self._check(poses)
-        padded = self._padded(poses)
-        by_pass = self.routing.held.keeps_u and folds_by_pass(padded)
-        u = self._windows(padded.detach()) if by_pass else self._unfolded(padded)
+        windows = self._windows(poses)
+        by_pass = self.routing.held.keeps_u and folds_by_pass(poses)
+        u = windows.unfold(poses.detach()) if by_pass else _unfolded(windows, poses)
         votes = self.routing.votes(u, self.inside(poses))
         if by_pass and isinstance(votes, PassVotes):
-            votes = UnfoldedVotes(votes, padded, partial(self._fold, padded.shape))
-        return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
-
-    def _fold(self, shape: Sequence[int], gradient: Tensor) -> Tensor:
-        """The gradient of an image of this shape from the gradient of its windows."""
-        area, (samples, types, dim, *size) = self.kernel_size, shape
-        grid = _arguments.window_grid("", size, area, self.stride, (0, 0), self.dilation)
-        windows = gradient.reshape(samples, *grid, types, *area, dim)
-        image = windows.new_zeros((samples, *size, types, dim), dtype=wide_dtype(gradient.dtype))
-        for y in range(area[0]):
-            for x in range(area[1]):
-                seen = image
-                for axis, at in enumerate((y, x)):
-                    seen = _every(seen, 1 + axis, at * self.dilation[axis], grid[axis], self.stride[axis])
-                seen.add_(windows[:, :, :, :, y, x])
-        return image.permute(0, 3, 4, 1, 2).to(gradient.dtype)
+            votes = UnfoldedVotes(votes, poses, partial(_folded, windows, poses.shape))
+        return votes if self.competition == "window" else self._competing(poses.shape[3:])(votes)
 
     def _block(self, poses: Tensor, activation: Tensor | None, box: Box) -> Block:
         windows = self.windows(poses.shape[3:])
@@ -230,24 +193,26 @@ class ConvCaps2d(WindowLayer):
         u, activation, mask = inputs
         assert u is not None
         activation = None if activation is None else activation.squeeze(2)
-        places = [last - first for first, last in box]
         capsules = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
-        poses = capsules if isinstance(capsules, Tensor) else capsules.poses
-        out = poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-        return (out,) if self.uses_poses_alone else (out, capsules.activations.unflatten(0, places).movedim(-1, 1))
+        return self._at_places(capsules, [last - first for first, last in box])
+
+    def _at_places(self, capsules: Tensor | Capsules, places: Sequence[int]) -> tuple[Tensor, ...]:
+        """Poses ``[B, J, D, H', W']`` and, unless the poses say them, activations ``[B, J, H', W']``."""
+        parts = (capsules,) if isinstance(capsules, Tensor) else capsules[: 1 if self.uses_poses_alone else 2]
+        grid = range(1, len(places))
+        return tuple(part.unflatten(0, places).movedim([*grid], [-axis for axis in reversed(grid)]) for part in parts)
 
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
         windows = self.windows(poses.shape[3:])
+        at_windows = None if activation is None else _unfolded(windows, activation.unsqueeze(2))
         box = windows.all_of(poses.shape[0])
-        at_windows = None if activation is None else self._unfolded(self._padded(activation).unsqueeze(2))
-        return self._routed(box, self._unfolded(self._padded(poses)), at_windows, self._mask(windows, box, poses))
+        return self._routed(box, _unfolded(windows, poses), at_windows, self._mask(windows, box, poses))
 
-    def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
-        windows = WW(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
-        return partial(WindowVotes, windows=windows, start=self.start)
+    def _competing(self, size: Sequence[int]) -> Callable[[Votes], Votes]:
+        return partial(WindowVotes, windows=self.windows(size), start=self.start)
 
-    def at_windows(self, size: tuple[int, int]) -> RoutedCaps:
-        """``routing`` for the unfolded windows of an image of ``size`` (H, W); if windows compete, a copy of it."""
+    def at_windows(self, size: Sequence[int]) -> RoutedCaps:
+        """``routing`` for the unfolded windows of an image of ``size``; if windows compete, a copy of it."""
         if self.competition == "window":
             return self.routing
         layer = copy.copy(self.routing)
@@ -258,12 +223,12 @@ class ConvCaps2d(WindowLayer):
         self, poses: Tensor, activation: Tensor | None = None, **given: Tensor
     ) -> tuple[RoutedCaps, Tensor, dict[str, Tensor]]:
         """A fully connected layer that computes the same, and its arguments: the windows as samples."""
-        windows, inside = self.unfold(poses), self.inside(poses)
+        unfolded, inside = self.unfold(poses), self.inside(poses)
         if activation is not None:
             given["activation"] = self.unfold_activation(poses, activation)
         if inside is not None:
             given.setdefault("mask", inside)
-        return self.at_windows((poses.shape[3], poses.shape[4])), windows, given
+        return self.at_windows(poses.shape[3:]), unfolded, given
 
     if TYPE_CHECKING:
 
@@ -285,26 +250,57 @@ class ConvCaps2d(WindowLayer):
         self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False
     ) -> Routed | tuple[Routed, Tensor]:
         """With ``return_coupling`` also the coupling of the last pass, ``c [B, H', W', I, out_types / groups]``."""
-        op = self._op
         if activation is not None and self.uses_poses_alone:
-            raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
+            raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
+        grid, coupling = self._windows(poses, activation).grid, None
         if self.competition == "window" and not return_coupling:
-            self._check(poses, activation)
             numbers = self.routing.in_caps * self.in_dim
-            capsules = self._in_blocks(self.routing.routing, poses, activation, self.grid(poses.shape[3:]), numbers)
-            return capsules[0] if self.uses_poses_alone else Capsules(*capsules)
-        votes = self.votes(poses)
-        recorded = RecordedVotes(votes, last=True)
-        at_windows = None if activation is None else self.unfold_activation(poses, activation)
-        capsules = self.routing.routing(recorded if return_coupling else votes, at_windows)
-        places = (poses.shape[0], *self.grid(poses.shape[3:]))
-        out: Any = capsules.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-        if not self.uses_poses_alone:
-            out = Capsules(out, capsules.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
-        return (out, recorded.weights[-1].unflatten(0, places)) if return_coupling else out
+            capsules = self._in_blocks(self.routing.routing, poses, activation, grid, numbers)
+        else:
+            votes, places = self.votes(poses), (poses.shape[0], *grid)
+            recorded = RecordedVotes(votes, last=True)
+            at_windows = None if activation is None else self.unfold_activation(poses, activation)
+            routed = self.routing.routing(recorded if return_coupling else votes, at_windows)
+            capsules = self._at_places(routed, places)
+            coupling = recorded.weights[-1].unflatten(0, places) if return_coupling else None
+        out = capsules[0] if self.uses_poses_alone else Capsules(*capsules)
+        return out if coupling is None else (out, coupling)
 
 
-def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:
-    """``count`` places of an axis, ``step`` apart. A slice of a whole axis would be none for batched gradients."""
-    taken = value.narrow(axis, first, (count - 1) * step + 1)
-    return taken if step == 1 else taken.movedim(axis, 0)[::step].movedim(0, axis)
+class ConvCaps1d(ConvCaps2d):
+    """:class:`ConvCaps2d` with one axis of positions: ``[B, in_types, in_dim, L]``.
+
+    kernel_size, stride and so on are an int or a sequence of one int. Input capsules are in the order (type, position).
+
+    Source: Zhao et al. (2018), for text.
+    """
+
+    _image = "L"
+
+
+class ConvCaps3d(ConvCaps2d):
+    """:class:`ConvCaps2d` with three axes of positions: ``[B, in_types, in_dim, Z, H, W]``.
+
+    kernel_size, stride and so on are an int or three ints. Input capsules are in the order (type, z, y, x).
+
+    Source: Duarte et al. (2018), for video.
+    """
+
+    _image = "Z, H, W"
+
+
+def _unfolded(windows: Windows, image: Tensor) -> Tensor:
+    """:meth:`Windows.unfold`, with a faster gradient."""
+    if not folds_by_pass(image):
+        return windows.unfold(image)
+    return unfolded(image, windows.unfold(image.detach()), partial(_folded, windows, image.shape))
+
+
+def _folded(windows: Windows, shape: Sequence[int], gradient: Tensor) -> Tensor:
+    """The gradient of an image of this shape from the gradient of its windows, whose poses may be matrices."""
+    capsules = gradient.reshape(*gradient.shape[:2], shape[2])
+    if torch.is_grad_enabled() or not checks.is_eager(gradient) or gradients_in_batches(gradient):
+        return folded(windows, capsules)
+    image = gradient.new_zeros(shape)
+    windows.fold_into(image, capsules, windows.all_of(shape[0]))
+    return image

@@ -19,11 +19,15 @@ EACH = ("type", "component")
 
 
 class FlattenCaps(Layer):
-    """An image of capsules ``[B, C, K, H, W]`` to a list ``u [B, C·H·W, K]``, in the order (type, y, x)."""
+    """An image of capsules ``[B, C, K, H, W]`` to a list ``u [B, C·H·W, K]``, in the order (type, y, x).
+
+    Also with one axis of positions, ``[B, C, K, L]``, or three, ``[B, C, K, Z, H, W]``.
+    """
 
     def forward(self, poses: Tensor) -> Tensor:
-        _arguments.floats(self._op, "poses", poses, "[B, C, K, H, W]")
-        return poses.movedim(2, -1).flatten(1, 3)
+        axes = {4: "L", 6: "Z, H, W"}.get(poses.dim() if isinstance(poses, Tensor) else 5, "H, W")
+        _arguments.floats(self._op, "poses", poses, f"[B, C, K, {axes}]")
+        return poses.movedim(2, -1).flatten(1, -2)
 
 
 class PrimaryCaps(Layer):

@@ -16,7 +16,16 @@ from capsfast.export.decompose import digamma
 from ..support.layers import MODULES, NETWORKS, made
 from ..support.routings import ROUTINGS
 
-ONNX = [*(f"routed {name}" for name in ROUTINGS), *NETWORKS, "interests", "children", "scored matrices", "vectors"]
+ONNX = [
+    *(f"routed {name}" for name in ROUTINGS),
+    *NETWORKS,
+    "interests",
+    "children",
+    "children in videos",
+    "windows of text",
+    "scored matrices",
+    "vectors",
+]
 
 
 class Results(nn.Module):

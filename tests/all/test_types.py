@@ -26,6 +26,7 @@ from capsfast import compat, models, nn
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
+Routed = Tensor | nn.Capsules
 
 
 class Mine(nn.Routing):
@@ -43,6 +44,9 @@ def calls(u: Tensor, flag: bool) -> None:
     assert_type(nn.RoutingByAgreement()(u, return_coupling=True), Pair)
     assert_type(nn.ConvCaps2d(6, 3, 4, 5, 3)(u), Tensor | nn.Capsules)
     assert_type(nn.ConvCaps2d(6, 3, 4, 5, 3)(u, return_coupling=True), tuple[Tensor | nn.Capsules, Tensor])
+    assert_type(nn.ConvCaps1d(6, 3, 4, 5, 3)(u, return_coupling=flag), Routed | tuple[Routed, Tensor])
+    assert_type(nn.ConvCaps3d(6, 3, 4, 5, 3, 1, (0, 1, 1))(u), Routed)
+    assert_type(nn.ClassCaps3d(6, 3, 4, 5, (2, 3, 4))(u), nn.Capsules)
     assert_type(nn.SlimConvCaps2d(6, 3, 4, 5, 3)(u, size=(3, 3)), Tensor | nn.Capsules)
     assert_type(nn.SlimConvCaps3d(6, 3, 4, 5, 3)(u, return_coupling=True), tuple[Tensor | nn.Capsules, Tensor])
     assert_type(nn.RoutedCaps(6, 3, 4, 5, routing="em")(u), nn.Capsules)

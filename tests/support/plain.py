@@ -116,6 +116,16 @@ def meetings(layer: Any, image: Sequence[int], grid: Sequence[int]) -> list[tupl
     return found
 
 
+def windows(layer: Any, image: Tensor, grid: Sequence[int]) -> Tensor:
+    """The windows of an image ``[B, types, ..., *size]``, ``[B, windows, types·area, ...]``; 0 in the padding."""
+    places, offsets = ([*itertools.product(*map(range, sizes))] for sizes in (grid, layer.kernel_size))
+    size = image.shape[image.dim() - len(grid) :]
+    seen = image.new_zeros(len(image), len(places), image.shape[1], len(offsets), *image.shape[2 : -len(grid)])
+    for place, at, offset in meetings(layer, size, grid):
+        seen[:, places.index(place), :, offsets.index(offset)] = image[(..., *at)]
+    return seen.flatten(2, 3)
+
+
 def at_samples(value: Tensor, axes: int) -> Tensor:
     """Turns the last axes, of positions, into samples: ``[B, ..., *spatial]`` to ``[B S, ...]``."""
     return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)

@@ -10,63 +10,10 @@ from torch.nn import functional as F
 from ...calls.options import Normalize
 from ...calls.precision import wide_dtype
 from ...passes import Moments
+from ...windows import Windows
 from .votes import Votes, VotesAround
 
 SCORES = ("query", "precision", "prior", "logits")
-
-
-class Windows(NamedTuple):
-    """Where the windows of a convolution lie on an image of ``size``; all pairs are (vertical, horizontal).
-
-    ``grid`` is the number of windows. The input capsules of a window are in the order (type, y, x).
-    """
-
-    size: tuple[int, int]
-    grid: tuple[int, ...]
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    @property
-    def places(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    def log_sum(self, lse: Tensor) -> Tensor:
-        """For each input capsule, the log-sum-exp over all its windows, repeated for each of these windows.
-
-        ``[B·windows, I]`` to the same shape. -inf and padding add nothing. 0 if all are -inf.
-        """
-        area = self.kernel_size[0] * self.kernel_size[1]
-        columns = lse.unflatten(0, (-1, self.places)).transpose(1, 2)  # [B, I, windows]
-        with torch.no_grad():  # the maximum, subtracted in the exponent; the result does not depend on it
-            peak = self._peak(columns.unflatten(1, (-1, area)))
-            peak = torch.where(peak.isfinite(), peak, 0.0)
-            subtracted = self._unfold(peak)
-        total = F.fold(
-            (columns - subtracted).exp(), self.size, self.kernel_size, self.dilation, self.padding, self.stride
-        )
-        total = torch.where(total > 0, total, 1.0)
-        return self._unfold(peak + total.log()).transpose(1, 2).flatten(0, 1)
-
-    def _unfold(self, image: Tensor) -> Tensor:
-        """``[B, types, H, W]`` to ``[B, I, windows]``."""
-        return F.unfold(image, self.kernel_size, self.dilation, self.padding, self.stride)
-
-    def _peak(self, columns: Tensor) -> Tensor:
-        """The maximum of each input capsule: ``[B, types, kernel area, windows]`` to ``[B, types, H, W]``."""
-        padded = [n + 2 * p for n, p in zip(self.size, self.padding, strict=True)]
-        rows, cols = (
-            torch.arange(k, device=columns.device)[:, None] * d + torch.arange(n, device=columns.device) * s
-            for k, d, n, s in zip(self.kernel_size, self.dilation, self.grid, self.stride, strict=True)
-        )  # [kernel, windows] of each axis
-        place = rows[:, None, :, None] * padded[1] + cols[None, :, None, :]
-        index = place.flatten().expand(*columns.shape[:2], -1)
-        image = columns.new_full((*columns.shape[:2], padded[0] * padded[1]), -math.inf)
-        image = image.scatter_reduce(2, index, columns.flatten(2), "amax").unflatten(2, padded)
-        (top, left), (height, width) = self.padding, self.size
-        inside: Tensor = image[..., top : top + height, left : left + width]
-        return inside
 
 
 class Everywhere(NamedTuple):
@@ -74,10 +21,51 @@ class Everywhere(NamedTuple):
 
     places: int
 
-    def log_sum(self, lse: Tensor) -> Tensor:
-        """As :meth:`Windows.log_sum`."""
-        total: Tensor = lse.unflatten(0, (-1, self.places)).logsumexp(1)
-        return total.repeat_interleave(self.places, 0)
+
+def log_sum(windows: Windows | Everywhere, lse: Tensor) -> Tensor:
+    """For each input capsule, the log-sum-exp over all its windows, repeated for each of these windows.
+
+    ``[B·windows, I]`` to the same shape. -inf and padding add nothing. 0 if all are -inf.
+    """
+    if isinstance(windows, Everywhere):
+        total: Tensor = lse.unflatten(0, (-1, windows.places)).logsumexp(1)
+        return total.repeat_interleave(windows.places, 0)
+    with torch.no_grad():  # the maximum, subtracted in the exponent; the result does not depend on it
+        peak = _peak(windows, lse)
+        peak = torch.where(peak.isfinite(), peak, 0.0)
+        subtracted = windows.unfold(peak).squeeze(2)
+    sums = folded(windows, (lse - subtracted).exp().unsqueeze(2))
+    sums = torch.where(sums > 0, sums, 1.0)
+    return windows.unfold(peak + sums.log()).squeeze(2)
+
+
+def folded(windows: Windows, capsules: Tensor) -> Tensor:
+    """``[B·windows, I, K]`` to the sums over all windows of an input capsule, ``[B, types, K, *size]``.
+
+    As :meth:`Windows.fold_into`, by functions of torch, which have every derivative; axis by axis.
+    """
+    axes = len(windows.size)
+    types, dim = capsules.shape[1] // windows.area, capsules.shape[2]
+    value = capsules.reshape(-1, *windows.grid, types, *windows.kernel_size, dim)
+    value = value.movedim((1 + axes, -1), (1, 2))  # [B, types, K, *grid, *window]
+    for left, (n, k, s, p, d) in zip(range(axes, 0, -1), zip(*windows, strict=True), strict=True):
+        value = value.movedim((3 + left, 3), (-2, -1))  # the axis of the window, and of the grid
+        columns = value.reshape(value.shape[0], math.prod(value.shape[1:-1]), value.shape[-1])
+        sums = F.fold(columns, (n, 1), (k, 1), (d, 1), (p, 0), (s, 1))
+        value = sums.reshape(*value.shape[:-2], n)
+    return value
+
+
+def _peak(windows: Windows, value: Tensor) -> Tensor:
+    """The maximum over all windows of an input capsule, ``[B·windows, I]`` to ``[B, types, 1, *size]``."""
+    pixels = math.prod(windows.size)
+    numbers = torch.arange(1, pixels + 1, device=value.device).view(1, 1, 1, *windows.size)
+    place = windows.unfold(numbers).flatten()  # [windows · area]; 0 in the padding
+    columns: Tensor = value.unflatten(1, (-1, windows.area)).unflatten(0, (-1, windows.places))
+    columns = columns.transpose(1, 2).flatten(2)
+    image = columns.new_full((*columns.shape[:2], pixels + 1), -math.inf)
+    image = image.scatter_reduce(2, place.expand(*columns.shape[:2], -1), columns, "amax")
+    return image[:, :, 1:].reshape(*columns.shape[:2], 1, *windows.size)
 
 
 class WindowVotes(VotesAround):
@@ -112,7 +100,7 @@ class WindowVotes(VotesAround):
         else:
             of_windows = self.votes.moments(**scores, center=arguments.get("center"), return_lse=True).lse
             assert of_windows is not None
-            lse = self.windows.log_sum(of_windows)
+            lse = log_sum(self.windows, of_windows)
         if leaky:
             lse = torch.logaddexp(lse, torch.zeros_like(lse))
         moments_here = self.votes.moments(normalize="lse", lse=lse, **arguments)
@@ -123,7 +111,7 @@ class WindowVotes(VotesAround):
         places = self.windows.places
         wide = wide_dtype(self.dtype)
         if self.out_mask is None:
-            each = torch.full((places, self.I), self.J // self.groups, dtype=wide, device=self.device).log()
-            return self.windows.log_sum(each).repeat(self.B // places, 1)
+            of_window = torch.full((places, self.I), self.J // self.groups, dtype=wide, device=self.device).log()
+            return log_sum(self.windows, of_window).repeat(self.B // places, 1)
         of_groups = self.out_mask.unflatten(1, (self.groups, -1)).sum(2).to(wide).log()
-        return self.windows.log_sum(of_groups.repeat_interleave(self.I // self.groups, 1))
+        return log_sum(self.windows, of_groups.repeat_interleave(self.I // self.groups, 1))
