@@ -64,8 +64,8 @@ def unfold_kernel(
         inside = (i_z >= 0) & (i_z < n_z) & (i_y >= 0) & (i_y < n_y)
         m_i = m_w & (o_i >= 0) & (o_i < tl.where(inside, n_x, 0))
         p_row = p_sample + (i_z.to(tl.int64) * s_z + i_y.to(tl.int64) * s_y)
-        o_tile = o_image[:, None] + (o_i.to(tl.int64) * s_x)[None, :]
-        b_tile = tl.load(p_row + o_tile, mask=m_c[:, None] & m_i[None, :], other=0.0)
+        p_tile = (p_row + o_i.to(tl.int64) * s_x)[None, :] + o_image[:, None]
+        b_tile = tl.load(p_tile, mask=m_c[:, None] & m_i[None, :], other=0.0)
         tl.store(p_out + place * G.K, tl.trans(b_tile), mask=m_w[:, None] & m_c[None, :])
 
 
@@ -77,7 +77,9 @@ def window_of(place, at, count, STRIDE: tl.constexpr, DILATION: tl.constexpr):
     return start // STRIDE, (start >= 0) & (start % STRIDE == 0) & (start // STRIDE < count)
 
 
-@triton.jit(do_not_specialize=["n_z", "n_y", "n_x", "w_z", "w_y", "w_x", "at_z", "at_y", "at_x"])
+# A tile of the image may begin anywhere, so its numbers are loaded one by one. A compiler that knew s_x = 1 would still
+# have every lane load four neighbours, in turn.
+@triton.jit(do_not_specialize=["s_x", "n_z", "n_y", "n_x", "w_z", "w_y", "w_x", "at_z", "at_y", "at_x"])
 def fold_kernel(
     p_image,  # [samples, types, K, n_z, n_y, n_x]: the part of the image that the windows cover
     p_windows,  # [samples w_z w_y w_x, types, KZ KY KX, K], contiguous
@@ -117,6 +119,6 @@ def fold_kernel(
                     m_tile = (m_x & m_w)[:, None] & m_c[None, :]
                     b_sum += tl.load(p_row + i_x * G.K + o_tile, mask=m_tile, other=0.0).to(WIDE)
     p_row = p_image + (b.to(tl.int64) * s_b + z.to(tl.int64) * s_z + y.to(tl.int64) * s_y)
-    p_tile = p_row + o_image[:, None] + (o_x.to(tl.int64) * s_x)[None, :]
+    p_tile = (p_row + o_x.to(tl.int64) * s_x)[None, :] + o_image[:, None]
     m_tile = m_c[:, None] & m_x[None, :]
     tl.store(p_tile, tl.load(p_tile, mask=m_tile, other=0.0) + tl.trans(b_sum), mask=m_tile)
