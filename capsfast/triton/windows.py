@@ -3,6 +3,7 @@
 The kernels are launched by Triton's ordinary path instead of a plan, because each box of windows would be a plan.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -58,9 +59,10 @@ def fold_into(image: Tensor, capsules: Tensor, windows: Windows, box: Box) -> No
         begins.append(inside - begin)
     if not part.numel() or not capsules.numel():
         return
-    constants = _constants(windows, *image.shape[1:3], part.shape[-1])
+    types, K = image.shape[1:3]
+    constants = _constants(windows, types, K, part.shape[-1])
     tiles = len(part) * math.prod(part.shape[3:-1]) * cdiv(part.shape[-1], constants["BX"])
-    grid = (tiles * cdiv(math.prod(image.shape[1:3]), constants["BC"]),)
+    grid = (tiles * cdiv(types * K, constants["BC"]),)
     with on_device(image.device):
         fold_kernel[grid](*_arguments(part, capsules.contiguous(), counts, begins), **constants)
 
@@ -76,6 +78,7 @@ def _arguments(image: Tensor, capsules: Tensor, counts: list[int], begins: list[
     return [image, capsules, *strides, math.prod(image.shape[1:3]), *sizes]
 
 
+@functools.lru_cache(256)
 def _constants(windows: Windows, types: int, K: int, neighbours: int) -> dict[str, Any]:
     """Keyword arguments of a launch. neighbours: how many windows or places lie along x."""
     of_axes = (windows.kernel_size, windows.stride, windows.dilation)

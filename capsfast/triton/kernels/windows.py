@@ -12,8 +12,6 @@ every thread would divide for each of its numbers.
 import triton
 import triton.language as tl
 
-from .begin import begin
-
 
 @triton.jit
 def components_of(c0, components, s_t, s_k, G: tl.constexpr, BC: tl.constexpr):
@@ -33,10 +31,9 @@ def unfold_kernel(
     n_z, n_y, n_x, w_z, w_y, w_x,
     at_z, at_y, at_x,  # the place of the image where the first window begins, negative in the padding
     places,  # how many places of its windows a program has
-    G: tl.constexpr, BC: tl.constexpr, BX: tl.constexpr, PDL: tl.constexpr = False,
+    G: tl.constexpr, BC: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
     """A program has BX windows that are neighbours along x, BC components (type, k), and some places of the window."""
-    begin(PDL)
     AREA: tl.constexpr = G.KZ * G.KY * G.KX
     # Programs that run at once write components and places of the same windows.
     pid = tl.program_id(0)
@@ -87,11 +84,10 @@ def fold_kernel(
     components,  # types K
     n_z, n_y, n_x, w_z, w_y, w_x,
     at_z, at_y, at_x,  # the first place of the image, counted from where the first window begins
-    G: tl.constexpr, BC: tl.constexpr, BX: tl.constexpr, PDL: tl.constexpr = False,
+    G: tl.constexpr, BC: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
     """A program has BX places of the image that are neighbours along x, and BC components (type, k). It adds up what
     the windows have there, in the order of the places of a window, and changes the image once."""
-    begin(PDL)
     AREA: tl.constexpr = G.KZ * G.KY * G.KX
     WIDE: tl.constexpr = tl.float64 if p_windows.dtype.element_ty == tl.float64 else tl.float32
     pid = tl.program_id(0)
