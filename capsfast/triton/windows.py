@@ -19,7 +19,7 @@ from .plan import ALWAYS, on_device
 
 # Neighbours along x in a tile: the lanes of a warp, which then load whole lines of the image.
 NEIGHBOURS = 32
-# Components of a tile. A thread of four warps then has 16 numbers of it, and a multiprocessor holds eight programs.
+# Components of a tile. A thread of four warps then has 16 numbers of it, and a multiprocessor holds seven programs.
 COMPONENTS = 64
 WARPS = 4
 # Unfolding programs take fewer places of their windows until there are this many for each of launch.programs().
