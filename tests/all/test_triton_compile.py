@@ -90,6 +90,24 @@ STEPS = (
 )
 
 
+def convolution(*shape: int, kernel_size: int = 3, **more: Any) -> Row:
+    """shape: of the image."""
+    options = {name: more.pop(name) for name in ("stride", "last") if name in more}
+    return call("windows", *shape, case={"kernel_size": kernel_size, **options}, **more)
+
+
+# Kernels outside plans, for sm_90: windows of an image of 8 types, K=16.
+WINDOWS: dict[str, Row] = {
+    "2-D": convolution(1, 8, 16, 64, 64),
+    "bfloat16": convolution(1, 8, 16, 64, 64, dtype="bfloat16"),
+    "float64": convolution(1, 8, 16, 64, 64, dtype="float64"),
+    "stride": convolution(1, 8, 16, 64, 64, stride=2),
+    "last": convolution(1, 8, 16, 64, 64, last=True),
+    "1-D": convolution(4, 8, 16, 100),
+    "3-D": convolution(1, 8, 16, 32, 32, 32, kernel_size=5),
+}
+
+
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -247,3 +265,40 @@ def test_sizes_of_a_batch_are_not_compiled_in() -> None:
         first, *others = ([kernel for kernel in next(found) if "add_up" not in kernel] for _ in group)
         assert first
         assert all(other == first for other in others), [set(first) ^ set(other) for other in others]
+
+
+@pytest.fixture(scope="module")
+def of_windows() -> dict[tuple[str, str], Row]:
+    """By name of the call and of the kernel."""
+    return {(row["name"], row["kernel"]): row for row in result(start(WINDOWS, "90"))}
+
+
+def test_windows_are_moved_without_spills_and_atomics(of_windows: dict[tuple[str, str], Row]) -> None:
+    assert len(of_windows) == 2 * len(WINDOWS)
+    for row in of_windows.values():
+        assert row["stack"] == 0 and not row["atomics"] and row["fused"] and row["shared"] <= SHARED, row
+        # Loads in flight hide the way to memory if there are enough warps.
+        assert row["resident"] * row["warps"] >= 16, row
+
+
+def test_windows_are_read_and_written_in_the_order_of_memory(of_windows: dict[tuple[str, str], Row]) -> None:
+    """Lanes lie along x of an image (the last axis of its tile), unless components are side by side in memory.
+    Windows have 16 bytes for each lane."""
+    lanes = {key: row["lanes"] for key, row in of_windows.items()}
+    for name in WINDOWS:
+        (image,), (windows,) = lanes[name, "unfold_kernel"].values()
+        assert image == ([16, 2] if name == "last" else [1, 32]) and windows[1] >= 8, (name, image, windows)
+        (windows, image), (stored,) = lanes[name, "fold_kernel"].values()
+        assert image == stored == ([32, 1] if name == "last" else [1, 32]) and windows[1] >= 8, (name, image, windows)
+        assert "STG.E.128" in of_windows[name, "unfold_kernel"]["accesses"], name
+        assert "LDG.E.128" in of_windows[name, "fold_kernel"]["accesses"], name
+
+
+def test_sizes_of_images_are_not_compiled_in() -> None:
+    """Triton specialises on whether 16 divides a stride. The numbers of samples, types, places and windows have one
+    kernel."""
+    even, odd = ((1, 8, 32, 32), (4, 8, 64, 128), (2, 32, 128, 64)), ((1, 8, 33, 30), (4, 8, 65, 30), (2, 32, 35, 38))
+    calls = [convolution(B, types, 16, *size) for B, types, *size in (*even, *odd)]
+    found = result(start({f"{n}": call for n, call in enumerate(calls)}, "signatures"))
+    for sizes in (found[:3], found[3:]):
+        assert len(sizes[0]) == 2 and all(other == sizes[0] for other in sizes), sizes

@@ -21,7 +21,7 @@ from typing import Any
 Row = dict[str, Any]
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, keywords
 
-TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "*u8"}
+TYPES = {"float64": "*fp64", "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "*u8"}
 # KiB of shared memory, warps and programs of a multiprocessor, by capability.
 LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
 PAGE = Path(__file__).parents[2] / "docs" / "triton-kernels.md"
@@ -58,6 +58,9 @@ def record(call: Row) -> list[Launched]:
     run_before, JITFunction.run = JITFunction.run, remember
     try:
         options, dtype = call.get("case", {}), getattr(torch, call["dtype"])
+        if call["op"] == "windows":
+            _windows(call["shape"], options, dtype)
+            return launched
         if call["op"] == "em_update":
             _update(call["shape"], options)
             return launched
@@ -115,6 +118,25 @@ def _routing(shape: tuple[int, int, int, int, int], options: dict[str, Any], dty
     em_routing.backward(poses, activations, *tensors, state, *rest, needed)
 
 
+def _windows(shape: list[int], options: dict[str, Any], dtype: Any) -> None:
+    """Unfolds images [B, types, K, *size], and adds the windows back. options: kernel_size, stride, and last: whether
+    the components are the last axis in memory; all others are the defaults of a convolution."""
+    import torch
+
+    from capsfast.triton import windows as kernels
+    from capsfast.windows import Windows
+
+    samples, types, K, *size = shape
+    image = torch.empty(samples, *size, types, K, dtype=dtype).movedim((-2, -1), (1, 2))
+    if not options.get("last", False):
+        image = image.contiguous()
+    of_axes = (options.get(name, 1) for name in ("kernel_size", "stride"))
+    kernel_size, stride = ((value,) * len(size) for value in of_axes)
+    windows = Windows(tuple(size), kernel_size, stride, (0,) * len(size), (1,) * len(size))
+    unfolded = kernels.unfold(image, windows, windows.all_of(samples))
+    kernels.fold_into(image, unfolded, windows, windows.all_of(samples))
+
+
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Types, constants, attributes and options of the arguments, as a launch would derive them."""
     import torch
@@ -149,7 +171,7 @@ def _compile(launched: Launched, backend: str, gpu: Any, lanes: int) -> Any:
     from triton.compiler import ASTSource
 
     types, constants, known, options = signature(*launched)
-    if backend != "cuda" or gpu < 90:  # see plan.has_pdl()
+    if "PDL" in constants and (backend != "cuda" or gpu < 90):  # see plan.has_pdl()
         constants["PDL"] = options["launch_pdl"] = False
     source = ASTSource(launched[0], types, constants, known)
     return triton.compile(source, target=GPUTarget(backend, gpu, lanes), options=options)
@@ -224,6 +246,19 @@ def sums_in_products(ttgir: str) -> int:
     return sum(name in sums for name in re.findall(r"tt\.dot %[\w#]+, %[\w#]+, (%\w+)", ttgir))
 
 
+def lanes(ttgir: str) -> dict[str, list[list[int]]]:
+    """For every load and store of a tile how many lanes of a warp lie along each axis."""
+    layouts = dict(re.findall(r"(#blocked\d*) = .*?threadsPerWarp = (\[[\d, ]+\])", ttgir))
+    found = re.findall(r"tt\.(load|store) .*?tensor<\d+x\d+x!tt\.ptr<\w+>, (#blocked\d*)>", ttgir)
+    return {kind: [json.loads(layouts[layout]) for name, layout in found if name == kind] for kind in ("load", "store")}
+
+
+def accesses(cubin: bytes) -> dict[str, int]:
+    """How many instructions access global memory, by name."""
+    found = re.findall(r"\b(?:LDG|STG)\.E[.\w]*", _read("nvdisasm", "-c", cubin))
+    return {name: found.count(name) for name in sorted(set(found))}
+
+
 def first_access(ptx: str) -> list[str]:
     """Every instruction of programmatic dependent launch, and the first access to global memory, in order."""
     found = re.findall(r"\bgriddepcontrol\.\w+|\b(?:ld|st|cp|red|atom)\.[\w.:]*global", ptx)
@@ -247,6 +282,8 @@ def compile_for(capability: int, launched: Launched) -> Row:
         "instructions": len(loop),
         "loads in flight": loads_in_flight(loop),
         "loads of 4 bytes": sum(bool(re.match(r"LDG\.E(?!\.\d)", instruction)) for instruction in loop),
+        "accesses": accesses(compiled.asm["cubin"]),
+        "lanes": lanes(compiled.asm["ttgir"]),
         "fused": kwargs.get("enable_fp_fusion", False),
         "mma": sorted(set(re.findall(r"\bmma\.sync[\w.]*", ptx))),
         "sums in products": sums_in_products(compiled.asm["ttgir"]),

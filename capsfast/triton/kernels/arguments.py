@@ -54,6 +54,22 @@ class Vectors(NamedTuple):
     ROWS: Any
 
 
+class Geometry(NamedTuple):
+    """G, what the kernels of windows.py are compiled for: K components of a capsule; along the axes z, y, x the size of
+    a window, the distance of windows, and the distance of the places of a window."""
+
+    K: Any
+    KZ: Any
+    KY: Any
+    KX: Any
+    SZ: Any
+    SY: Any
+    SX: Any
+    DZ: Any
+    DY: Any
+    DX: Any
+
+
 class KernelInputs(NamedTuple):
     """Pointers that every kernel has, strides, and sizes that are not compiled in.
 

@@ -1,4 +1,4 @@
-"""The first statement of every kernel: programmatic dependent launch (PDL), see Plan.finish().
+"""The first statement of every kernel of a plan: programmatic dependent launch (PDL), see Plan.finish().
 
 With PDL a kernel may start before the kernel in front of it has ended. The rule that keeps every value right: no kernel
 touches memory before begin(). In begin(), a kernel waits until the kernel in front has ended and its memory is visible.
