@@ -42,7 +42,7 @@ def test_sweeps_have_distinct_cases_of_their_op_and_unknown_ops_are_refused(op: 
         assert cases and len(set(cases)) == len(cases) and {case.routing or case.op for case in cases} == {op}
     # With the sizes of `pytest benchmarks` the votes of every contender fit in memory.
     assert not any(each.why_not(case, CPU) for case in sweep("capsules") for each in contenders() if each.serves(CPU))
-    with pytest.raises(ValueError, match=r"op must be one of dynamic_routing, .* em, .* routings, got 'magic'"):
+    with pytest.raises(ValueError, match=r"op must be one of dynamic_routing, .* em, .* ConvCaps2d, .* layers, got 'magic'"):
         sweep("quick", "magic")
 
 
