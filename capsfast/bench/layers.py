@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ..functional import dynamic_routing, route_votes
 from ..nn import ConvCaps2d, SlimConvCaps2d, SlimConvCaps3d
-from ..windows import Windows
 
 # Windows of 3 in every axis, without padding.
 LAYERS: dict[str, Any] = {
@@ -45,13 +44,17 @@ class Layered:
 
 def unfolded(layer: Any, r: int, u: Tensor, weight: Tensor) -> Tensor:
     """The layer as in a textbook: stores all windows and votes, or for a slim layer the votes of a convolution."""
-    size = u.shape[3:]
-    windows = Windows(size, *((number,) * len(size) for number in (KERNEL, 1, 0, 1)))
+    grid = [extent - KERNEL + 1 for extent in u.shape[3:]]
     if isinstance(layer, SlimConvCaps2d):
-        convolution = F.conv2d if len(size) == 2 else F.conv3d
+        convolution = F.conv2d if len(grid) == 2 else F.conv3d
         votes = convolution(u.flatten(0, 1), weight).view(*u.shape[:2], layer.out_types, layer.out_dim, -1)
         v = route_votes(votes.movedim(4, 1).flatten(0, 1), num_iterations=r, backend="reference")
     else:
-        v = dynamic_routing(windows.unfold(u), weight, num_iterations=r, backend="reference")
-    image: Tensor = v.unflatten(0, (u.shape[0], *windows.grid)).movedim((-2, -1), (1, 2))
+        windows = u
+        for axis in range(len(grid)):
+            windows = windows.unfold(3 + axis, KERNEL, 1)  # appends the axis of the window
+        windows = windows.movedim(2, -1).movedim(1, 1 + len(grid))  # [B, *grid, I, *window, K]
+        capsules = windows.reshape(-1, weight.shape[0], weight.shape[3])
+        v = dynamic_routing(capsules, weight, num_iterations=r, backend="reference")
+    image: Tensor = v.unflatten(0, (u.shape[0], *grid)).movedim((-2, -1), (1, 2))
     return image
