@@ -119,9 +119,13 @@ def layer_tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
     """What the workers measure of convolutional layers: all contenders, in a rehearsal without torch.compile."""
     # What takes the compiler longest comes first, see tasks().
     chosen = sorted(layer_cases(rehearse), key=lambda case: not case.backward)
-    able = [contender for contender in contenders() if contender.serves(device)]
-    able = sorted(able, key=lambda contender: contender.name != COMPILED)[rehearse:]
-    return [partial(contender_task, contender, case) for contender in able for case in chosen]
+    able = sorted(contenders(), key=lambda contender: contender.name != COMPILED)
+    return [
+        partial(contender_task, contender, case)
+        for contender in able
+        if contender.serves(device) and not (rehearse and contender.name == COMPILED)
+        for case in chosen
+    ]
 
 
 def variant_tasks(asked: argparse.Namespace) -> list["partial[Timed]"]:
