@@ -87,7 +87,7 @@ gpu-build: export TORCH_CUDA_ARCH_LIST := $(or $(TORCH_CUDA_ARCH_LIST),9.0)
 gpu-build: $(EXTENSION) ## the extension for a machine with this PYTHON and an H100 or H200 (or TORCH_CUDA_ARCH_LIST)
 	@ls -sh $(EXTENSION)
 
-gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (seven minutes at most)
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: smoke calls, times, tests (ten minutes at most)
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built; out/, with checkpoints of training and results, and .venv stay

@@ -232,11 +232,20 @@ class Steps:
 
     def times(self) -> list[Step]:
         """The workers compile their shares at the same time, then take turns on the GPU."""
-        shares = [f"{n}/{self.workers}" for n in range(1, self.workers + 1)]
-        steps = [self.own(f"times {share}", 240, "--share", share, quiet=True) for share in shares]
+        steps = self.shares("times", self.workers)
         for name, variables in VARIANTS.items():
-            steps.append(self.own(f"times {name}", 240, "--share", name, quiet=True).having(**variables))
-        return [step.having(OMP_NUM_THREADS="2") for step in steps]
+            steps.append(self.worker("times", name).having(**variables))
+        return steps
+
+    def layers(self) -> list[Step]:
+        """As times(), for convolutional layers. Eight workers, because every worker may store windows and votes."""
+        return self.shares("layers", min(8, self.workers))
+
+    def shares(self, name: str, count: int) -> list[Step]:
+        return [self.worker(name, f"{n}/{count}") for n in range(1, count + 1)]
+
+    def worker(self, name: str, share: str) -> Step:
+        return self.own(f"{name} {share}", 240, "--share", share, quiet=True).having(OMP_NUM_THREADS="2")
 
     def tests(self) -> list[Step]:
         """The tests marked gpu in two processes."""
@@ -288,10 +297,16 @@ class Steps:
 def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) -> int:
     """Runs all steps, the most important first. Returns the exit status."""
 
-    def chosen(*group: Step, at_once: int = 1) -> None:
+    def chosen(*group: Step, at_once: int = 1) -> bool:
         asked = [step for step in group if not only or step.name.startswith(tuple(only))]
         if asked:
             check.run(*asked, at_once=at_once)
+        return bool(asked)
+
+    def measured(*group: Step) -> None:
+        """Runs workers, which wait for each other, then makes the record of all that is measured so far."""
+        if chosen(*group, at_once=len(group)) and check.of("measured"):
+            check.run(steps.own("record", 60))
 
     also = [*also, *(name for name in ALSO if any(word.startswith(name) for word in only))]
     check.run(steps.own("machine", 60))
@@ -312,11 +327,9 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
     # What was asked for above all comes before what takes long.
     if "counters" in also:
         chosen(*steps.counters())
-    times = steps.times()
-    chosen(*times, at_once=len(times))  # they wait for each other
-    if check.of("measured"):
-        check.run(steps.own("record", 60))
+    measured(*steps.times())
     chosen(*steps.tests(), at_once=2)
+    measured(*steps.layers())
     if "sanitizers" in also:
         chosen(*steps.sanitizers(), at_once=4)
     check.complete = not check.interrupted
@@ -329,7 +342,7 @@ def run(check: Check, steps: Steps, only: Sequence[str], also: Sequence[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=7.0, help="for everything (default 7)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default 10)")
     parser.add_argument("--only", default="", help='steps by what their names begin with, such as "smoke cuda,times"')
     parser.add_argument("--also", default="", help=f"more steps: {', '.join(ALSO)}")
     parser.add_argument("--rehearse", action="store_true", help="the same steps on the CPU, small: no result")

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import capsfast
 from benchmarks.gpu_check import SUSPECTS, VARIANTS
 from capsfast.bench import check, ran, record
-from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
+from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case, sweep
 from capsfast.bench.contenders import COMPILED, EAGER, OURS, Contender, contenders
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import input_set, step
@@ -86,6 +86,11 @@ def cases(rehearse: bool) -> list[Case]:
     return list(dict.fromkeys(cases_of_layers))[: 6 if rehearse else None]
 
 
+def layer_cases(rehearse: bool) -> list[Case]:
+    """Convolutional layers; in a rehearsal small ones."""
+    return sweep("smoke" if rehearse else "images", "layers")
+
+
 Timed = Callable[[], None]
 
 
@@ -108,6 +113,19 @@ def tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
     others = [*nets, *(task for of_shape in rows.values() for task in of_shape)]
     hosts = [partial(host_task, contender, layer({}, direction)) for direction in DIRECTIONS for contender in ours]
     return others if rehearse else [*whole, *compiled, *others, *hosts]
+
+
+def layer_tasks(rehearse: bool, device: torch.device) -> list["partial[Timed]"]:
+    """What the workers measure of convolutional layers: all contenders, in a rehearsal without torch.compile."""
+    # What takes the compiler longest comes first, see tasks().
+    chosen = sorted(layer_cases(rehearse), key=lambda case: not case.backward)
+    able = sorted(contenders(), key=lambda contender: contender.name != COMPILED)
+    return [
+        partial(contender_task, contender, case)
+        for contender in able
+        if contender.serves(device) and not (rehearse and contender.name == COMPILED)
+        for case in chosen
+    ]
 
 
 def variant_tasks(asked: argparse.Namespace) -> list["partial[Timed]"]:
@@ -234,17 +252,29 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def times(asked: argparse.Namespace, device: torch.device) -> None:
-    """Prepares a share of the tasks, then measures them in turns with the other workers.
+    """A share of the tasks, such as 2/6, or the tasks of a variant."""
+    part, _, of = asked.share.partition("/")
+    todo = tasks(asked.rehearse, device)[int(part) - 1 :: int(of)] if of else variant_tasks(asked)
+    before: list[Timed] = [lambda: publish(limits=rates(device))] if part == "1" and device.type == "cuda" else []
+    take_turns(asked, device, todo, before)
+
+
+def layers(asked: argparse.Namespace, device: torch.device) -> None:
+    """A share of the convolutional layers."""
+    part, of = map(int, asked.share.split("/"))
+    take_turns(asked, device, layer_tasks(asked.rehearse, device)[part - 1 :: of])
+
+
+def take_turns(
+    asked: argparse.Namespace, device: torch.device, todo: Sequence["partial[Timed]"], before: Sequence[Timed] = ()
+) -> None:
+    """Prepares tasks, then measures them in turns with the other workers. before: what is measured before them.
 
     Who prepares shares a lock, so that nobody has a turn before all are ready, at most for 150 s.
     """
-    part, _, of = asked.share.partition("/")
-    todo = tasks(asked.rehearse, device)[int(part) - 1 :: int(of)] if of else variant_tasks(asked)
     end, folder = time.monotonic() + 150, asked.out / "gpu-check"
-    ready, failed = list[Timed](), list[str]()
+    ready, failed = [*before], list[str]()
     torch._dynamo.config.recompile_limit = 999  # one function, many shapes
-    if part == "1" and device.type == "cuda":
-        ready.append(lambda: publish(limits=rates(device)))
     with (folder / "preparing").open("a") as preparing, (folder / "turn").open("a") as turn:
         fcntl.flock(preparing, fcntl.LOCK_SH)
         for task in todo:
@@ -284,7 +314,7 @@ def record_of(asked: argparse.Namespace, device: torch.device) -> None:
         surroundings["note"] = f"With {' and '.join(settings)}"
     surroundings["limits"] = next((fact["limits"] for fact in facts if "limits" in fact), {})
     rows = {(row.case, row.contender): row for row in (Row.from_dict(f["measured"]) for f in facts if "measured" in f)}
-    order = {case: n for n, case in enumerate(cases(asked.rehearse))}
+    order = {case: n for n, case in enumerate([*cases(asked.rehearse), *layer_cases(asked.rehearse)])}
     ordered = sorted(rows.values(), key=lambda row: (order[row.case], row.contender))
     # The record of a rehearsal is none that `capsfast report` should find.
     path = (folder if asked.rehearse else asked.out) / f"{record.machine_name(surroundings['machine'])}.json"
@@ -307,7 +337,7 @@ def profiled(asked: argparse.Namespace, device: torch.device) -> None:
     torch.cuda.profiler.stop()
 
 
-STEPS = {function.__name__: function for function in (machine, smoke, times, profiled)} | {"record": record_of}
+STEPS = {function.__name__: function for function in (machine, smoke, times, layers, profiled)} | {"record": record_of}
 
 
 def main() -> None:

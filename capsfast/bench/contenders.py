@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backend import backends
 from ..functional import dynamic_routing, route_votes
+from . import layers
 from .cases import Case
 from .routings import Routed
 
@@ -66,6 +67,9 @@ class Contender:
 def _forward(backend: str, case: Case) -> Forward:
     if case.routing:
         return Routed(case.routing, case.I, case.J, case.K, case.D, case.r, backend)
+    if case.layer:
+        layer = case.module(backend=backend)
+        return partial(layers.unfolded, layer, case.r) if backend == "reference" else layers.Layered(layer)
     function = dynamic_routing if case.op == "dynamic_routing" else route_votes
     return partial(function, num_iterations=case.r, backend=backend)  # type: ignore[return-value]
 
@@ -77,7 +81,7 @@ def _backend_growth(case: Case) -> int:
     # s of every iteration, its running sum and its gradients, in at least float32. A routing with torch operations
     # between the passes stores more.
     arrays = 32 * max(case.r, 3) if case.routing else 4 * case.r
-    return arrays * case.B * case.J * case.D * max(4, case.torch_dtype.itemsize)
+    return arrays * case.samples * case.J * case.D * max(4, case.torch_dtype.itemsize)
 
 
 def _votes_growth(case: Case, copies: int) -> int:

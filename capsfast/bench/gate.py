@@ -4,10 +4,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import layers
 from .cases import Case
 from .contenders import Forward, einsum
 from .inputs import InputSet
@@ -56,7 +58,9 @@ class Gate:
     gradient of the outputs is zero for all other samples. Hence only the chosen samples contribute to the gradients of
     weight and parameters, and the input gradients of all other samples must be exactly zero.
 
-    If the inputs exceed TRUTH_INPUTS, only as many input capsules as fit are checked: ``self.case``.
+    If the inputs exceed TRUTH_INPUTS, only as many input capsules as fit are checked: ``self.case``. If the votes of an
+    image exceed TRUTH_BYTES, the reference runs on the far corner of the image, and the gradient of the outputs is zero
+    for all other windows.
     """
 
     def __init__(self, case: Case, inputs: InputSet) -> None:
@@ -69,18 +73,28 @@ class Gate:
             tensor.detach()[tuple(slice(size) for size in shape)].requires_grad_(case.backward)
             for tensor, shape in zip(inputs.tensors, case.shapes.values(), strict=True)
         ]
-        count = min(case.B, max(1, TRUTH_BYTES // (case.I * case.J * case.D * 8)))
-        self.chosen = torch.linspace(0, case.B - 1, count).round().long().to(inputs.dout[0].device)
-        self.dout = [
-            torch.zeros_like(gradient).index_copy_(0, self.chosen, gradient[self.chosen]) for gradient in inputs.dout
-        ]
 
-        # The weight and a routing's parameters have no axis of samples.
+        def truth_bytes(part: Case) -> int:
+            """The size of the votes of a sample in float64."""
+            return part.votes_bytes // (part.B * part.torch_dtype.itemsize) * 8
+
+        self.part = case
+        while self.part.size > layers.KERNEL and truth_bytes(self.part) > TRUTH_BYTES:
+            self.part = dataclasses.replace(self.part, size=self.part.size - 1)
+        count = min(case.B, max(1, TRUTH_BYTES // truth_bytes(self.part)))
+        self.chosen = torch.linspace(0, case.B - 1, count).round().long().to(inputs.dout[0].device)
+        dout = [
+            self._corner(name, gradient)[self.chosen] for name, gradient in zip(case.outputs, inputs.dout, strict=True)
+        ]
+        self.dout = [torch.zeros_like(gradient) for gradient in inputs.dout]
+        for name, gradient, there in zip(case.outputs, self.dout, dout, strict=True):
+            self._corner(name, gradient).index_copy_(0, self.chosen, there)
+
+        # The weight and a module's parameters have no axis of samples.
         small = [
-            (leaf.detach()[self.chosen] if name in case.batched else leaf.detach())
+            self._corner(name, leaf.detach())[self.chosen] if name in case.batched else leaf.detach()
             for name, leaf in zip(case.shapes, self.leaves, strict=True)
         ]
-        dout = [gradient[self.chosen] for gradient in inputs.dout]
 
         def reference(dtype: torch.dtype) -> dict[str, Tensor]:
             leaves = [tensor.to(dtype).detach().requires_grad_(case.backward) for tensor in small]
@@ -93,6 +107,12 @@ class Gate:
             for name, truth in self.truth.items()
         }
 
+    def _corner(self, name: str, value: Tensor) -> Tensor:
+        """A view of the part of an image that the reference computes; all of a value without an image."""
+        sizes = self.part.grid if name in self.case.outputs else (self.part.size,) * len(self.part.grid)
+        corner: tuple[Any, ...] = (..., *(slice(-size, None) for size in sizes))
+        return value[corner]
+
     def check(self, forward: Forward) -> Verdict:
         """Runs ``forward`` on the whole case once."""
         errors: dict[str, float] = {}
@@ -101,10 +121,11 @@ class Gate:
         for name, result in _results(self.case, forward, self.leaves, self.dout).items():
             if not bool(result.isfinite().all()):
                 reasons.append(f"{name} is not finite")
-            if name in of_samples and bool(result.index_fill(0, self.chosen, 0).any()):
-                reasons.append(f"{name} is not zero where the gradient of {' or '.join(self.case.outputs)} is")
             if name in of_samples or name in self.case.outputs:
-                result = result[self.chosen]
+                other, result = result.clone(), self._corner(name, result)[self.chosen]
+                self._corner(name, other).index_fill_(0, self.chosen, 0)
+                if name in of_samples and bool(other.any()):
+                    reasons.append(f"{name} is not zero where the gradient of {' or '.join(self.case.outputs)} is")
             error = relative_error(result, self.truth[name])
             # "not <=" so that NaN fails.
             if not error <= self.bounds[name]:

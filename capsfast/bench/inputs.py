@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import routings
 from .cases import Case
 from .contenders import Forward
 
@@ -30,14 +29,14 @@ class InputSet:
 def weight_std(case: Case) -> float:
     """A deviation that makes weighted sums of order one, so that coupling changes; for a routing, its own deviation."""
     if case.routing:
-        return case.made.weight_std(case.K, columns=case.D)
+        return float(case.on_meta.weight_std(case.K, columns=case.D))
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
 
 
 def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
     """Normal inputs that depend on ``seed`` only, weight or votes scaled by :func:`weight_std`.
 
-    Activations are uniform between 0 and 1. Parameters of a routing have their initial values.
+    Activations are uniform between 0 and 1. Parameters of a routing or a layer have their initial values.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -51,11 +50,11 @@ def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
         return empty.normal_(0.0, weight_std(case) if name in ("weight", "votes") else 1.0, generator=generator)
 
     of_module: dict[str, Tensor] = {}
-    if case.routing:
+    if case.module_name:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            routing = routings.make(case.routing, case.I, case.J, case.K, case.D, case.r)
-        of_module = {f"routing.{name}": value.detach() for name, value in routing.named_parameters()}
+            module = case.module()
+        of_module = {f"{case.op}.{name}": value.detach() for name, value in module.named_parameters()}
     tensors = tuple(drawn(name, shape).requires_grad_(case.backward) for name, shape in case.shapes.items())
     return InputSet(tensors, tuple(drawn("gradient", shape) for shape in case.outputs.values()))
 

@@ -57,7 +57,7 @@ def _measure_here(case: Case, name: str, threads: int) -> int:
         call()
     else:
         # Load the code by a small call, so that buffers that a contender keeps between calls still count.
-        small = dataclasses.replace(case, B=min(case.B, 2), I=min(case.I, 32))
+        small = dataclasses.replace(case, B=min(case.B, 2), I=min(case.I, 32), size=min(case.size, 8))
         step(chosen.make(small), small, [input_set(small, cpu)])()
     return max(0, growth(call) - case.gradient_bytes)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.files import write_text
-from .cases import CANONICAL, DIRECTIONS, ROUTING, Case
+from .cases import CANONICAL, DIRECTIONS, LAYER, ROUTING, Case
 from .contenders import COMPILED, EAGER
 from .measure import Row
 from .record import load
@@ -17,7 +17,7 @@ RATES = {
     "bf16": "bfloat16 matmul",
     "multiply_add": "multiply-adds on registers",
 }
-TITLES = {ROUTING: "Routings"}  # of tables; an op without a title has its name
+TITLES = {ROUTING: "Routings", LAYER: "Convolutional layers"}  # of tables; an op without a title has its name
 EMPTY = {"", "-"}  # cells of a table that say nothing
 
 
@@ -80,7 +80,7 @@ def _tables(results: Results, cases: Sequence[Case], limits: dict[str, float], o
         titles = [title for line in [*lines.values()][:1] for title in line]
         titles = [title for title in titles if any(line[title] not in EMPTY for line in lines.values())]
         rows = [
-            [f"{case.routing} {differing(case)}".lstrip(), *(line[title] for title in titles)]
+            [f"{case.module_name} {differing(case)}".lstrip(), *(line[title] for title in titles)]
             for case, line in lines.items()
         ]
         parts += [caption, markdown_table(["", *titles], rows)] if rows else []
@@ -94,7 +94,7 @@ def _section(path: Path, images: Path | None) -> str:
     parts = [f"## {path.stem}", describe(surroundings)]
     for op in dict.fromkeys(case.op for case in results.cases):
         of_op = [case for case in results.cases if case.op == op]
-        if images is not None and not any(case.routing for case in of_op):
+        if images is not None and op not in TITLES:
             from . import plots  # needs matplotlib
 
             drawn = plots.sweep_plots(results, op, images, path.stem, on_gpu)
@@ -136,7 +136,10 @@ INTRODUCTION = f"""# Measurements
   the FLOPs of a call that makes the votes again in every pass. Least MB: each input and each result once.
 * The broadcast matmul of older records expands the weight to the batch.
 * The einsum form of another routing makes the votes once with einsum. Gradients then include activations and the
-  parameters of the routing."""
+  parameters of the routing.
+* A convolutional layer has windows of 3 along every axis of its image, without padding, and routes I to J capsule types
+  dynamically. Its einsum form unfolds the poses, and stores windows and votes; of a slim layer it stores the votes of a
+  convolution."""
 
 
 def page(records: Sequence[Path], images: Path | None = None) -> str:

@@ -40,10 +40,11 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 
 
 def differing(case: Case) -> str:
-    """The batch, and all sizes that differ from the canonical layer, such as ``B=64 J=32``."""
+    """The image, the batch, and all sizes that differ from the canonical layer, such as ``B=64 J=32``."""
     words = [f"{key}={getattr(case, key)}" for key in "BIJDKr" if key == "B" or getattr(case, key)]
     kept = {f"{key}={getattr(CANONICAL, key)}" for key in "IJDKr"}
-    return " ".join([*(word for word in words if word not in kept), *([case.dtype] if case.dtype != "float32" else [])])
+    dtype = case.dtype if case.dtype != "float32" else ""
+    return " ".join(filter(None, [case.image, *(word for word in words if word not in kept), dtype]))
 
 
 class Results:

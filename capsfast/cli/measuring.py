@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench import record
-from ..bench.cases import SWEEPS, sweep
+from ..bench.cases import IMAGES, SWEEPS, sweep
 from ..bench.contenders import OURS, contenders, missing
+from ..bench.layers import LAYERS
 from ..bench.measure import Row, first_line, lost, measure, multiply_adds
 from ..bench.report import describe, page, write
 from ..bench.results import Results, mebibytes, microseconds, milliseconds, percent, times
@@ -28,12 +29,17 @@ def bench(
         str,
         typer.Option(
             help="dynamic_routing, route_votes, or both of them; or a routing of capsfast.nn: "
-            f"{', '.join(ROUTINGS)}; or all of these routings: routings."
+            f"{', '.join(ROUTINGS)}; or all of these routings: routings; or a convolutional layer: "
+            f"{', '.join(LAYERS)}; or all of these layers: layers."
         ),
     ] = "dynamic_routing",
     name: Annotated[
         str | None,
-        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, for routings: routings."),
+        typer.Option(
+            "--sweep",
+            help=f"One of {', '.join(SWEEPS)}; default quick, for routings: routings. For layers one of "
+            f"{', '.join(IMAGES)}; default images.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads; default: torch's.")] = None,
@@ -50,7 +56,8 @@ def bench(
 
     --json writes all results so far after every case, and replaces an existing record.
     """
-    name = name or ("routings" if op in ("routings", *ROUTINGS) else "quick")
+    of_layers = op in ("layers", *LAYERS)
+    name = name or ("images" if of_layers else "routings" if op in ("routings", *ROUTINGS) else "quick")
     try:
         cases = sweep(name, op)
     except ValueError as error:
@@ -87,7 +94,7 @@ def bench(
         for backend, reason in absent.items():
             say(f"{OURS}{backend} is not measured: {reason}")
         say(describe(surroundings))
-        lasts = {(case.op, case.routing): case for case in cases}.values()
+        lasts = {(case.op, case.module_name): case for case in cases}.values()
         for case in cases:
             # The quick sweep measures memory for the last case of each op and routing.
             with_memory = memory and (name != "quick" or case in lasts)

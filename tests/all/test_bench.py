@@ -16,10 +16,11 @@ import capsfast
 from capsfast import backends
 from capsfast.bench import measure as measuring
 from capsfast.bench import memory, record, report, routings, timing
-from capsfast.bench.cases import CANONICAL, OPS, ROUTING, SWEEPS, Case, sweep
+from capsfast.bench.cases import CANONICAL, IMAGES, OPS, ROUTING, SWEEPS, Case, sweep
 from capsfast.bench.contenders import COMPILED, CPP, EAGER, OURS, Contender, contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import input_set, input_sets, step
+from capsfast.bench.layers import LAYERS
 from capsfast.bench.measure import Row, measure, without_paths
 from capsfast.bench.results import RATE, Results
 from capsfast.bench.timing import Timing
@@ -33,6 +34,7 @@ ROUTED = [
     dataclasses.replace(BOTH, op=ROUTING, routing=name, r=2 if routings.takes_iterations(name) else 0)
     for name in ROUTINGS
 ]
+LAYER_CASES = [case for case in sweep("smoke", "layers") if case.backward]
 
 
 @pytest.mark.parametrize("op", [*OPS, "em"])
@@ -42,7 +44,11 @@ def test_sweeps_have_distinct_cases_of_their_op_and_unknown_ops_are_refused(op: 
         assert cases and len(set(cases)) == len(cases) and {case.routing or case.op for case in cases} == {op}
     # With the sizes of `pytest benchmarks` the votes of every contender fit in memory.
     assert not any(each.why_not(case, CPU) for case in sweep("capsules") for each in contenders() if each.serves(CPU))
-    with pytest.raises(ValueError, match=r"op must be one of dynamic_routing, .* em, .* routings, got 'magic'"):
+    for name in IMAGES:
+        assert [case.layer for case in sweep(name, "layers") if case.backward and case.size in (6, 14, 16)] == [*LAYERS]
+    with pytest.raises(ValueError, match="sweep must be one of images, smoke, got 'batch'"):
+        sweep("batch", "SlimConvCaps2d")
+    with pytest.raises(ValueError, match=r"op must be one of .* em, .* ConvCaps2d, .* layers, got 'magic'"):
         sweep("quick", "magic")
 
 
@@ -57,7 +63,7 @@ def test_contenders_are_the_available_backends_with_enough_memory(monkeypatch: p
     assert missing(CPU) == {"cpp": "no compiler"} and missing(CUDA) == {}
 
 
-@pytest.mark.parametrize("case", [TINY, BOTH, VOTES, *ROUTED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [TINY, BOTH, VOTES, *ROUTED, *LAYER_CASES], ids=lambda case: case.name)
 def test_gate_passes_contenders(case: Case) -> None:
     gate = Gate(case, input_set(case, CPU))
     names = {*case.outputs, *(f"d{shape}" for shape in case.shapes if case.backward)}
@@ -67,11 +73,12 @@ def test_gate_passes_contenders(case: Case) -> None:
             assert (verdict.reason, set(verdict.errors)) == ("", names)
 
 
-def test_the_einsum_form_of_a_routing_compiles_as_a_whole() -> None:
-    case = dataclasses.replace(ROUTED[list(ROUTINGS).index("em")], direction="forward")
+@pytest.mark.parametrize("case", [ROUTED[list(ROUTINGS).index("em")], *LAYER_CASES], ids=lambda case: case.name)
+def test_the_einsum_form_of_a_module_compiles_as_a_whole(case: Case) -> None:
+    case = dataclasses.replace(case, direction="forward")
     forward, tensors = contender(EAGER).make(case), input_set(case, CPU).tensors
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(tuple(compiled(*tensors)), tuple(forward(*tensors)))
+    torch.testing.assert_close(compiled(*tensors), forward(*tensors))
 
 
 @pytest.mark.parametrize("limit", ["", "TRUTH_BYTES", "TRUTH_INPUTS"])
@@ -89,6 +96,24 @@ def test_gate_finds_what_is_wrong(limit: str, monkeypatch: pytest.MonkeyPatch) -
         "du is not zero where" if limit == "TRUTH_BYTES" else "du has": lambda u, weight: (
             right(u, weight) + 1e-2 * right(u.roll(1, 0), weight)
         ),
+    }
+    for reason, forward in wrong.items():
+        assert reason in gate.check(forward).reason
+
+
+@pytest.mark.parametrize("case", LAYER_CASES, ids=lambda case: case.layer)
+def test_gate_compares_the_far_corner_of_a_large_image(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = case.votes_bytes // case.B  # of the votes of an image, in float64
+    monkeypatch.setattr("capsfast.bench.gate.TRUTH_BYTES", half)
+    gate, right = Gate(case, input_set(case, CPU)), contender(EAGER).make(case)
+    assert 3 < gate.part.size < case.size and gate.check(right).reason == ""
+    longer, unknown = torch.ones(case.grid), torch.zeros(case.grid)
+    longer.view(-1)[-1], unknown.view(-1)[0] = 1.1, float("nan")
+    wrong: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "v has relative error": lambda u, weight: right(u, weight) * longer,
+        f"d{[*case.shapes][1]} has": lambda u, weight: right(u, 0.5 * weight + 0.5 * weight.detach()),
+        "v is not finite": lambda u, weight: right(u, weight) + unknown,
+        "du is not zero where": lambda u, weight: right(u, weight) + 1e-2 * right(u.flip(-1), weight),
     }
     for reason, forward in wrong.items():
         assert reason in gate.check(forward).reason
@@ -267,13 +292,15 @@ def test_records_are_whole_and_older_ones_are_read(tmp_path: Path) -> None:
 
 def test_report_shows_and_draws_the_record(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cases = [*sweep("I")[:4], *sweep("batch"), *sweep("routings", "em"), VOTES]
+    cases = [*sweep("I")[:4], *sweep("batch"), *sweep("routings", "em"), *sweep("images", "ConvCaps2d"), VOTES]
     rows = [*rows_of(cases), Row(cases[0], "broadcast", "skipped", "would need about 9.0 GiB")]
     path = tmp_path / "record.json"
     record.save(path, {**record.environment(CPU), "limits": {RATE: 4e9}}, rows)
     page = report.write([path], tmp_path / "docs").read_text()
     # 128 · 64 · 10 · 16 votes of 2 · 28 FLOPs in 128 ms, of 4 GFLOP/s
     assert "\n| B=128 I=64 | 128 | 384 | 768 | skipped | 3.0x | 6.0x | 1.0 | 1.0 | 1.0 | 14 % |\n" in page
+    assert "### Convolutional layers, forward+backward\n" in page
+    assert "\n| ConvCaps2d 64^2 B=4 I=8 J=8 K=16 | 4.00 | 12.00 | 24.00 | 3.0x | 6.0x | 1.0 | 1.0 | 1.0 |" in page
     assert f"* broadcast, skipped (1), such as {cases[0].name}: would need about 9.0 GiB" in page
     images = {image.name for image in (tmp_path / "docs" / "images").iterdir()}
     assert images == {f"record-dynamic_routing-{each}.png" for each in ("speedup", "batch")}

@@ -87,6 +87,10 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> N
     assert quick.taken() == sweep("routings", "dynamic")
     assert ran("bench", "--op", "routings", "--sweep", "smoke").exit_code == 0
     assert list(dict.fromkeys(case.routing for case in quick.taken())) == list(ROUTINGS)
+    assert ran("bench", "--op", "layers").exit_code == 0
+    assert quick.taken() == sweep("images", "layers")
+    assert ran("bench", "--op", "ConvCaps2d", "--sweep", "smoke").exit_code == 0
+    assert quick.taken() == sweep("smoke", "ConvCaps2d")
     result = ran("bench", "--sweep", "roofline", "--no-baselines")
     shown = [line.split()[:3] for line in result.output.splitlines()]
     assert shown.count(["capsfast", "cpp", "1.00"]) == 14 and EAGER not in result.output

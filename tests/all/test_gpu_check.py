@@ -22,6 +22,7 @@ import torch
 from benchmarks import gpu_check, gpu_steps
 from benchmarks.gpu_check import Check, Step
 from capsfast.bench import record
+from capsfast.bench.cases import sweep
 from capsfast.bench.contenders import COMPILED, EAGER, contender
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,14 +101,16 @@ def test_a_rehearsal_runs_the_steps(tmp_path: Path) -> None:
     folder = tmp_path / "gpu-check"
     status = facts(folder, "status")
     assert set(status.values()) == {"ok", "left out"} and status["build"] == "left out"
-    assert {"smoke cpp", "times 1/2", "times 2/2", "record", "tests large", "tests others"} < set(status)
+    assert {"smoke cpp", "times 1/2", "times 2/2", "record", "tests large", "tests others", "layers 1/2"} < set(status)
     surroundings, rows = record.load(folder / facts(folder, "record")["record"])
     assert surroundings["machine"]["cpu"] and {row.status for row in rows} == {"ok"}
-    counts = Counter(row.contender.removeprefix("capsfast cpp ") for row in rows)
+    counts = Counter(row.contender.removeprefix("capsfast cpp ") for row in rows if not row.case.layer)
     assert counts == {"capsfast cpp": 6, EAGER: 1} | dict.fromkeys(gpu_check.VARIANTS, 6)
+    of_layers = {(row.case, row.contender) for row in rows if row.case.layer}
+    assert of_layers == {(case, name) for case in sweep("smoke", "layers") for name in ("capsfast cpp", EAGER)}
     page = (folder / "check.md").read_text()
     assert "no number counts" in page and "Not complete" not in page and "WRONG" not in page
-    assert "| B=2 I=16 |" in page and "| cpp passes | right |" in page
+    assert "| B=2 I=16 |" in page and "| ConvCaps2d 6^2 B=2 " in page and "| cpp passes | right |" in page
     assert "## Training step of CapsNet, 2 images" in page and "| capsfast::dynamic_routing_backward | 1 |" in page
 
 
@@ -134,6 +137,7 @@ def checked(tmp_path: Path, smoke: dict[str, tuple[str, list[str]] | None]) -> t
     found: dict[str, list[dict[str, Any]]] = {
         "machine": [{"machine": "a GPU", "environment": environment, "built": True}],
         "times 1/1": [{"measured": {}}],
+        "layers 1/1": [{"measured": {}}],
         "record": [{"tables": "a table"}],
     }
     found |= {f"times {name}": [{"measured": {}}] for name in gpu_check.VARIANTS}
@@ -146,7 +150,7 @@ def checked(tmp_path: Path, smoke: dict[str, tuple[str, list[str]] | None]) -> t
 
 def test_right_and_late_kernels_switch_nothing_off(tmp_path: Path) -> None:
     ran, steps = checked(tmp_path, {"triton": ("triton routing", []), "cuda": None})
-    times = {"times 1/1", *(f"times {name}" for name in gpu_check.VARIANTS)}
+    times = {"times 1/1", "layers 1/1", *(f"times {name}" for name in gpu_check.VARIANTS)}
     assert ran == {"machine", "build", "smoke triton", "smoke cuda", "record"} | times
     assert facts(tmp_path, "reason")["build"] == "the extension was built before, from these sources"
     assert facts(tmp_path, "status")["smoke cuda"] == "out of time"
@@ -182,6 +186,8 @@ def test_variants_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tasks = gpu_steps.tasks(False, torch.device("cuda"))
     pairs = [task.args for task in tasks if task.func is gpu_steps.contender_task]
     assert len(pairs) == len(set(pairs)) == 3 * len(gpu_steps.cases(False)) + 1  # eager einsum on one
+    pairs = [task.args for task in gpu_steps.layer_tasks(False, torch.device("cuda"))]
+    assert len(pairs) == len(set(pairs)) == 4 * len(gpu_steps.layer_cases(False))
 
 
 def test_workers_take_turns_and_go_on_after_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
