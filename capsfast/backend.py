@@ -78,6 +78,7 @@ class _Backend(NamedTuple):
         updates: whether its kernels of EM routing can update J output capsules of D components; None without such
             kernels.
         wide: the dtypes of sums that its EM update takes.
+        windows: whether its kernels unfold the windows of an image.
     """
 
     devices: tuple[str, ...]
@@ -87,6 +88,7 @@ class _Backend(NamedTuple):
     rounds: bool = True
     updates: Callable[[int, int], bool] | None = None
     wide: tuple[torch.dtype, ...] = ()
+    windows: bool = False
 
 
 # The definition, which serves every call.
@@ -100,6 +102,7 @@ BACKENDS: dict[str, _Backend] = {
         rounds=False,
         updates=lambda J, D: True,
         wide=(torch.float32, torch.float64),
+        windows=True,
     ),
     "triton": _Backend(
         ("cuda",),
@@ -108,6 +111,7 @@ BACKENDS: dict[str, _Backend] = {
         _not_by_triton,
         updates=_updates_by_triton,
         wide=(torch.float32,),
+        windows=True,
     ),
     "cuda": _Backend(("cuda",), lambda: native.why_no_cuda(), lambda gpu: native.why_not_on(gpu), _not_by_cuda),
     REFERENCE: _Backend(("any",)),
@@ -326,6 +330,18 @@ def choose_for_update(op: str, sums: Tensor, backend: str | None) -> str | None:
             continue
         if there.updates(J, D) and not (there.absent() or _of_gpu(name, device)):
             return name
+    return None
+
+
+def choose_for_windows(device: torch.device) -> str | None:
+    """The backend whose kernels unfold images on a device; None if torch has to.
+
+    A demand for a backend concerns the passes alone.
+    """
+    for name in ORDER:
+        there = BACKENDS[name]
+        if there.windows and device.type in there.devices and not (there.absent() or _of_gpu(name, device)):
+            return name  # type: ignore[no-any-return]
     return None
 
 

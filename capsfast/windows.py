@@ -1,8 +1,6 @@
-"""Windows of an image of capsules: where they lie, their input capsules, and the gradient of these."""
+"""The input capsules of windows of an image: unfolding them, and adding their gradients to that of the image."""
 
 import itertools
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,51 +8,24 @@ from torch.nn import functional as F
 
 from .calls import checks
 from .calls.precision import wide_dtype
+from .calls.windows import Box, Geometry
 from .environment.private_torch import forward_level
 from .ops import windows as ops
 
-Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
+__all__ = ["Box", "Windows"]
 
 
-class Windows(NamedTuple):
-    """The windows of a convolution over an image ``[B, types, K, *size]``. Fields have an entry for each axis of size.
+class Windows(Geometry):
+    """Windows of images that do what :class:`Geometry` describes, by a kernel if one serves the image."""
 
-    The input capsules of a window are in the order (type, *place in the window): I = types · ``area``. Windows are in
-    the order (sample, *place in ``grid``).
-    """
-
-    size: tuple[int, ...]
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """The number of windows along each axis."""
-        axes = zip(self.size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes)
-
-    @property
-    def places(self) -> int:
-        """The number of windows of a sample."""
-        return math.prod(self.grid)
-
-    @property
-    def area(self) -> int:
-        """The number of places in a window."""
-        return math.prod(self.kernel_size)
-
-    def all_of(self, samples: int) -> Box:
-        """The box of all windows."""
-        return tuple((0, count) for count in (samples, *self.grid))
+    __slots__ = ()
 
     def unfold(self, image: Tensor, box: Box | None = None) -> Tensor:
         """The input capsules ``[windows, I, K]`` of the windows of a box, or of all windows; 0 in the padding."""
         box = box or self.all_of(image.shape[0])
         recorded = torch.is_grad_enabled() and image.requires_grad
-        if not recorded and checks.is_eager(image) and forward_level() < 0:
-            capsules = ops.unfold(image, self._geometry(box))
+        if not recorded and image.dtype in checks.FLOATING and checks.is_eager(image) and forward_level() < 0:
+            capsules = ops.unfold(image, self, box)
             if capsules is not None:
                 return capsules
         return _windows(self, image, box)
@@ -64,7 +35,7 @@ class Windows(NamedTuple):
 
         Each element of the image is rounded once.
         """
-        if ops.fold(image, capsules, self._geometry(box)):
+        if capsules.dtype == image.dtype and ops.fold_into(image, capsules, self, box):
             return
         samples, *windows = box
         counts = [last - first for first, last in windows]
@@ -88,23 +59,6 @@ class Windows(NamedTuple):
             part = part.narrow(3 + axis, begin, end - begin)
             total = total.narrow(1 + axis, min(max(begin - start, 0), covered[axis]), end - begin)
         part.add_(total.movedim((-2, -1), (1, 2)))
-
-    def _geometry(self, box: Box) -> ops.Geometry:
-        return (*self[1:], [bound for bounds in box for bound in bounds])
-
-    def inside(self, box: Box | None = None, device: torch.device | None = None) -> Tensor | None:
-        """Which places of the windows of a box are not padding, bool ``[windows of a sample, area]``; None without
-        padding."""
-        if not any(self.padding):
-            return None
-        bounds = self.all_of(0)[1:] if box is None else box[1:]
-        axes = zip(bounds, self.size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        inside = torch.ones((), dtype=torch.bool, device=device)
-        for (first, last), n, k, s, p, d in axes:
-            at = torch.arange(first, last, device=device)[:, None] * s - p + torch.arange(k, device=device) * d
-            inside = inside.unsqueeze(-1).unsqueeze(-1) & ((at >= 0) & (at < n))
-        order = [*range(0, inside.dim(), 2), *range(1, inside.dim(), 2)]
-        return inside.permute(order).reshape(-1, self.area)
 
 
 def _windows(windows: Windows, image: Tensor, box: Box) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from capsfast import nn as caps
+from capsfast.nn import _blocks
 
 from .support.layers import results
 from .support.plain import assert_same, gradients
@@ -48,10 +49,9 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 def blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int, growth: float = 100.0) -> None:
-    """``growth``: 0 keeps no graph; the backward then routes every block again."""
-    monkeypatch.setattr(caps._blocks, "BLOCK_BYTES", nbytes)
-    monkeypatch.setattr(caps._blocks, "GROWTH", growth)
-    monkeypatch.setattr(caps._blocks, "LEAST_GROWTH", 0)
+    """``growth``: results of ops may take so many times the bytes of the poses; with 0 the backward has none."""
+    monkeypatch.setattr(_blocks, "limits", lambda poses: _blocks.Limits(nbytes, int(growth * poses.nbytes)))
+    monkeypatch.setattr(_blocks, "AT_ONCE", 0 if growth else 2**40)
 
 
 def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Tensor]]:

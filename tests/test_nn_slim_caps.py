@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capsfast.environment import native
-from capsfast.nn import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
+from capsfast.nn import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d, _blocks
 from capsfast.nn.routing.base import Routing
 
 from .support import plain
@@ -243,8 +243,9 @@ class Stored(TorchDispatchMode):
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 @pytest.mark.parametrize("window", ["2d", "2d own kernels", "3d", "up", "up 3d"])
-def test_votes_are_in_memory_once(window: str) -> None:
+def test_votes_are_in_memory_once(window: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides votes less than a twentieth, and in the backward their gradient once; positions after or before types."""
+    monkeypatch.setattr(_blocks, "limits", lambda poses: _blocks.Limits(2**30, 2**30))  # all positions in one block
     kind, given, _ = WINDOWS[window]
     layer = kind(30, J, K, D, **given)
     axes = layer.conv.weight.dim() - 2

@@ -215,6 +215,7 @@ def test_decompositions_are_the_ops(op: Op, dtype: torch.dtype) -> None:
 # Ops that are never part of a program (see the next test, test_em_update.py and test_em_routing.py).
 STEMS = ("factored_routing", "em_update", "triton_em_update", "em_routing", "triton_em_routing")
 IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in STEMS for end in ("", "_backward")}
+IN_NO_PROGRAM |= {"capsfast::unfold_windows", "capsfast::fold_windows"}
 
 
 def test_every_op_has_a_decomposition() -> None:
