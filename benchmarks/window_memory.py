@@ -16,17 +16,24 @@ import torch
 from benchmarks.common import keep, options
 from capsfast.bench.memory import growth, in_a_process
 from capsfast.models import SegCaps
-from capsfast.nn import ConvCaps2d, SlimConvCaps2d, SlimConvCaps3d, _blocks
+from capsfast.nn import ConvCaps1d, ConvCaps2d, ConvCaps3d, SlimConvCaps2d, SlimConvCaps3d, _blocks
 
 MIB = 2**20
-LAYERS: dict[str, Any] = {"ConvCaps2d": ConvCaps2d, "SlimConvCaps2d": SlimConvCaps2d, "SlimConvCaps3d": SlimConvCaps3d}
+LAYERS: dict[str, Any] = {
+    kind.__name__: kind for kind in (ConvCaps1d, ConvCaps2d, ConvCaps3d, SlimConvCaps2d, SlimConvCaps3d)
+}
 # layer, routing, B, size of the image
 ROWS: list[tuple[str, str, int, tuple[int, ...]]] = [
+    ("ConvCaps1d", "dynamic", 8, (2048,)),
     ("ConvCaps2d", "dynamic", 4, (64, 64)),
     ("ConvCaps2d", "dynamic", 1, (256, 256)),
     ("ConvCaps2d", "dynamic", 1, (512, 512)),
     ("ConvCaps2d", "em", 4, (64, 64)),
     ("ConvCaps2d", "em", 1, (256, 256)),
+    ("ConvCaps2d", "cosine", 1, (256, 256)),
+    ("ConvCaps3d", "dynamic", 1, (16, 16, 16)),
+    ("ConvCaps3d", "dynamic", 1, (32, 32, 32)),
+    ("ConvCaps3d", "em", 1, (32, 32, 32)),
     ("SlimConvCaps2d", "dynamic", 4, (64, 64)),
     ("SlimConvCaps2d", "dynamic", 1, (512, 512)),
     ("SlimConvCaps3d", "dynamic", 1, (24, 24, 24)),
@@ -40,7 +47,7 @@ def called(
 ) -> tuple[int, float, float]:
     """Bytes of the poses (for SegCaps, of the images), bytes of growth, and the median seconds of the calls."""
     if unfolded:
-        _blocks.BLOCK_BYTES = sys.maxsize
+        _blocks.limits = lambda poses: _blocks.Limits(sys.maxsize, sys.maxsize)
     if name == "SegCaps":
         layer: Any = SegCaps(1, size, routing=routing)
         shape = (batch, 1)

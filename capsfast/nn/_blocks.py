@@ -23,23 +23,24 @@ from .routing.base import Capsules, lengths
 class Limits(NamedTuple):
     """Bytes that routing in blocks may take.
 
-    block: the inputs of the routing of a block, unfolded poses or the votes of a convolution. On the CPU they should
-        stay in the caches; a GPU needs enough windows to be busy for longer than a block's launches take.
-    growth: of a call, beyond inputs, outputs and gradients; but at least as many as its poses take. Within this limit
-        blocks save tensors for the backward; the backward routes the other blocks again.
+    block: the inputs of the routing of a block, unfolded poses or the votes of a convolution.
+    growth: of a call, beyond inputs, outputs and gradients; but a call may take as many bytes as its poses. Within this
+        limit blocks keep results of their ops for the backward; the backward computes those of the other blocks again.
     """
 
     block: int
     growth: int
 
 
-LIMITS = {"cpu": Limits(2 * 2**20, 32 * 2**20), "cuda": Limits(64 * 2**20, 512 * 2**20)}
-# On the CPU the block grows with the threads, which all need windows.
-OF_A_THREAD = 512 * 2**10
+# On the CPU a block should stay in the caches, but all threads need windows: a block has so many bytes for each thread,
+# within these bounds.
+OF_A_THREAD, LEAST_BLOCK, MOST_BLOCK = 2**19, 2**21, 2**24
+# On a GPU a block should take longer than the host takes to launch it.
+BLOCK_ON_GPU = 2**25
+# Memory of one block at work, and of a call, in units of the inputs of a block's routing.
+AT_ONCE, GROWTH = 8, 16
 # The most cuts of the last axis beyond those that it needs, and how full a box is that needs no more.
 MOST_CUTS, GOOD = 8, 0.9
-# Memory of one block, in units of the inputs of its routing.
-AT_ONCE = 5
 
 Routed = Tensor | Capsules  # the output capsules; from dynamic routing the poses alone
 RoutingInputs = Sequence[Any]  # the inputs of a block's routing, tensors and None
@@ -59,10 +60,10 @@ class Block(NamedTuple):
 
 def limits(images: Tensor) -> Limits:
     """The limits of calls on the device of the images."""
-    if images.device.type != "cpu":
-        return LIMITS["cuda"]
-    block, growth = LIMITS["cpu"]
-    return Limits(max(block, min(torch.get_num_threads() * OF_A_THREAD, growth // AT_ONCE)), growth)
+    block = BLOCK_ON_GPU
+    if images.device.type == "cpu":
+        block = min(max(LEAST_BLOCK, OF_A_THREAD * torch.get_num_threads()), MOST_BLOCK)
+    return Limits(block, GROWTH * block)
 
 
 class WindowLayer(Layer):

@@ -128,8 +128,11 @@ class Largest(TorchDispatchMode):
 
 
 def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True) -> None:
-    """The recorded ops belong to this backend: its fused op and no other product, or no fused op."""
-    fused = {name for name in ops if name.startswith("capsfast::")}
+    """The recorded ops belong to this backend: its fused op and no other product, or no fused op.
+
+    Ops that copy the capsules of windows serve every backend.
+    """
+    fused = {name for name in ops if name.startswith("capsfast::") and not name.endswith("fold_windows")}
     if not backend.fused:
         assert not fused, f"backend {backend} ran {fused}"
         return
