@@ -1,6 +1,7 @@
 """Layers of windows that route block by block, against the same layers that route all windows at once."""
 
 import copy
+import re
 from itertools import cycle
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from capsfast import nn as caps
+from capsfast.environment import native
 from capsfast.nn import _blocks
 
+from .support.backends import recorded_ops
 from .support.layers import results
 from .support.plain import assert_same, gradients
 
@@ -79,6 +82,26 @@ def test_blocks_are_the_whole_image(name: str, growth: float, monkeypatch: pytes
     for nbytes in (1, 2**14):  # a window, some rows
         blocks(monkeypatch, nbytes, growth)
         assert_same(everything(layer, images), wanted)
+
+
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["conv", "conv em", "conv cosine", "slim"])
+def test_ops_whose_results_are_kept_run_once(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    some_fit = {"conv em": 20.0, "slim": 1.0}.get(name, 3.0)
+    for growth in (1000.0, 0.0, some_fit):
+        blocks(monkeypatch, 2**12, growth)
+        layer, images = layer_and_images(name, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), recorded_ops() as forward:
+            out = results(layer(*images))
+        with recorded_ops() as backward:
+            gradients(out, [*images, *layer.parameters()])
+        of_both = (list(filter(re.compile(r"capsfast::\w+_(routing|pass)$").match, ops)) for ops in (forward, backward))
+        counts.append(tuple(map(len, of_both)))
+    (once, again), (none_kept, all_again), (some, others_again) = counts
+    assert again == 0 and once == none_kept == all_again == some > 1
+    assert 0 < others_again < once
 
 
 def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..functional import dynamic_routing, route_votes
-from ..nn import ConvCaps2d, SlimConvCaps2d, SlimConvCaps3d
+from ..nn import ConvCaps2d, ConvCaps3d, SlimConvCaps2d, SlimConvCaps3d
 
 # Windows of 3 in every axis, without padding.
-LAYERS: dict[str, Any] = {
-    "ConvCaps2d": ConvCaps2d,
-    "SlimConvCaps2d": SlimConvCaps2d,
-    "SlimConvCaps3d": SlimConvCaps3d,
-}
+LAYERS: dict[str, Any] = {layer.__name__: layer for layer in (ConvCaps2d, ConvCaps3d, SlimConvCaps2d, SlimConvCaps3d)}
 KERNEL = 3
 
 
