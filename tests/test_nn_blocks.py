@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import capsfast
 from capsfast import nn as caps
 from capsfast.environment import native
 from capsfast.nn import _blocks
@@ -200,3 +202,88 @@ def test_a_routing_that_mixes_samples_sees_all(routing: Any, monkeypatch: pytest
     wanted: caps.Capsules = layer(poses)
     blocks(monkeypatch, 2**12)
     torch.testing.assert_close(layer(poses).poses, wanted.poses)
+
+
+def test_hooks_of_tensors_see_whole_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that a block called would change its share, and the sum once more."""
+    layer, (poses,) = layer_and_images("conv")
+    wanted = everything(layer, [poses])
+    blocks(monkeypatch, 2**12)
+    hooks = [tensor.register_hook(lambda gradient: 2.0 * gradient) for tensor in (poses, layer.routing.W)]
+    found = everything(layer, [poses])
+    assert_same(found, [wanted[0], 2.0 * wanted[1], 2.0 * wanted[2]])
+    out = layer(poses)
+    (of_poses,) = torch.autograd.grad(out, poses, torch.ones_like(out), create_graph=False, retain_graph=True)
+    batch = torch.ones(2, *out.shape, dtype=f64)
+    (batched,) = torch.autograd.grad(out, poses, batch, is_grads_batched=True)
+    assert_same([*batched], [of_poses, of_poses])
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+@pytest.mark.parametrize("name", ["conv", "conv em", "conv cosine", "conv self-attention", "slim"])
+def test_a_backward_under_other_conditions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward routes a block again if the results of the forward are those of other ops."""
+    layer, images = layer_and_images(name)
+    wanted = everything(layer, images)
+    blocks(monkeypatch, 2**12)
+    tensors = [*images, *layer.parameters()]
+    for forward, backward in (("reference", None), ("cpp", "reference")):
+        with capsfast.use_backend(forward):  # type: ignore[arg-type]
+            found = results(layer(*images))
+        with capsfast.use_backend(backward):  # type: ignore[arg-type]
+            assert_same([*found, *gradients(found, tensors)], wanted)
+    with torch.device("cpu"):
+        found = results(layer(*images))
+    assert_same(gradients(found, tensors), wanted[len(found) :])
+    found = results(layer(*images))
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    assert_same(gradients(found, images), wanted[len(found) :][: len(images)])
+
+
+def test_results_that_are_kept_are_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that checkpoints drop them, and torch.autograd.graph.save_on_cpu moves them."""
+    layer, images = layer_and_images("conv")
+    wanted = everything(layer, images)
+    blocks(monkeypatch, 2**12)
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone() if tensor.dtype == torch.uint8 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = results(layer(*images))
+    memory = [tensor for tensor in packed if tensor.dtype == torch.uint8]
+    assert len(memory) == 1 and memory[0].numel() > found[0].nbytes
+    memory[0].fill_(255)
+    assert_same([*found, *gradients(found, [*images, *layer.parameters()])], wanted)
+    checkpointed = torch.utils.checkpoint.checkpoint(layer, *images, use_reentrant=False)
+    assert_same(gradients([checkpointed], [*images, *layer.parameters()]), wanted[1:])
+
+
+class Nested(caps.Routing):
+    """A user's routing that calls a layer of windows."""
+
+    independent = True
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.inner = caps.ConvCaps1d(1, 1, 6, 6, 1, dtype=f64)
+
+    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+        first = votes.moments().first
+        again = self.inner(first.movedim(1, 2).unsqueeze(1))[:, 0].movedim(1, 2)
+        poses = votes.moments(query=again).first
+        return poses, poses.norm(dim=2)
+
+
+def test_layers_of_windows_inside_a_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = caps.ConvCaps2d(2, 4, 4, 6, routing=Nested, dtype=f64)
+    poses = torch.randn(2, 2, 4, 7, 8, dtype=f64, requires_grad=True)
+    wanted = everything(layer, [poses])
+    blocks(monkeypatch, 2**11)
+    assert_same(everything(layer, [poses]), wanted)

@@ -133,6 +133,7 @@ def test_results_do_not_depend_on_threads() -> None:
         ([3, 3], [1, 1], [0, -1], [1, 1], [0, 1, 0, 3, 0, 3]),
         ([3], [1], [0], [1], [0, 1, 0, 3]),
         ([3, 3], [1, 1], [2**62, 0], [1, 1], [0, 1, 0, 3, 0, 3]),
+        ([2, 2], [1, 1], [2**30, 2**30], [2**30, 2**30], [0, 1, 0, 3, 0, 3]),  # more places than 64 bits count
     ],
     ids=str,
 )
@@ -158,25 +159,30 @@ def test_ops_refuse_other_tensors() -> None:
 
 
 def test_results_that_are_replayed_are_those_that_were_recorded() -> None:
-    calls: list[int] = []
+    calls: list[tuple[int, ...]] = []
 
-    def op(*sizes: int) -> tuple[Tensor, ...]:
-        calls.append(len(calls))
+    def op(tensor: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        calls.append(sizes)
         return tuple(torch.full((size, 3), float(len(calls)), dtype=f64) for size in sizes)
 
+    inputs = [(torch.zeros(2), 2, 0), (torch.ones(2), 5, 1)]
     recording = replay.Recording()
-    with replay.recorded(recording):
-        assert replay.active()
-        results = [replay.result(op, sizes) for sizes in ((2, 0), (5, 1))]
-    memory = replay.Memory(recording.nbytes, torch.device("cpu"))
-    assert recording.keep(memory) and memory.used == memory.bytes.numel()
-    with replay.replayed(recording):
-        again = [replay.result(op, sizes) for sizes in ((2, 0), (5, 1))]
-    assert len(calls) == 2 and not replay.active()
+    results = [recording.result(op, given) for given in inputs]
+    memory = torch.empty(recording.nbytes + 64, dtype=torch.uint8)
+    assert recording.keep(memory, 64) == memory.numel()
+    replayed = replay.Replay(recording, memory)
+    again = [replayed.result(op, given) for given in inputs]
+    assert len(calls) == 2
     for one, other in zip(itertools.chain(*results), itertools.chain(*again), strict=True):
         assert torch.equal(one, other) and not other._is_view() and other.is_contiguous()
-    with replay.recorded(recording):
-        replay.result(op, (1,))
-    assert not recording.keep(memory)  # there is no room
-    with replay.replayed(None):
-        assert not replay.active()
+    different = [(op, (torch.zeros(2), 2, 1)), (op, (torch.zeros(3), 2, 0)), (op, (None, 2, 0)), (max, inputs[0])]
+    for other_op, given in different:
+        with pytest.raises(replay.DifferentError):
+            replay.Replay(recording, memory).result(other_op, given)  # type: ignore[arg-type]
+    with pytest.raises(replay.DifferentError):
+        replayed.result(op, inputs[0])  # after the last
+    with replay.of_ops(recording):
+        with replay.of_ops(None):
+            assert replay.state.of_ops is None
+        assert replay.state.of_ops is recording
+    assert replay.state.of_ops is None

@@ -13,23 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Results = Sequence[Tensor]
+Op = Callable[..., Sequence[Tensor]]
 
 ALIGNMENT = 64
 
 
-class Memory:
-    """Memory for the results of several computations."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(max(0, nbytes), dtype=torch.uint8, device=device)
-        self.used = 0
+class DifferentError(Exception):
+    """The computation that is to be replayed calls other ops than the recorded one."""
 
 
-class _Stored(NamedTuple):
-    """Where a result is kept."""
+class _Call(NamedTuple):
+    """An op, its arguments that are no tensors, and its results; later where these lie."""
 
-    at: int
+    op: Op
+    arguments: tuple[Any, ...]
+    results: Sequence[Any]
+
+
+class _Place(NamedTuple):
+    start: int
     size: torch.Size
     dtype: torch.dtype
 
@@ -38,85 +40,79 @@ class Recording:
     """The results of the ops of a computation, in their order."""
 
     def __init__(self) -> None:
-        self._calls: list[Results] = []
-        self._kept: list[list[_Stored]] = []
-        self._memory: Memory | None = None
+        self._calls: list[_Call] = []
+
+    def result(self, op: Op, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """The results of the op, which runs."""
+        results = op(*inputs)
+        self._calls.append(_Call(op, _plain(inputs), results))
+        return results
 
     @property
     def nbytes(self) -> int:
-        """The memory that :meth:`keep` takes."""
-        return sum(_room(result) for results in self._calls for result in results)
+        """The bytes that :meth:`keep` takes."""
+        return sum(_room(result) for call in self._calls for result in call.results)
 
-    def keep(self, memory: Memory) -> bool:
-        """Moves the results to this memory; False, and keeps nothing, if there is too little room."""
-        calls, self._calls = self._calls, []
-        if memory.used + sum(_room(result) for results in calls for result in results) > memory.bytes.numel():
-            return False
-        self._memory = memory
-        for results in calls:
-            stored = []
-            for result in results:
-                stored.append(_Stored(memory.used, result.shape, result.dtype))
-                memory.used += _room(result)
-            self._kept.append(stored)
-            for place, result in zip(stored, results, strict=True):
-                self._at(place).copy_(result)
-        return True
+    def keep(self, memory: Tensor, start: int) -> int:
+        """Copies the results to ``memory``, uint8, from a byte on, and returns where they end.
 
-    def _at(self, place: _Stored) -> Tensor:
-        # Not a view, which an autograd function would treat in another way than a new tensor.
-        assert self._memory is not None
-        memory = self._memory.bytes
-        stride = torch.empty(place.size, device="meta").stride()
-        start = place.at // place.dtype.itemsize
-        return memory.new_empty(0, dtype=place.dtype).set_(memory.untyped_storage(), start, place.size, stride)  # type: ignore[call-overload,no-any-return]
+        The memory must have room for ``nbytes``.
+        """
+        for n, call in enumerate(self._calls):
+            places = []
+            for result in call.results:
+                places.append(_Place(start, result.shape, result.dtype))
+                _at(memory, places[-1]).copy_(result)
+                start += _room(result)
+            self._calls[n] = call._replace(results=places)
+        return start
 
-    def _next(self) -> Results:
-        return tuple(self._at(place) for place in self._kept.pop(0))
+
+class Replay:
+    """Gives the results of a recording that was kept in ``memory``."""
+
+    def __init__(self, recording: Recording, memory: Tensor) -> None:
+        self._calls, self._memory = iter(recording._calls), memory
+
+    def result(self, op: Op, inputs: Sequence[Any]) -> Sequence[Tensor]:
+        """
+        Raises:
+            DifferentError: the recording has another call here.
+        """
+        call = next(self._calls, None)
+        if call is None or (call.op, call.arguments) != (op, _plain(inputs)):
+            raise DifferentError
+        return tuple(_at(self._memory, place) for place in call.results)
+
+
+def _plain(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments, with the shapes of tensors instead of tensors."""
+    return tuple(value.shape if isinstance(value, Tensor) else value for value in inputs)
 
 
 def _room(result: Tensor) -> int:
     return -(-result.numel() * result.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+def _at(memory: Tensor, place: _Place) -> Tensor:
+    # Not a view, which an autograd function would treat in another way than a new tensor.
+    tensor, stride = memory.new_empty(0, dtype=place.dtype), torch.empty(place.size, device="meta").stride()
+    start = memory.storage_offset() + place.start
+    return tensor.set_(memory.untyped_storage(), start // place.dtype.itemsize, place.size, stride)  # type: ignore[call-overload,no-any-return]
+
+
 class _State(threading.local):
-    recording: Recording | None = None  # results go there
-    replayed: Recording | None = None  # results come from there
+    of_ops: Recording | Replay | None = None
 
 
 state = _State()
 
 
 @contextmanager
-def recorded(recording: Recording) -> Iterator[None]:
-    """The results of ops go to the recording."""
-    before, state.recording = state.recording, recording
+def of_ops(source: Recording | Replay | None) -> Iterator[None]:
+    """Ops ask ``source`` for their results; None: they run, also inside another computation that is recorded."""
+    before, state.of_ops = state.of_ops, source
     try:
         yield
     finally:
-        state.recording = before
-
-
-@contextmanager
-def replayed(recording: Recording | None) -> Iterator[None]:
-    """Ops take their results from a kept recording of the same computation; with None they run."""
-    before, state.replayed = state.replayed, recording
-    try:
-        yield
-    finally:
-        state.replayed = before
-
-
-def active() -> bool:
-    """Whether ops must call :func:`result`."""
-    return state.recording is not None or state.replayed is not None
-
-
-def result(op: Callable[..., Results], inputs: Sequence[Any]) -> Results:
-    """The results of the op for the inputs, recorded or replayed."""
-    if state.replayed is not None:
-        return state.replayed._next()
-    results = op(*inputs)
-    if state.recording is not None:
-        state.recording._calls.append(results)
-    return results
+        state.of_ops = before

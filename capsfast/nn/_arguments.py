@@ -89,7 +89,7 @@ def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tupl
 
 def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: int = 1) -> tuple[int, ...]:
     """An int for all axes of an image, or an int for every axis."""
-    if isinstance(value, Sequence) and len(value) == axes:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == axes:
         for entry in value:
             checks.integer(op, name, entry, least)
         return tuple(value)

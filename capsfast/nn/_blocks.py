@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import checks, replay
 from ..calls.precision import wide_dtype
-from ..environment.private_torch import forward_level, gradients_in_batches
+from ..environment.private_torch import any_global_hook, forward_level, gradients_in_batches
 from ..windows import Box
 from . import _arguments
 from ._layer import Layer, hooked
@@ -150,6 +149,8 @@ class WindowLayer(Layer):
         """
         if not checks.is_eager(*tensors) or forward_level() >= 0:
             return False
+        if any_global_hook():
+            return False
         parts = (part for part in self.modules() if part is not self)
         changed = any(hooked(part) or is_parametrized(part) for part in parts)
         return not changed and not getattr(self, "_is_replica", False)
@@ -219,15 +220,25 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: "_Job", *tensors: Tensor | None) -> tuple[Tensor, ...]:
         ctx.job = job
-        ctx.save_for_backward(*tensors)
-        return job.forward(tensors)
+        outputs, memory = job.forward(tensors)
+        ctx.save_for_backward(memory, *tensors)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        blocks = not torch.is_grad_enabled() and checks.is_eager(*upstream)
-        blocks = blocks and not any(map(gradients_in_batches, upstream))
-        gradients = ctx.job.backward if blocks else ctx.job.backward_of_all
-        return None, *gradients(ctx.saved_tensors, upstream)
+        memory, *tensors = ctx.saved_tensors
+        in_blocks = not torch.is_grad_enabled() and checks.is_eager(*upstream)
+        if in_blocks and not any(map(gradients_in_batches, upstream)):
+            return None, *ctx.job.backward(memory, _apart(tensors, ctx.needs_input_grad[1:]), upstream)
+        return None, *ctx.job.backward_of_all(tensors, upstream)
+
+
+def _apart(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The tensors as leaves of their own: the hooks of a parameter must see its whole gradient, not that of a block."""
+    return [
+        tensor if tensor is None else tensor.detach().requires_grad_(need)
+        for tensor, need in zip(tensors, needs, strict=True)
+    ]
 
 
 class _Job:
@@ -238,38 +249,42 @@ class _Job:
         self.differentiated = torch.is_grad_enabled()
         self.recordings: dict[Box, replay.Recording] = {}
 
-    def forward(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    def forward(self, tensors: Sequence[Any]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The output capsules, and the memory of the results that recordings keep."""
         poses, activation, *parameters = tensors
         device = poses.device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         return self._called(parameters, self._forward, poses, activation, parameters)  # type: ignore[no-any-return]
 
-    def _forward(self, poses: Tensor, activation: Tensor | None, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        tensors = (poses, activation, *parameters)
-        saves = self.differentiated and any(map(_differentiated, tensors))
+    def _forward(
+        self, poses: Tensor, activation: Tensor | None, parameters: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        differentiated = self.differentiated and any(map(_differentiated, (poses, activation, *parameters)))
         at_once, growth = limits(poses)
         allowed = max(poses.nbytes, growth) - AT_ONCE * at_once
-        memory: replay.Memory | None = None
+        records, used = differentiated and allowed > 0, 0
+        memory: Tensor | None = None
         whole: list[Tensor] = []
         for box in self.boxes:
-            with torch.set_grad_enabled(saves):
-                recording = replay.Recording()
+            recording = replay.Recording() if records else None
+            with torch.set_grad_enabled(differentiated), replay.of_ops(recording):
                 block = self.layer._block(poses, activation, box)
-                with replay.recorded(recording) if saves else nullcontext():
-                    results = [result.detach() for result in self.layer._routed(box, *block.inputs)]
-                del block
-            if saves:
+                results = [result.detach() for result in self.layer._routed(box, *block.inputs)]
+            del block
+            if recording is not None:
                 if memory is None:
-                    memory = replay.Memory(min(allowed, len(self.boxes) * recording.nbytes), poses.device)
-                saves = recording.keep(memory)
-                if saves:
+                    nbytes = min(allowed, len(self.boxes) * recording.nbytes)
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device=poses.device)
+                records = used + recording.nbytes <= memory.numel()
+                if records:
+                    used = recording.keep(memory, used)
                     self.recordings[box] = recording
             if not whole:
                 whole = [self._empty(poses.shape[0], result) for result in results]
             for all_blocks, of_block in zip(whole, results, strict=True):
                 _of(all_blocks, box).copy_(of_block)
-            del results
-        return tuple(whole)
+            del results, recording
+        return tuple(whole), memory
 
     def _empty(self, samples: int, like: Tensor) -> Tensor:
         """An empty tensor for all blocks, with the memory order of the axes in a block."""
@@ -288,23 +303,25 @@ class _Job:
 
     def backward_of_all(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients through the graph of the whole image, for second derivatives and batches of gradients."""
-        poses, activation, *parameters = tensors
         with torch.enable_grad():
+            # Views, because autograd calls the hooks of the tensors themselves later.
+            tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+            poses, activation, *parameters = tensors
             results = self._called(parameters, self.layer._whole, poses, activation, self.grid)
         return _gradients(results, tensors, upstream, create_graph=torch.is_grad_enabled())
 
-    def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, memory: Tensor | None, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         _, _, *parameters = tensors
-        return self._called(parameters, self._backward, tensors, upstream)  # type: ignore[no-any-return]
+        return self._called(parameters, self._backward, memory, tensors, upstream)  # type: ignore[no-any-return]
 
-    def _backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+    def _backward(self, memory: Tensor | None, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
         poses, activation, *parameters = tensors
         sums = [torch.zeros_like(image) if _differentiated(image) else None for image in (poses, activation)]
         of_parameters: list[Any] = [None] * len(parameters)
         for box in self.boxes:
-            with torch.enable_grad(), replay.replayed(self.recordings.pop(box, None)):
+            with torch.enable_grad():
                 block = self.layer._block(poses, activation, box)
-                results = self.layer._routed(box, *block.inputs)
+            results = self._again(box, block.inputs, memory)
             gradients = _gradients(results, [*block.leaves, *parameters], [_of(share, box) for share in upstream])
             del results
             count = len(block.leaves)
@@ -319,6 +336,19 @@ class _Job:
             for total, parameter in zip(of_parameters, parameters, strict=True)
         )
         return [*sums, *totals]
+
+    def _again(self, box: Box, inputs: RoutingInputs, memory: Tensor | None) -> tuple[Tensor, ...]:
+        """The output capsules of a box, with their graph; by kernels only if the forward has not kept the results."""
+        recording = self.recordings.get(box)
+        with torch.enable_grad():
+            if recording is not None and memory is not None:
+                try:
+                    with replay.of_ops(replay.Replay(recording, memory)):
+                        return self.layer._routed(box, *inputs)
+                except replay.DifferentError:  # another backend is in force now, or a parameter was frozen
+                    pass
+            with replay.of_ops(None):
+                return self.layer._routed(box, *inputs)
 
 
 class _Caller(nn.Module):

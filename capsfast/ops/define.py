@@ -298,7 +298,7 @@ def _called(
         def forward(ctx: Any, *given: Any) -> Any:
             inputs = (*given[:-1], *given[-1])
             with below_autograd():
-                output = replay.result(op, inputs) if replay.active() else op(*inputs)
+                output = op(*inputs) if replay.state.of_ops is None else replay.state.of_ops.result(op, inputs)
             save(ctx, inputs, output)
             return output[:results]
 
@@ -322,9 +322,9 @@ def _called(
                     return Transformed.apply(*inputs)
                 with torch.autocast(device, enabled=False):
                     return Transformed.apply(*cast(inputs, torch.get_autocast_dtype(device), count))
-            if casting and not replay.active():
-                return op(*inputs)
             if casting:
+                if replay.state.of_ops is None:
+                    return op(*inputs)
                 with torch.autocast(device, enabled=False):
                     return call(*cast(inputs, torch.get_autocast_dtype(device), count))
             # Under forward-mode differentiation the Function raises an error; the op would silently drop the tangent.

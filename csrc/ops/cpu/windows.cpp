@@ -24,6 +24,9 @@ using driver::kStorage, driver::read, driver::write;
 constexpr size_t kAxes = 3;          // an image with fewer axes has axes of size 1 before its last
 constexpr int64_t kGrain = 1 << 15;  // a task with fewer numbers is not worth a thread
 
+// Numbers of a block; more could not be counted in 64 bits, or allocated.
+constexpr double kMostPlaces = double(int64_t{1} << 50);
+
 struct Range {
   int64_t begin, end;
   int64_t count() const { return end - begin; }
@@ -93,6 +96,9 @@ Call call_of(Stack& stack, const Tensor& image) {
     fits = fits && axis.windows.begin < axis.windows.end && axis.covered(axis.windows).end <= axis.size + axis.padding;
   }
   STD_TORCH_CHECK(fits, "capsfast: the box must hold windows of the image");
+  double places = double(call.K);
+  for (const Axis& axis : call.axes) places *= double(axis.covered(axis.windows).count());
+  STD_TORCH_CHECK(places < kMostPlaces, "capsfast: the windows cover too many places, with the padding");
   return call;
 }
 
