@@ -37,7 +37,7 @@ OF_A_THREAD, LEAST_BLOCK, MOST_BLOCK = 2**19, 2**21, 2**24
 # On a GPU a block should take longer than the host takes to launch it.
 BLOCK_ON_GPU = 2**25
 # Memory of one block at work, and of a call, in units of the inputs of a block's routing.
-AT_ONCE, GROWTH = 8, 16
+AT_ONCE, GROWTH = 9, 16
 # The most cuts of the last axis beyond those that it needs, and how full a box is that needs no more.
 MOST_CUTS, GOOD = 8, 0.9
 
