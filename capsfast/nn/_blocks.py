@@ -38,8 +38,9 @@ OF_A_THREAD, LEAST_BLOCK, MOST_BLOCK = 2**19, 2**21, 2**24
 BLOCK_ON_GPU = 2**25
 # Memory of one block at work, and of a call, in units of the inputs of a block's routing.
 AT_ONCE, GROWTH = 9, 16
-# The most cuts of the last axis beyond those that it needs, and how full a box is that needs no more.
-MOST_CUTS, GOOD = 8, 0.9
+# Of boxes, see _boxes(): the rows they should have; the most cuts of the last axis beyond those that it needs, and how
+# full a box is that needs no more.
+ROWS, MOST_CUTS, GOOD = 4, 8, 0.9
 
 Routed = Tensor | Capsules  # the output capsules; from dynamic routing the poses alone
 RoutingInputs = Sequence[Any]  # the inputs of a block's routing, tensors and None
@@ -159,8 +160,9 @@ class WindowLayer(Layer):
 def _boxes(counts: Sequence[int], places: int) -> list[Box]:
     """Boxes that cover all windows, each with at most ``places`` windows (or one).
 
-    The last axis is cut last: neighbours along it are neighbours in memory. But it is cut if boxes would otherwise hold
-    far fewer windows, as with rows that are a little longer than half of ``places``.
+    The last axis is cut last: neighbours along it are neighbours in memory. But it is cut where boxes would otherwise
+    hold far fewer windows, as with rows that are a little longer than half of ``places``; and where they would have
+    fewer than ROWS rows, because windows of neighbouring boxes overlap.
     """
     if not all(counts):
         return [tuple((0, count) for count in counts)]
@@ -169,6 +171,8 @@ def _boxes(counts: Sequence[int], places: int) -> list[Box]:
     for axis, count in enumerate(reversed(counts)):
         parts = -(-count // places)
         if axis == 0:
+            if len(counts) > 2:
+                parts = max(parts, -(-count // max(1, places // ROWS)))
             parts = max(range(parts, parts + MOST_CUTS), key=partial(_filled, count, places))
         size = -(-count // parts)
         # Equal boxes but for the last: memory that one box has freed then fits the next.
