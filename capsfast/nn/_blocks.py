@@ -148,9 +148,7 @@ class WindowLayer(Layer):
 
         A parametrization may draw random numbers or change a state, such as the vectors of spectral_norm.
         """
-        if not checks.is_eager(*tensors) or forward_level() >= 0:
-            return False
-        if any_global_hook():
+        if not checks.is_eager(*tensors) or forward_level() >= 0 or any_global_hook():
             return False
         parts = (part for part in self.modules() if part is not self)
         changed = any(hooked(part) or is_parametrized(part) for part in parts)
@@ -271,9 +269,10 @@ class _Job:
         whole: list[Tensor] = []
         for box in self.boxes:
             recording = replay.Recording() if records else None
-            with torch.set_grad_enabled(differentiated), replay.of_ops(recording):
+            with torch.set_grad_enabled(differentiated):
                 block = self.layer._block(poses, activation, box)
-                results = [result.detach() for result in self.layer._routed(box, *block.inputs)]
+                with replay.of_ops(recording):
+                    results = [result.detach() for result in self.layer._routed(box, *block.inputs)]
             del block
             if recording is not None:
                 if memory is None:
