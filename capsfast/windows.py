@@ -1,4 +1,4 @@
-"""The input capsules of windows of an image: unfolding them, and adding their gradients to that of the image."""
+"""The input capsules of windows of an image: unfolding them, and adding their gradients to the image's."""
 
 import itertools
 
@@ -31,7 +31,7 @@ class Windows(Geometry):
         return _windows(self, image, box)
 
     def fold_into(self, image: Tensor, capsules: Tensor, box: Box) -> None:
-        """Adds ``capsules [windows, I, K]`` of a box to the places that they come from; forgets those of the padding.
+        """Adds ``capsules [windows, I, K]`` of a box to their places; capsules of padding are dropped.
 
         Each element of the image is rounded once.
         """

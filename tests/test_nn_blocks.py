@@ -224,7 +224,7 @@ def test_hooks_of_tensors_see_whole_gradients(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 @pytest.mark.parametrize("name", ["conv", "conv em", "conv cosine", "conv self-attention", "slim"])
 def test_a_backward_under_other_conditions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward routes a block again if the results of the forward are those of other ops."""
+    """The backward routes a block again if other ops gave the results of the forward."""
     layer, images = layer_and_images(name)
     wanted = everything(layer, images)
     blocks(monkeypatch, 2**12)

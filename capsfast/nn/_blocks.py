@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
     block: the inputs of the routing of a block, unfolded poses or the votes of a convolution.
     growth: of a call, beyond inputs, outputs and gradients; but a call may take as many bytes as its poses. Within this
-        limit blocks keep results of their ops for the backward; the backward computes those of the other blocks again.
+        limit blocks keep the results of their ops for the backward; the backward routes the other blocks again.
     """
 
     block: int
@@ -38,7 +38,7 @@ OF_A_THREAD, LEAST_BLOCK, MOST_BLOCK = 2**19, 2**21, 2**24
 BLOCK_ON_GPU = 2**25
 # Memory of one block at work, and of a call, in units of the inputs of a block's routing.
 AT_ONCE, GROWTH = 9, 16
-# Of boxes, see _boxes(): the rows they should have; the most cuts of the last axis beyond those that it needs, and how
+# For _boxes(): the rows that a box should have; the most cuts of the last axis beyond those that it needs, and how
 # full a box is that needs no more.
 ROWS, MOST_CUTS, GOOD = 4, 8, 0.9
 
@@ -236,7 +236,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _apart(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """The tensors as leaves of their own: the hooks of a parameter must see its whole gradient, not that of a block."""
+    """The tensors as leaves of their own: the hooks of a parameter must see its whole gradient."""
     return [
         tensor if tensor is None else tensor.detach().requires_grad_(need)
         for tensor, need in zip(tensors, needs, strict=True)
