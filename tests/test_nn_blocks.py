@@ -1,6 +1,7 @@
 """Layers of windows that route block by block, against the same layers that route all windows at once."""
 
 import copy
+import random
 import re
 from itertools import cycle
 from typing import Any
@@ -287,3 +288,78 @@ def test_layers_of_windows_inside_a_routing(monkeypatch: pytest.MonkeyPatch) -> 
     wanted = everything(layer, [poses])
     blocks(monkeypatch, 2**11)
     assert_same(everything(layer, [poses]), wanted)
+
+
+KINDS = (
+    caps.ConvCaps1d,
+    caps.ConvCaps2d,
+    caps.ConvCaps3d,
+    caps.SlimConvCaps2d,
+    caps.SlimConvCaps3d,
+    caps.SlimConvTransposeCaps2d,
+    caps.SlimConvTransposeCaps3d,
+)
+
+
+def drawn_layer(draw: random.Random) -> tuple[Any, list[Tensor]]:
+    """A random layer with random options, and images that fit it: poses, and perhaps activations."""
+    kind, routing, groups = draw.choice(KINDS), draw.choice([*caps.ROUTINGS]), draw.choice([1, 1, 2])
+    axes, slim = int(kind.__name__[-2]), kind.__name__.startswith("Slim")
+
+    def numbers(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw.randint(least, most) for _ in range(axes))
+
+    window = {
+        "kernel_size": numbers(1, 3),
+        "stride": numbers(1, 3),
+        "padding": numbers(0, 2),
+        "dilation": numbers(1, 2),
+    }
+    options: dict[str, Any] = {"backend": draw.choice([None, "reference"]), **window}
+    in_types, out_types = (groups * draw.randint(1, 3) for _ in range(2))
+    dim = draw.choice([2, 3, 4])
+    if routing == "dynamic":
+        options |= {name: draw.random() < 0.4 for name in ("learned_logits", "bias", "leaky")}
+        options |= {"gradient": draw.choice(["full", "last"]), "num_iterations": draw.randint(1, 3)}
+        options["softmax"] = draw.choice(["out", "in"])
+    elif routing == "variational":
+        options["batch_norm"] = False
+    if slim:
+        options |= {"shared": draw.random() < 0.5, "conv_bias": draw.random() < 0.5}
+        routing = "cosine" if routing == "self" else routing  # self-routing needs the input capsules
+    elif groups == 2:
+        options["weight"] = caps.Groups(2)
+    elif draw.random() < 0.5:
+        options["weight"] = draw.choice([caps.LowRank(2), caps.SharedWeight()])
+    elif draw.random() < 0.5:
+        dim, options["pose_rows"] = 4, 2
+    layer = kind(in_types, out_types, dim, dim, routing=routing, dtype=f64, **options)
+    size = (6, 5, 5)[:axes] if axes < 3 else (3, 5, 4)
+    size = tuple(max(n, 2 * (k - 1) + 1) for n, k in zip(size, window["kernel_size"], strict=True))
+    images = [torch.randn(draw.randint(1, 3), in_types, dim, *size, dtype=f64)]
+    if routing != "dynamic" and draw.random() < 0.7:
+        images.append(torch.rand(images[0].shape[0], in_types, *size, dtype=f64))
+    if draw.random() < 0.5:  # types after the places
+        images = [image.movedim(1, -1).contiguous().movedim(-1, 1) for image in images]
+    for tensor in (*images, *layer.parameters()):
+        tensor.requires_grad_(draw.random() < 0.8)
+    images[0].requires_grad_()
+    return layer, images
+
+
+@pytest.mark.rows(12)
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layers_in_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layer, images = drawn_layer(draw)
+    leaves = [tensor for tensor in (*images, *layer.parameters()) if tensor.requires_grad]
+
+    def everything_now() -> list[Tensor]:
+        found = results(layer(*images))
+        return [*found, *gradients(found, leaves)]
+
+    wanted = everything_now()
+    for nbytes in (2**11, 2**13):
+        blocks(monkeypatch, nbytes, draw.choice([0.0, 2.0, 1000.0]))
+        assert_same(everything_now(), wanted)
