@@ -130,7 +130,7 @@ class ConvCaps2d(WindowLayer):
             **options,
         )
 
-    def windows(self, size: Sequence[int]) -> Windows:
+    def _windows_of(self, size: Sequence[int]) -> Windows:
         """The windows of an image of ``size``."""
         self.grid(size)  # refuses an image that is smaller than a window
         return Windows(tuple(size), self.kernel_size, self.stride, self.padding, self.dilation)
@@ -145,14 +145,14 @@ class ConvCaps2d(WindowLayer):
 
     def inside(self, poses: Tensor) -> Tensor | None:
         """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None without padding."""
-        inside = self.windows(poses.shape[3:]).inside(device=poses.device)
+        inside = self._windows_of(poses.shape[3:]).inside(device=poses.device)
         return None if inside is None else inside.repeat(poses.shape[0], self.in_types)
 
     def _windows(self, poses: Tensor, activation: Tensor | None = None) -> Windows:
         """The windows of these poses, which are checked."""
         op, sizes = self._op, {"in_types": self.in_types, "in_dim": self.in_dim}
         _arguments.sized(op, "poses", poses, f"[B, in_types, in_dim, {self._image}]", **sizes)
-        windows = self.windows(poses.shape[3:])
+        windows = self._windows_of(poses.shape[3:])
         if activation is not None:
             _arguments.activation_of(op, activation, poses, f"[B, in_types, {self._image}]")
         return windows
@@ -168,7 +168,7 @@ class ConvCaps2d(WindowLayer):
         return votes if self.competition == "window" else self._competing(poses.shape[3:])(votes)
 
     def _block(self, poses: Tensor, activation: Tensor | None, box: Box) -> Block:
-        windows = self.windows(poses.shape[3:])
+        windows = self._windows_of(poses.shape[3:])
         leaves = [
             None if image is None else windows.unfold(image.detach(), box).requires_grad_(image.requires_grad)
             for image in (poses, None if activation is None else activation.unsqueeze(2))
@@ -203,13 +203,13 @@ class ConvCaps2d(WindowLayer):
         return tuple(part.unflatten(0, places).movedim([*grid], [-axis for axis in reversed(grid)]) for part in parts)
 
     def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
-        windows = self.windows(poses.shape[3:])
+        windows = self._windows_of(poses.shape[3:])
         at_windows = None if activation is None else _unfolded(windows, activation.unsqueeze(2))
         box = windows.all_of(poses.shape[0])
         return self._routed(box, _unfolded(windows, poses), at_windows, self._mask(windows, box, poses))
 
     def _competing(self, size: Sequence[int]) -> Callable[[Votes], Votes]:
-        return partial(WindowVotes, windows=self.windows(size), start=self.start)
+        return partial(WindowVotes, windows=self._windows_of(size), start=self.start)
 
     def at_windows(self, size: Sequence[int]) -> RoutedCaps:
         """``routing`` for the unfolded windows of an image of ``size``; if windows compete, a copy of it."""
