@@ -12,8 +12,6 @@ from .calls.windows import Box, Geometry
 from .environment.private_torch import forward_level
 from .ops import windows as ops
 
-__all__ = ["Box", "Windows"]
-
 
 class Windows(Geometry):
     """Windows of images that do what :class:`Geometry` describes, by a kernel if one serves the image."""

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capsfast.calls.windows import Box
 from capsfast.environment import toolchain
-from capsfast.windows import Box, Windows
+from capsfast.windows import Windows
 
 from .support.interpreter import kernels_of
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from capsfast.calls import replay
+from capsfast.calls.windows import Box
 from capsfast.environment import native
 from capsfast.ops import windows as ops
-from capsfast.windows import Box, Windows
+from capsfast.windows import Windows
 
 f64 = torch.float64
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")

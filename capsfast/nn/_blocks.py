@@ -12,8 +12,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import checks, replay
 from ..calls.precision import wide_dtype
+from ..calls.windows import Box
 from ..environment.private_torch import any_global_hook, forward_level, gradients_in_batches
-from ..windows import Box
 from . import _arguments
 from ._layer import Layer, hooked
 from .routing.base import Capsules, lengths

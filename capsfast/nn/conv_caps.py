@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..calls import checks
+from ..calls.windows import Box
 from ..environment.private_torch import gradients_in_batches
-from ..windows import Box, Windows
+from ..windows import Windows
 from . import _arguments
 from ._blocks import Block, Routed, WindowLayer
 from .dynamic_routing import fully_connected

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from ..calls import checks
 from ..calls.options import SOFTMAX
 from ..calls.positions import to_samples
+from ..calls.windows import Box
 from ..functional import route_votes
 from ..reference.squash import squash
-from ..windows import Box
 from . import _arguments
 from ._blocks import Routed, RoutingInputs, WindowLayer
 from .routing.base import Capsules, starting_std
