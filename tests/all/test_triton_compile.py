@@ -267,6 +267,11 @@ def test_sizes_of_a_batch_are_not_compiled_in() -> None:
         assert all(other == first for other in others), [set(first) ^ set(other) for other in others]
 
 
+def older() -> bool:
+    """Triton 3.6 needs more registers for the windows of float64 images, and orders lanes in another way."""
+    return tuple(map(int, triton_compile.release().split()[1].split("."))) < (3, 9)
+
+
 @pytest.fixture(scope="module")
 def of_windows() -> dict[tuple[str, str], Row]:
     """By name of the call and of the kernel."""
@@ -278,12 +283,14 @@ def test_windows_are_moved_without_spills_and_atomics(of_windows: dict[tuple[str
     for row in of_windows.values():
         assert row["stack"] == 0 and not row["atomics"] and row["fused"] and row["shared"] <= SHARED, row
         # Loads in flight hide the way to memory if there are enough warps.
-        assert row["resident"] * row["warps"] >= 16, row
+        assert row["resident"] * row["warps"] >= (12 if older() and row["dtype"] == "float64" else 16), row
 
 
 def test_windows_are_read_and_written_in_the_order_of_memory(of_windows: dict[tuple[str, str], Row]) -> None:
     """Lanes lie along x of an image (the last axis of its tile), unless components are side by side in memory.
     Windows have 16 bytes for each lane."""
+    if older():
+        pytest.skip("before Triton 3.9, lanes of fold_kernel lie along the components of an image")
     lanes = {key: row["lanes"] for key, row in of_windows.items()}
     for name in WINDOWS:
         (image,), (windows,) = lanes[name, "unfold_kernel"].values()
