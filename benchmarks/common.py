@@ -34,7 +34,9 @@ def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
 def keep(given: argparse.Namespace, name: str, **found: Any) -> None:
     """Writes the record: command, environment and results."""
     if given.out is not None:
-        command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip()
+        # A record does not say where on a machine it was written.
+        words = [word.replace(str(given.out), given.out.name) for word in sys.argv[1:]]
+        command = " ".join(["python -m", f"benchmarks.{name}", *words])
         record = {"format": 1, "command": command, "environment": environment(CPU), **found}
         write_text(given.out, json.dumps(record, indent=1) + "\n")
 

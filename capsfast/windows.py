@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .calls import checks
 from .calls.precision import wide_dtype
-from .calls.windows import Box, Geometry
+from .calls.windows import Box, Geometry, clipped
 from .environment.private_torch import forward_level
 from .ops import windows as ops
 
@@ -65,12 +65,9 @@ def _windows(windows: Windows, image: Tensor, box: Box) -> Tensor:
     padding: list[int] = []  # Dynamo does not trace list[int]()
     axes = [*zip(box[1:], *windows, strict=True)]
     for axis, ((first, last), n, k, s, p, d) in enumerate(axes):
-        start, stop = first * s - p, (last - 1) * s - p + d * (k - 1) + 1
-        begin = min(max(start, 0), n)
-        end = min(max(stop, begin), n)
-        before = min(max(-start, 0), stop - start)
+        begin, end, *around = clipped(first * s - p, (last - 1) * s - p + d * (k - 1) + 1, n)
         image = image.narrow(3 + axis, begin, end - begin)
-        padding = [before, stop - start - before - (end - begin), *padding]
+        padding = [*around, *padding]
     if any(padding):
         image = F.pad(image, padding)
     for _, _, k, s, _, d in axes:

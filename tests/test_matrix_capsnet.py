@@ -230,3 +230,13 @@ def test_starting_options_give_way() -> None:
     assert not model.routing.identity
     layer = capsfast.nn.RoutedCaps(50, 3, 4, 4, routing="em", identity=True, init_std=1e-3)
     torch.testing.assert_close(layer.W, torch.eye(4).expand(50, 3, 4, 4), rtol=0, atol=0.002 + 1e-6)
+
+
+@pytest.mark.parametrize(("coordinates", "length"), [(True, 0.99), (False, 0.03)])
+def test_coordinates_lengthen_class_capsules_of_dynamic_routing(coordinates: bool, length: float) -> None:
+    """docs/convolutional-capsules.md says so, with these lengths."""
+    torch.manual_seed(0)
+    layer = ClassCaps2d(8, 8, 8, 16, size=(4, 4), coordinates=coordinates)
+    found = layer(torch.randn(4, 8, 8, 4, 4) * 0.2)
+    poses = found if isinstance(found, torch.Tensor) else found.poses
+    assert float(poses.norm(dim=2).mean()) == pytest.approx(length, abs=0.02)

@@ -83,6 +83,23 @@ def test_ops_are_the_definition(order: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total.to(f64), image.to(f64) + gradient, rtol=tolerance, atol=tolerance)
 
 
+@needs_extension
+def test_sums_of_ops_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, because a place gets its terms in one order."""
+    draw = random.Random(1)
+    for _ in range(40):
+        windows, box, sizes = drawn(draw)
+        capsules = torch.randn(math.prod(last - first for first, last in box), sizes[1] * windows.area, sizes[2])
+        for dtype in (f64, torch.float32, torch.bfloat16, torch.float16):
+            image = torch.randn(*sizes, *windows.size).to(dtype)
+            by_op, by_torch = image.clone(), image.clone()
+            windows.fold_into(by_op, capsules.to(dtype), box)
+            with monkeypatch.context() as without_kernels:
+                without_kernels.setattr(ops, "choose_for_windows", lambda device: None)
+                windows.fold_into(by_torch, capsules.to(dtype), box)
+            assert torch.equal(by_op, by_torch), (windows, box, dtype)
+
+
 def test_functions_of_torch_are_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extension, or with a gradient."""
     monkeypatch.setattr(ops, "choose_for_windows", lambda device: None)

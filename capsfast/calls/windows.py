@@ -9,6 +9,14 @@ from torch import Tensor
 Box = tuple[tuple[int, int], ...]  # [start, end) of the samples, then of the windows along each axis
 
 
+def clipped(start: int, stop: int, size: int) -> tuple[int, int, int, int]:
+    """The part ``[begin, end)`` of an axis that lies in ``[start, stop)``, and how much padding is before and after."""
+    begin = min(max(start, 0), size)
+    end = min(max(stop, begin), size)
+    before = min(max(-start, 0), stop - start)
+    return begin, end, before, stop - start - before - (end - begin)
+
+
 class Geometry(NamedTuple):
     """The windows of a convolution over an image ``[B, types, K, *size]``. Fields have an entry for each axis of size.
 

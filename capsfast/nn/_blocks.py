@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..calls import checks, replay
 from ..calls.precision import wide_dtype
-from ..calls.windows import Box
+from ..calls.windows import Box, clipped
 from ..environment.private_torch import any_global_hook, forward_level, gradients_in_batches
 from . import _arguments
 from ._layer import Layer, hooked
@@ -121,7 +121,7 @@ class WindowLayer(Layer):
 
         ``inside``, bool ``[1, 1, *spatial]``, is False in the padding; None without padding.
         """
-        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _routing_inputs")
+        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _block or _routing_inputs")
 
     def _routed(self, box: Box, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The output capsules of a box, with the axes of positions last."""
@@ -198,12 +198,9 @@ class _Cut:
     def __init__(self, layer: WindowLayer, size: Sequence[int], box: Box) -> None:
         part, self.padding = [box[0]], list[int]()
         for axis, (n, windows) in enumerate(zip(size, box[1:], strict=True)):
-            start, stop = layer._seen(axis, *windows)
-            begin = min(max(start, 0), n)
-            end = min(max(stop, begin), n)
-            before = min(max(-start, 0), stop - start)
+            begin, end, *around = clipped(*layer._seen(axis, *windows), n)
             part.append((begin, end))
-            self.padding = [before, stop - start - before - (end - begin), *self.padding]
+            self.padding = [*around, *self.padding]
         self.part = tuple(part)
         self.layer, self.box = layer, box
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import windows as places
+from ..calls import windows as where
 from ..calls.windows import Box
 from .config import power_of_two
 from .kernels.arguments import Geometry
@@ -27,7 +27,7 @@ WARPS = 4
 ROUNDS = 8
 
 
-def unfold(image: Tensor, windows: places.Geometry, box: Box) -> Tensor:
+def unfold(image: Tensor, windows: where.Geometry, box: Box) -> Tensor:
     """:meth:`Windows.unfold`, contiguous. image: ``[B, types, K, *size]`` with any strides, one to three axes."""
     samples, *bounds = box
     image = image[slice(*samples)]
@@ -48,7 +48,7 @@ def unfold(image: Tensor, windows: places.Geometry, box: Box) -> Tensor:
     return unfolded
 
 
-def fold_into(image: Tensor, capsules: Tensor, windows: places.Geometry, box: Box) -> None:
+def fold_into(image: Tensor, capsules: Tensor, windows: where.Geometry, box: Box) -> None:
     """:meth:`Windows.fold_into`, in the order of its sums. image: as for :func:`unfold`."""
     samples, *bounds = box
     part, counts, begins = image[slice(*samples)], [], []
@@ -80,7 +80,7 @@ def _arguments(image: Tensor, capsules: Tensor, counts: list[int], begins: list[
 
 
 @functools.lru_cache(256)
-def _constants(windows: places.Geometry, types: int, K: int, neighbours: int) -> dict[str, Any]:
+def _constants(windows: where.Geometry, types: int, K: int, neighbours: int) -> dict[str, Any]:
     """Keyword arguments of a launch. neighbours: how many windows or places lie along x."""
     of_axes = (windows.kernel_size, windows.stride, windows.dilation)
     geometry = Geometry(K, *(value for values in of_axes for value in _three(values, 1)))

@@ -131,15 +131,16 @@ void for_rows(const Call& call, const Block& block, const F& f) {
 }
 
 // Calls f(offset in the block, offset in the capsules of a type, numbers) for the runs of the windows along the first
-// axis that are `some`. Leaves out what the block does not hold of the first axis.
+// axis that are `some`. Leaves out what the block does not hold of the first axis. The last window comes first: so a
+// place gets its terms in the order of the places of a window, as in torch's functions and in Triton's kernel.
 template <class F>
 void for_runs(const Call& call, const Block& block, const Range& some, const F& f) {
   const auto& [over_z, over_y, over_x] = call.axes;
   const int64_t run = over_x.dilation == 1 ? over_x.kernel : 1, pitch = call.types * call.area() * call.K;
-  for (int64_t z = some.begin; z < some.end; ++z) {
-    int64_t window = (z - over_z.windows.begin) * over_y.windows.count() * over_x.windows.count();
-    for (int64_t y = over_y.windows.begin; y < over_y.windows.end; ++y) {
-      for (int64_t x = over_x.windows.begin; x < over_x.windows.end; ++x, ++window) {
+  for (int64_t z = some.end - 1; z >= some.begin; --z) {
+    int64_t window = (z - over_z.windows.begin + 1) * over_y.windows.count() * over_x.windows.count() - 1;
+    for (int64_t y = over_y.windows.end - 1; y >= over_y.windows.begin; --y) {
+      for (int64_t x = over_x.windows.end - 1; x >= over_x.windows.begin; --x, --window) {
         for (int64_t kz = 0; kz < over_z.kernel; ++kz) {
           const int64_t place_z = over_z.start(z) + kz * over_z.dilation;
           if (place_z < block.places[0].begin || place_z >= block.places[0].end) continue;
