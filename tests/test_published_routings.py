@@ -149,6 +149,33 @@ def degree(u: Tensor, weight: Tensor) -> Tensor:
     return plain.squash(weighted(plain.couple(affinity.sum(3).transpose(1, 2), "in"), votes), "eps_outside")
 
 
+def entmax(b: Tensor) -> Tensor:
+    """By sorting: the k largest logits give tau by a quadratic equation, for the largest k that lie above tau."""
+    z = b.sort(2, descending=True).values / 2
+    k = torch.arange(1, b.shape[2] + 1, dtype=b.dtype)
+    mean = z.cumsum(2) / k
+    tau = mean - ((1 - (z.square().cumsum(2) - k * mean**2)) / k).clamp_min(0).sqrt()
+    last = (tau <= z).sum(2, keepdim=True) - 1
+    return (b / 2 - tau.gather(2, last)).clamp_min(0) ** 2
+
+
+def sparse(u: Tensor, weight: Tensor) -> Tensor:
+    votes = plain.votes(u, weight)
+    b = torch.zeros_like(votes[..., 0])
+    for _ in range(3):
+        v = plain.squash(weighted(entmax(b), votes))
+        b = b + agreement(votes, v)
+    return v
+
+
+def by_component(votes: Tensor) -> Tensor:
+    b = torch.zeros_like(votes)
+    for _ in range(3):
+        v = plain.squash((b.softmax(2) * votes).sum(1))
+        b = b + votes * v[:, None]
+    return v
+
+
 PRESENT = torch.arange(I) < torch.tensor([I, 1, 5, I, 7, I, 2])[:, None]
 Case = tuple[Callable[..., Any], Callable[[], list[Tensor]], dict[str, Any]]
 
@@ -203,6 +230,8 @@ CASES: dict[str, Case] = {
         {},
     ),
     "degree": (degree, poses_and(), {}),
+    "sparse": (sparse, lambda: [rand(B, I, K), rand(I, J, D, K, scale=2.0)], {}),
+    "by_component": (by_component, lambda: [rand(B, I, J, D, scale=2.0)], {}),
 }
 
 
@@ -251,7 +280,52 @@ def test_compiles_without_a_graph_break(name: str, page: dict[str, Any]) -> None
 
 def test_every_routing_of_the_table_is_compared() -> None:
     named = [function.strip("`") for _, function, _ in table_rows(PAGE, "| routing | function |")]
-    assert len(named) == 13 and set(named) <= set(CASES)
+    assert len(named) == 15 and set(named) <= set(CASES)
+
+
+def test_sparse_coupling_has_zeros(page: dict[str, Any]) -> None:
+    """And a pair of equal logits, an infinitely small one, and one capsule by itself, with their gradients."""
+    torch.manual_seed(0)
+    b = rand(B, I, J, scale=3.0)
+    c = page["entmax"](b)
+    assert 0.2 < (c == 0).double().mean() < 0.8
+    torch.testing.assert_close(c, entmax(b))
+    seed = torch.randn_like(c)
+    torch.testing.assert_close(torch.autograd.grad(c, b, seed), torch.autograd.grad(entmax(b), b, seed))
+    edges = torch.tensor([[[1.0, 1.0, -50.0], [0.0, -9.0, -9.0]]], dtype=torch.float64)
+    wanted = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]], dtype=torch.float64)
+    torch.testing.assert_close(page["entmax"](edges), wanted)
+
+
+def logits_of(name: str, routing: Any, u: Tensor, votes: Tensor) -> Tensor:
+    if name == "MLPRouting":
+        return routing.layers(u)  # type: ignore[no-any-return]
+    return torch.einsum("bie,bije->bij", u @ routing.query.weight.mT, votes @ routing.key.weight.mT)
+
+
+@plain.on_cpu
+@pytest.mark.parametrize("name", ["QueryKeyRouting", "MLPRouting"])
+def test_logits_of_a_network(name: str, by: Backend, page: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = capsfast.nn.RoutedCaps(I, J, K, D, routing=page[name], backend=by.name, dtype=torch.float64)
+    u = rand(B, I, K)
+    votes = plain.votes(u, layer.W)
+    c = plain.couple(logits_of(name, layer.routing, u, votes))
+    plain.assert_alike(layer(u).poses, plain.squash(weighted(c, votes)), [u, *layer.parameters()])
+
+
+@plain.on_cpu
+def test_a_mixture_of_routings(by: Backend, page: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    names = ("dynamic", "em")
+    kind = partial(capsfast.nn.RoutedCaps, I, J, K, D, backend=by.name, dtype=torch.float64)
+    mixture = kind(routing=page["MixtureRouting"], routings=names)
+    torch.nn.init.normal_(mixture.routing.shares)
+    u = rand(B, I, K)
+    shares = mixture.routing.shares.softmax(0)
+    parts = [routing((u, mixture.W)) for routing in mixture.routing.routings]
+    wanted = sum(share * part.poses for share, part in zip(shares, parts, strict=True))
+    plain.assert_alike(mixture(u).poses, wanted, [u, mixture.W, mixture.routing.shares])
 
 
 @plain.on_cpu

@@ -171,13 +171,13 @@ def evaluate(
     evaluations: dict[str, train.Evaluation] = {}
     for name, attack in {"test images": None, **attacks}.items():
         each = train.evaluate(learner, sets.test, attack=attack, limit=None if attack is None else attacked)
-        say(f"{name}: {each.accuracy:.2%} of {each.images} right")
+        say(f"{name}: {each}")
         evaluations[name] = each
     plain = evaluations["test images"]
     if plain.confusion is not None:
         title = f"{plain.accuracy:.2%} of {plain.images}"
         _write(plot.confusion_figure(plain.confusion, title), out / "confusion.png")
-    _write_numbers(json, {name: {"images": value.images, "right": value.right} for name, value in evaluations.items()})
+    _write_numbers(json, {name: value.numbers() for name, value in evaluations.items()})
 
 
 @of_a_checkpoint

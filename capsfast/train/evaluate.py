@@ -16,7 +16,7 @@ from ..data.images import resized
 from ..data.sets import DrawnSet
 from ..models.segcaps import PRESENT
 from ..nn import Capsules, couplings
-from .learner import Learner, right_predictions
+from .learner import Learner, found_classes, right_predictions
 from .objective import multi_hot
 from .segmentation import SegmentationLearner
 
@@ -28,15 +28,27 @@ DELTAS = tuple(0.05 * n for n in range(-5, 6))
 
 class Evaluation(NamedTuple):
     """images: number of images. right: number of images whose class, or both classes, are right.
-    confusion: ``[J, J]`` counts by true (row) and predicted class (column); None for overlapping images."""
+    confusion: ``[J, J]`` counts by true (row) and predicted class (column); None for overlapping images.
+    found: number of classes that are right, of one or two for each image."""
 
     images: int
     right: int
     confusion: Tensor | None
+    found: int
 
     @property
     def accuracy(self) -> float:
         return self.right / self.images
+
+    def numbers(self) -> dict[str, int]:
+        """What a record holds: ``found`` only of overlapping images, which have two classes."""
+        counts = {"images": self.images, "right": self.right}
+        return counts if self.confusion is not None else counts | {"found": self.found}
+
+    def __str__(self) -> str:
+        text = f"{self.accuracy:.2%} of {self.images} right"
+        objects = 2 * self.images
+        return text if self.confusion is not None else f"{text}, {self.found / objects:.2%} of {objects} objects found"
 
 
 def batches(dataset: DrawnSet, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -69,7 +81,7 @@ def evaluate(
     """
     learner.check("evaluate")
     learner.eval()
-    right = seen = 0
+    right = seen = found = 0
     confusion = MulticlassConfusionMatrix(learner.sizes["num_classes"])
     for batch in batches(dataset, batch_size, limit):
         images, labels, parts = batch.to(learner.device)
@@ -77,11 +89,13 @@ def evaluate(
             images = attack(learner.class_loss_of(labels), images)
         with torch.no_grad():
             lengths = learner.classify(images).activations
-        right += int(right_predictions(lengths, labels).sum())
+        hits = found_classes(lengths, labels)
+        right += int(hits.all(1).sum())
+        found += int(hits.sum())
         seen += len(labels)
         if parts is None:
             confusion.update(lengths.argmax(1).cpu(), labels.cpu())
-    return Evaluation(seen, right, confusion.compute() if parts is None else None)
+    return Evaluation(seen, right, confusion.compute() if parts is None else None, found)
 
 
 @torch.no_grad()

@@ -34,11 +34,16 @@ AUTHORS_PRODUCTS = 1152 * 8 / 10
 DETAILS = ("margin_present", "margin_absent", "length")
 
 
-def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
-    """Whether the largest ``lengths [B, J]`` belong to ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
+def found_classes(lengths: Tensor, labels: Tensor) -> Tensor:
+    """Which of the ``labels`` (``[B]`` or ``[B, n]``) have the largest ``lengths [B, J]``, bool ``[B, n]``."""
     wanted = labels[:, None].flatten(1)
     guesses = lengths.topk(wanted.shape[1], dim=1).indices
-    return (guesses.sort(1).values == wanted.sort(1).values).all(1)
+    return (guesses[:, :, None] == wanted[:, None]).any(1)
+
+
+def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
+    """Whether the largest ``lengths [B, J]`` belong to ``labels`` (``[B]`` or ``[B, n]``), bool ``[B]``."""
+    return found_classes(lengths, labels).all(1)
 
 
 def decay(step: int, warmup_steps: int, steps: int, rate: float | None = None) -> float:

@@ -27,6 +27,7 @@ TABLES = (
     ("| network | in the record | parameters |", PAGE, "small-networks.json"),
     ("| iterations |", PAGE, "small-networks.json"),
     ("| data | parameters |", ROOT / "docs" / "unsupervised.md", "stacked-mnist.json"),
+    ("| count |", PAGE, "multi-mnist-found.json"),
     ("| images | right |", ROOT / "docs" / "gallery.md", "mnist-evaluate.json"),
 )
 
@@ -34,6 +35,7 @@ TABLES = (
 def numbers(record: Any) -> Iterator[float]:
     if isinstance(record, dict) and "right" in record:
         yield record["right"] / record["images"]
+        yield record.get("found", 0) / (2 * record["images"])
     if isinstance(record, dict | list):
         for value in record.values() if isinstance(record, dict) else record:
             yield from numbers(value)

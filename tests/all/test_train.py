@@ -17,7 +17,7 @@ from capsfast.data import open_sets
 from capsfast.plot import predictions_figure, read_metrics
 from capsfast.train import Evaluation, ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
-from capsfast.train.learner import decay, right_predictions
+from capsfast.train.learner import decay, found_classes, right_predictions
 from capsfast.train.objective import multi_hot
 
 from ..support.commands import failed
@@ -148,6 +148,7 @@ def test_right_predictions() -> None:
     assert right_predictions(lengths, torch.tensor([1, 2, 0])).tolist() == [True, False, True]
     pairs = torch.tensor([[2, 1], [0, 1], [0, 2]])
     assert right_predictions(lengths, pairs).tolist() == [True, False, True]
+    assert found_classes(lengths, pairs).tolist() == [[True, True], [False, True], [True, True]]
     assert multi_hot(pairs, 3).tolist() == [[0, 1, 1], [1, 1, 0], [1, 0, 1]]
     for none in (pairs[:0], pairs[:0, 0]):
         assert right_predictions(lengths[:0], none).shape == (0,) and multi_hot(none, 3).shape == (0, 3)
@@ -165,7 +166,20 @@ def test_evaluate_counts(folder: Path) -> None:
         counts[label, guess] += 1
     assert found.confusion is not None and torch.equal(found.confusion, counts)
     assert train.evaluate(learner, test, limit=5).images == 5
-    assert Evaluation(8, 2, None).accuracy == 0.25
+    assert Evaluation(8, 2, None, 9).accuracy == 0.25
+    assert str(Evaluation(8, 2, None, 8)) == "25.00% of 8 right, 50.00% of 16 objects found"
+    assert str(found) == f"{found.accuracy:.2%} of 20 right" and found.numbers() == {"images": 20, "right": found.right}
+
+
+def test_evaluate_counts_both_objects() -> None:
+    images = ImageData("multi:digits")
+    learner, test = learner_for(images), images.sets.test
+    found = train.evaluate(learner, test, limit=60)
+    batch = test.batch(torch.arange(60))
+    pairs = [{*pair} for pair in learner.model(batch.images).lengths.topk(2, 1).indices.tolist()]
+    hits = [len(pair & {*labels}) for pair, labels in zip(pairs, batch.labels.tolist(), strict=True)]
+    assert found.numbers() == {"images": 60, "right": hits.count(2), "found": sum(hits)}
+    assert hits.count(1) > 0 and found.confusion is None
 
 
 def test_evaluate_needs_classes(folder: Path) -> None:
