@@ -171,7 +171,7 @@ def sparse(u: Tensor, weight: Tensor) -> Tensor:
 def by_component(votes: Tensor) -> Tensor:
     b = torch.zeros_like(votes)
     for _ in range(3):
-        v = plain.squash((b.softmax(2) * votes).sum(1))
+        v = plain.squash((b.softmax(1) * votes).sum(1))
         b = b + votes * v[:, None]
     return v
 
@@ -284,7 +284,7 @@ def test_every_routing_of_the_table_is_compared() -> None:
 
 
 def test_sparse_coupling_has_zeros(page: dict[str, Any]) -> None:
-    """And a pair of equal logits, an infinitely small one, and one capsule by itself, with their gradients."""
+    """Also beside an excluded output capsule, and where one output capsule takes all."""
     torch.manual_seed(0)
     b = rand(B, I, J, scale=3.0)
     c = page["entmax"](b)
@@ -292,9 +292,15 @@ def test_sparse_coupling_has_zeros(page: dict[str, Any]) -> None:
     torch.testing.assert_close(c, entmax(b))
     seed = torch.randn_like(c)
     torch.testing.assert_close(torch.autograd.grad(c, b, seed), torch.autograd.grad(entmax(b), b, seed))
-    edges = torch.tensor([[[1.0, 1.0, -50.0], [0.0, -9.0, -9.0]]], dtype=torch.float64)
+    edges = torch.tensor([[[1.0, 1.0, -torch.inf], [0.0, -9.0, -9.0]]], dtype=torch.float64, requires_grad=True)
     wanted = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]], dtype=torch.float64)
-    torch.testing.assert_close(page["entmax"](edges), wanted)
+    c = page["entmax"](edges)
+    torch.testing.assert_close(c, wanted)
+    (gradient,) = torch.autograd.grad(c[0, 0, 0], edges)
+    slope = (
+        2 * 0.5**0.5 * (1 / 2 - 1 / 4)
+    )  # of the square, times that of b / 2, less that of tau, the mean of two b / 2
+    torch.testing.assert_close(gradient[0, 0], torch.tensor([slope, -slope, 0.0], dtype=torch.float64))
 
 
 def logits_of(name: str, routing: Any, u: Tensor, votes: Tensor) -> Tensor:
@@ -321,11 +327,15 @@ def test_a_mixture_of_routings(by: Backend, page: dict[str, Any]) -> None:
     kind = partial(capsfast.nn.RoutedCaps, I, J, K, D, backend=by.name, dtype=torch.float64)
     mixture = kind(routing=page["MixtureRouting"], routings=names)
     torch.nn.init.normal_(mixture.routing.shares)
-    u = rand(B, I, K)
+    u, a = rand(B, I, K), positive(B, I)
     shares = mixture.routing.shares.softmax(0)
-    parts = [routing((u, mixture.W)) for routing in mixture.routing.routings]
-    wanted = sum(share * part.poses for share, part in zip(shares, parts, strict=True))
-    plain.assert_alike(mixture(u).poses, wanted, [u, mixture.W, mixture.routing.shares])
+    parts = [routing((u, mixture.W), a) for routing in mixture.routing.routings]
+    wanted = [sum(map(torch.mul, shares, results)) for results in zip(*parts, strict=True)]
+    plain.assert_alike(
+        torch.cat([mixture(u, a).poses, mixture(u, a).activations[..., None]], 2),
+        torch.cat([wanted[0], wanted[1][..., None]], 2),
+        [u, a, *mixture.parameters()],
+    )
 
 
 @plain.on_cpu

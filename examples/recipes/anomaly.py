@@ -5,8 +5,6 @@ error; the digits 5 to 9 are the anomalies. The plain autoencoder is fully conne
 Numbers: the area under the ROC curve, 0.5 for guesses and 1 for scores that tell all anomalies.
 """
 
-from pathlib import Path
-
 import torch
 from recipe import Numbers, command, digits, fit
 from sklearn.metrics import roc_auc_score
@@ -29,7 +27,7 @@ def plain(hidden: int) -> nn.Module:
     return nn.Sequential(encoder, nn.Linear(hidden, CODE), decoder, nn.Unflatten(1, (1, 8, 8)))
 
 
-def main(steps: int = 600, out: Path = Path("out")) -> Numbers:
+def main(steps: int = 600) -> Numbers:
     train, test = digits()
     known, error = train.of(0, 1, 2, 3, 4), ReconstructionLoss()
     nets = {"capsules": Capsules(1, 8, CODE // 8, 8, conv_channels=32, primary_groups=4), "plain": plain(704)}

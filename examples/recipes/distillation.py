@@ -4,8 +4,6 @@ The student is a hundred times smaller than the teacher. It learns once from the
 softened lengths too. Numbers: accuracy on the test digits.
 """
 
-from pathlib import Path
-
 import torch
 from recipe import Numbers, command, digits, fit
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ def student() -> nn.Module:
     return nn.Sequential(pooled, nn.Linear(8 * 9, 10))
 
 
-def main(steps: int = 600, out: Path = Path("out")) -> Numbers:
+def main(steps: int = 600) -> Numbers:
     train, test = digits()
     net = CapsNet(1, 8, conv_channels=64, primary_groups=8, reconstruction=False)
     margin = MarginLoss()

@@ -9,7 +9,6 @@ accuracy on the test digits, also before training, since six digits teach little
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from recipe import Labelled, Numbers, command, digits, fit
@@ -50,7 +49,7 @@ def sampled(images: list[Tensor], episodes: int = 8) -> Iterator[tuple[Tensor]]:
         yield (drawn.unflatten(0, (episodes, WAYS)),)
 
 
-def main(steps: int = 400, out: Path = Path("out")) -> Numbers:
+def main(steps: int = 400) -> Numbers:
     train, test = digits()
     seen = [way.rot90(n, (2, 3)) for c in range(6) for x in [train.of(c).inputs] for way in (x, x.mT) for n in range(4)]
     (unseen,) = next(sampled([test.of(label).inputs for label in range(6, 10)], 500))

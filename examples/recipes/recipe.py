@@ -1,6 +1,6 @@
 """What the recipes share: handwritten digits, one way to train, and a command line.
 
-A recipe is a function ``main(steps, out)`` that returns its numbers by name. ``python examples/recipes/NAME.py`` calls
+A recipe is a function ``main(steps)`` that returns its numbers by name. ``python examples/recipes/NAME.py`` calls
 it, and prints the numbers.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from capsfast import data
 from capsfast.cli.endings import one_line
-from capsfast.storage.files import check_writable
 
 Numbers = dict[str, float]
 
@@ -74,24 +73,20 @@ def fit(
     return net.eval()
 
 
-def run(main: Callable[..., Numbers], out: Path, seed: int = 0, steps: int | None = None) -> Numbers:
+def run(main: Callable[..., Numbers], seed: int = 0, steps: int | None = None) -> Numbers:
     """The numbers of a recipe, after ``steps`` steps or as many as the recipe takes."""
     torch.manual_seed(seed)
-    return main(out=out, steps=steps or inspect.signature(main).parameters["steps"].default)
+    return main(**({} if steps is None else {"steps": steps}))
 
 
 def command(main: Callable[..., Numbers]) -> None:
     """The command line of a recipe."""
 
     def start(
-        steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None,
-        out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("out"),
-        seed: int = 0,
+        steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None, seed: int = 0
     ) -> None:
-        name = Path(inspect.getfile(main)).stem
-        with one_line(name):
-            check_writable(out)
-            for what, number in run(main, out, seed, steps).items():
+        with one_line(Path(inspect.getfile(main)).stem):
+            for what, number in run(main, seed, steps).items():
                 print(f"{what}: {number:.4g}")
 
     start.__doc__ = inspect.getmodule(main).__doc__

@@ -5,8 +5,6 @@ frequency, phase and place are random, and noise is added. Numbers: accuracy on 
 plain network of convolutions with about as many parameters.
 """
 
-from pathlib import Path
-
 import torch
 from recipe import Labelled, Numbers, command, fit
 from torch import Tensor, nn
@@ -45,7 +43,7 @@ class Capsules(nn.Module):
         return self.classes(self.parts(poses)).activations
 
 
-def main(steps: int = 1000, out: Path = Path("out")) -> Numbers:
+def main(steps: int = 1000) -> Numbers:
     train, test, margin = waves(4000), waves(1200), MarginLoss()
     layers = [nn.Conv1d(1, 32, 17, stride=4), nn.ReLU(), nn.Conv1d(32, 64, 7, stride=2), nn.ReLU()]
     plain = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 11, KINDS))

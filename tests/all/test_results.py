@@ -35,7 +35,8 @@ TABLES = (
 def numbers(record: Any) -> Iterator[float]:
     if isinstance(record, dict) and "right" in record:
         yield record["right"] / record["images"]
-        yield record.get("found", 0) / (2 * record["images"])
+    if isinstance(record, dict) and "found" in record:
+        yield record["found"] / (2 * record["images"])
     if isinstance(record, dict | list):
         for value in record.values() if isinstance(record, dict) else record:
             yield from numbers(value)
