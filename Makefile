@@ -21,7 +21,7 @@ endif
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
-CXX_FILES := $(shell find csrc tests/emulator examples -type f ! -name '*.py*' ! -name '*.ipynb' ! -name Makefile)
+CXX_FILES := $(foreach end,h inl cpp cu,$(shell find csrc tests/emulator examples -type f -name '*.$(end)'))
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile -p no:benchmark
 # ninja prints every command; without V=1 only the name of the compiled file is left of a command that succeeded.
 BRIEF := $(if $(filter-out 0,$(V)),cat,sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|\1 \2|')
