@@ -264,23 +264,30 @@ class Learner(_OfItsModel):
         wanted = batch.images if batch.parts is None else batch.parts[:, n]
         return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
 
-    def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """The loss of the classes as a function of images, summed over images: the loss that an attack raises.
+    def lead_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
+        """What an attack raises, as a function of images: by how much the most active wrong class leads the least
+        active of ``labels`` (``[B]`` or ``[B, n]``), summed over images.
 
-        The spread loss uses its final margin.
+        Carlini, Wagner (2017) attack this difference too, of logits. The margin loss and the spread loss are 0 where a
+        network is sure: an attack on them leaves these images as they are, and accuracy looks better than it is.
         """
+        wanted = labels[:, None].flatten(1)
 
-        def loss(images: Tensor) -> Tensor:
+        def lead(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            total: Tensor = self._class_loss(poses, activations, labels, self.class_loss.spread_steps).sum()
-            return total
+            logs = self._log_probabilities(poses)
+            scores = activations if logs is None else logs
+            wrong = scores.scatter(1, wanted, -torch.inf).amax(1)
+            return (wrong - scores.gather(1, wanted).amin(1)).sum()
 
-        return loss
+        return lead
 
     def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
-        logs = poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
-        losses: Tensor = self.class_loss(activations, labels, step, logs)
+        losses: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses))
         return losses
+
+    def _log_probabilities(self, poses: Tensor) -> Tensor | None:
+        return poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
 
     def setup(self, stage: str) -> None:
         """``normalize="set"`` takes mean and deviation from the training images when training begins."""

@@ -11,9 +11,10 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 
 from capsfast import train
+from capsfast.data import Batch
 from capsfast.train import ImageData, fgsm, pgd
 
-from ..support.training import learner_for, margin
+from ..support.training import learner_for
 
 
 def test_fgsm_is_a_step_along_the_sign() -> None:
@@ -58,18 +59,39 @@ def test_attacks_reject() -> None:
         pgd(torch.sum, torch.rand(1, 1, 2, 2), 0.1, steps=0)
 
 
-def test_attacks_raise_the_margin_loss_of_a_network(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "loss", "count"),
+    [("capsnet", "margin", 1), ("capsnet", "margin", 2), ("capsnet", "spread", 1), ("cnn", "cross-entropy", 1)],
+)
+def test_attacks_move_images_of_which_the_network_is_sure(model: str, loss: str, count: int) -> None:
+    """The labels are the most active classes, and the loss has margins that all images keep."""
+    options = {"channels": [2], "hidden": [4]} if model == "cnn" else {"conv_channels": 6, "primary_groups": 2}
+    learner = train.Learner(model, 1, 8, 4, loss=loss, options=options).eval()
+    learner.class_loss.margin.m_plus, learner.class_loss.margin.m_minus = 0.0, 1.0
+    learner.class_loss.spread.start = learner.class_loss.spread.end = -1.0
+    images = torch.rand(8, 1, 8, 8)
+    poses, scores = learner.classify(images)
+    if model == "cnn":
+        scores = poses[:, :, 0]
+    ranked, classes = scores.sort(1, descending=True)
+    labels = classes[:, :count].squeeze(1)
+    if model == "capsnet":
+        parts = images[:, None].expand(8, 2, 1, 8, 8) if count == 2 else None
+        assert learner.measured(Batch(images, labels, parts))[0][loss].item() == 0
+    lead = learner.lead_of(labels)
+    torch.testing.assert_close(lead(images), (ranked[:, count] - ranked[:, count - 1]).sum())
+    once, often = fgsm(lead, images, 0.1), pgd(lead, images, 0.1)
+    assert (once != images).flatten(1).any(1).all()
+    assert lead(images) < lead(once) <= lead(often) + 1e-4
+
+
+def test_evaluate_classifies_the_attacked_images(folder: Path) -> None:
     images = ImageData(str(folder))
     learner = learner_for(images).eval()
-    batch = images.sets.test.batch(torch.arange(8))
-    loss = learner.class_loss_of(batch.labels)
-    lengths = learner.model(batch.images).lengths
-    torch.testing.assert_close(loss(batch.images), margin(lengths, torch.eye(4)[batch.labels]).sum())
-    once, often = fgsm(loss, batch.images, 0.1), pgd(loss, batch.images, 0.1)
-    assert loss(batch.images) < loss(once) <= loss(often) + 1e-4
     seen: list[Tensor] = []
 
-    def attack(loss: Any, images: Tensor) -> Tensor:
+    def attack(lead: Any, images: Tensor) -> Tensor:
+        assert isinstance(lead(images), Tensor)
         seen.append(images)
         return torch.zeros_like(images)
 
