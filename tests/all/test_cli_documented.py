@@ -14,6 +14,9 @@ from typer.main import get_command
 from capsfast.cli import early, training
 from capsfast.cli.app import OF_LIGHTNING, app
 
+from ..support.commands import done, record_in, trained
+from ..support.stored_files import write_smallnorb
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS / "training.md", DOCS / "gallery.md"]
 COMMANDS = [
@@ -63,6 +66,19 @@ def test_documented_commands_are_commands(line: str, tmp_path: Path, monkeypatch
     for each, fake in fakes.items():
         monkeypatch.setattr(training.Command, each, fake, raising=False)
     training.run(name, asked)
+
+
+def test_smallnorb_trains_from_its_files_by_the_documented_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    write_smallnorb(tmp_path / "norb", size=96)
+    monkeypatch.chdir(tmp_path)
+    (words,) = (shlex.split(line) for line in COMMANDS if "--data smallnorb" in line)
+    last = trained(tmp_path / "out", *words[1:], "--batch-size", "10", "--accelerator", "cpu")
+    record = record_in(tmp_path / "out")
+    assert record["steps"] == 2 and record["model"]["in_channels"] == 2 and record["model"]["image_size"] == 32
+    assert "of 10 right" in done("evaluate", last, "--data-dir", "norb")
 
 
 def test_documented_commands_are_found() -> None:
