@@ -71,8 +71,8 @@ def evaluate(
     Args:
         learner: the network; it runs on its device, in evaluation mode.
         dataset: the images; overlapping images are right if both classes are right.
-        attack: takes what to raise and images, and returns attacked images, such as
-            ``lambda lead, images: fgsm(lead, images, 0.1)``. It raises :meth:`Learner.lead_of` the labels.
+        attack: takes a loss and images and returns attacked images, such as
+            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is :meth:`Learner.class_loss_of` the labels.
         limit: use only the first ``limit`` images.
         batch_size: images in a batch.
 
@@ -86,7 +86,7 @@ def evaluate(
     for batch in batches(dataset, batch_size, limit):
         images, labels, parts = batch.to(learner.device)
         if attack is not None:
-            images = attack(learner.lead_of(labels), images)
+            images = attack(learner.class_loss_of(labels), images)
         with torch.no_grad():
             lengths = learner.classify(images).activations
         hits = found_classes(lengths, labels)

@@ -264,23 +264,21 @@ class Learner(_OfItsModel):
         wanted = batch.images if batch.parts is None else batch.parts[:, n]
         return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
 
-    def lead_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """What an attack raises, as a function of images: by how much the most active wrong class leads the least
-        active of ``labels`` (``[B]`` or ``[B, n]``), summed over images.
+    def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
+        """A loss of the classes as a function of images, summed over images: the loss that an attack raises.
 
-        Carlini, Wagner (2017) attack this difference too, of logits. The margin loss and the spread loss are 0 where a
-        network is sure: an attack on them leaves these images as they are, and accuracy looks better than it is.
+        It is the loss ``cross-entropy`` for a network trained by it, and ``mse`` for every other. The margin loss and
+        the spread loss are 0 where a network is sure: an attack on them would leave these images as they are, and
+        accuracy look better than it is.
         """
-        wanted = labels[:, None].flatten(1)
+        loss = self.class_loss if self.class_loss.name == "cross-entropy" else ClassLoss("mse")
 
-        def lead(images: Tensor) -> Tensor:
+        def total(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            logs = self._log_probabilities(poses)
-            scores = activations if logs is None else logs
-            wrong = scores.scatter(1, wanted, -torch.inf).amax(1)
-            return (wrong - scores.gather(1, wanted).amin(1)).sum()
+            losses: Tensor = loss(activations, labels, 0, self._log_probabilities(poses))
+            return losses.sum()
 
-        return lead
+        return total
 
     def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
         losses: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses))
