@@ -45,7 +45,7 @@ class Labelled(NamedTuple):
 
 def digits() -> tuple[Labelled, Labelled]:
     """1437 images ``[1, 8, 8]`` in [0, 1] for training and 360 for tests: scikit-learn's handwritten digits."""
-    sets = data.open_sets("digits")
+    sets = data.open_sets("digits", shift=0)
     train, test = (images.batch(torch.arange(len(images))) for images in (sets.train, sets.test))
     return Labelled(train.images, train.labels), Labelled(test.images, test.labels)
 
