@@ -72,7 +72,8 @@ def evaluate(
         learner: the network; it runs on its device, in evaluation mode.
         dataset: the images; overlapping images are right if both classes are right.
         attack: takes a loss and images and returns attacked images, such as
-            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is :meth:`Learner.class_loss_of` the labels.
+            ``lambda loss, images: fgsm(loss, images, 0.1)``. It is called twice, with :meth:`Learner.class_loss_of` and
+            with :meth:`Learner.lead_of` the labels, and the worse of the two results counts for each image.
         limit: use only the first ``limit`` images.
         batch_size: images in a batch.
 
@@ -85,17 +86,25 @@ def evaluate(
     confusion = MulticlassConfusionMatrix(learner.sizes["num_classes"])
     for batch in batches(dataset, batch_size, limit):
         images, labels, parts = batch.to(learner.device)
+        attempts = [images]
         if attack is not None:
-            images = attack(learner.class_loss_of(labels), images)
-        with torch.no_grad():
-            lengths = learner.classify(images).activations
-        hits = found_classes(lengths, labels)
+            attempts = [attack(goal, images) for goal in (learner.class_loss_of(labels), learner.lead_of(labels))]
+        lengths, hits = _worst(learner, attempts, labels)
         right += int(hits.all(1).sum())
         found += int(hits.sum())
         seen += len(labels)
         if parts is None:
             confusion.update(lengths.argmax(1).cpu(), labels.cpu())
     return Evaluation(seen, right, confusion.compute() if parts is None else None, found)
+
+
+@torch.no_grad()
+def _worst(learner: Learner, attempts: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations ``[B, J]`` and found labels ``[B, n]`` of the attempt at each image that leaves the fewest found."""
+    tried = [learner.classify(images).activations for images in attempts]
+    found = torch.stack([found_classes(activations, labels) for activations in tried])
+    worst, rows = found.sum(2).argmin(0), torch.arange(len(labels))
+    return torch.stack(tried)[worst, rows], found[worst, rows]
 
 
 @torch.no_grad()

@@ -265,20 +265,34 @@ class Learner(_OfItsModel):
         return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
 
     def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """A loss of the classes as a function of images, summed over images: the loss that an attack raises.
+        """The loss of the classes as a function of images, summed over images.
 
-        It is the loss ``cross-entropy`` for a network trained by it, and ``mse`` for every other. The margin loss and
-        the spread loss are 0 where a network is sure: an attack on them would leave these images as they are, and
-        accuracy look better than it is.
+        The spread loss uses its final margin. The margin loss and the spread loss are 0 where the network is sure, and
+        have no gradient there: an attack on them alone leaves these images as they are.
         """
-        loss = self.class_loss if self.class_loss.name == "cross-entropy" else ClassLoss("mse")
 
-        def total(images: Tensor) -> Tensor:
+        def loss(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            losses: Tensor = loss(activations, labels, 0, self._log_probabilities(poses))
-            return losses.sum()
+            return self._class_loss(poses, activations, labels, self.class_loss.spread_steps).sum()
 
-        return total
+        return loss
+
+    def lead_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
+        """By how much the most active wrong class leads the least active of ``labels`` (``[B]`` or ``[B, n]``).
+
+        A function of images, summed over images, which has a gradient for every image. Carlini, Wagner (2017) attack
+        this difference too, of logits.
+        """
+        wanted = labels[:, None].flatten(1)
+
+        def lead(images: Tensor) -> Tensor:
+            poses, activations = self.classify(images)
+            logs = self._log_probabilities(poses)
+            scores = activations if logs is None else logs
+            wrong = scores.scatter(1, wanted, -torch.inf).amax(1)
+            return (wrong - scores.gather(1, wanted).amin(1)).sum()
+
+        return lead
 
     def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
         losses: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses))

@@ -14,7 +14,7 @@ from capsfast import train
 from capsfast.data import Batch
 from capsfast.train import ImageData, fgsm, pgd
 
-from ..support.training import learner_for
+from ..support.training import learner_for, margin
 
 
 def test_fgsm_is_a_step_along_the_sign() -> None:
@@ -75,12 +75,45 @@ def test_attacks_move_images_of_which_the_network_is_sure(model: str, loss: str,
     if model == "capsnet":
         parts = images[:, None].expand(8, 2, 1, 8, 8) if count == 2 else None
         assert learner.measured(Batch(images, labels, parts))[0][loss].item() == 0
-    attacked, present = learner.class_loss_of(labels), torch.zeros(8, 4).scatter(1, labels.view(8, count), 1.0)
-    expected = -poses[present.bool()] if model == "cnn" else (lengths - present).square()
-    torch.testing.assert_close(attacked(images), expected.sum())
-    once, often = fgsm(attacked, images, 0.1), pgd(attacked, images, 0.1)
+    lead, scores = learner.lead_of(labels), poses[:, :, 0] if model == "cnn" else lengths
+    ranked = scores.sort(1, descending=True).values
+    torch.testing.assert_close(lead(images), (ranked[:, count] - ranked[:, count - 1]).sum())
+    once, often = fgsm(lead, images, 0.1), pgd(lead, images, 0.1)
     assert (once != images).flatten(1).any(1).all()
-    assert attacked(images) < attacked(once) <= attacked(often) + 1e-4
+    assert lead(images) < lead(once) <= lead(often) + 1e-4
+
+
+def test_the_class_loss_of_a_batch(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images).eval()
+    batch = images.sets.test.batch(torch.arange(8))
+    lengths = learner.model(batch.images).lengths
+    expected = margin(lengths, torch.eye(4)[batch.labels]).sum()
+    torch.testing.assert_close(learner.class_loss_of(batch.labels)(batch.images), expected)
+
+
+@pytest.mark.parametrize("fooling", [0, 1])
+def test_the_worse_of_two_attacks_counts(folder: Path, fooling: int) -> None:
+    """One of the two calls leaves all images as they are, the other takes the light away from half of them."""
+    images = ImageData(str(folder))
+    learner = learner_for(images).eval()
+    batch = images.sets.test.batch(torch.arange(20))
+    black = torch.where(torch.arange(20)[:, None, None, None] < 10, 0.0, batch.images)
+    goals: list[Any] = []
+
+    def attack(goal: Any, images: Tensor) -> Tensor:
+        goals.append(goal(images).item())
+        return black if len(goals) - 1 == fooling else images
+
+    found = train.evaluate(learner, images.sets.test, attack=attack)
+    assert goals == [each(batch.labels)(batch.images).item() for each in (learner.class_loss_of, learner.lead_of)]
+    clean, dark = (learner.classify(x).activations.argmax(1) for x in (batch.images, black))
+    both = (clean == batch.labels) & (dark == batch.labels)
+    assert 0 < both.sum() < (clean == batch.labels).sum() and found.right == both.sum() == found.found
+    first, second = (clean, dark) if fooling else (dark, clean)
+    guessed = torch.where(first == batch.labels, second, first)
+    assert found.confusion is not None
+    torch.testing.assert_close(found.confusion.sum(0), torch.bincount(guessed, minlength=4))
 
 
 def test_evaluate_classifies_the_attacked_images(folder: Path) -> None:

@@ -155,8 +155,8 @@ def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
     assert output.lengths[0, 0] == 0 and found["cross_entropy"].item() == pytest.approx(300)
     found["loss"].backward()
     torch.testing.assert_close(learner.model.classes.bias.grad, torch.tensor([-0.5, 1.0, -0.5]))
-    loss = learner.class_loss_of(torch.tensor([0, 2]))(torch.rand(2, 1, 8, 8))
-    assert loss.item() == pytest.approx(600)
+    for raised in (learner.class_loss_of, learner.lead_of):
+        assert raised(torch.tensor([0, 2]))(torch.rand(2, 1, 8, 8)).item() == pytest.approx(600)
 
 
 @pytest.mark.parametrize("layer", [DynamicRouting, RoutedCaps])
