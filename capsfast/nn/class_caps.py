@@ -34,10 +34,11 @@ class ClassCaps2d(RoutedCaps):
         in_dim, out_dim: sizes of a capsule, K and D.
         size: size of the image, an int or (height, width). The routing has ``in_types·H·W`` input capsules in the
             order (type, y, x).
-        coordinates: whether to add places to the votes. A pair (offset, scale) sets the coordinates: place n of N adds
-            ``scale (n + offset) / N``, and True means (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
-            (1, 0.1), another version of that code (1, 0.01), but in a branch that never runs: the code adds 0.1 at
-            every place, as (1e12, 1e-13 N) does.
+        coordinates: whether to add places to the votes. Take False with dynamic routing on large images: it adds the
+            coordinates of all places up, which alone make every class capsule about 1 long. A pair (offset, scale) sets
+            the coordinates: place n of N adds ``scale (n + offset) / N``, and True means (0.5, 1). The code of Ribeiro,
+            Leontidis, Kollias (2020) has (1, 0.1), another version of that code (1, 0.01), but in a branch that never
+            runs: the code adds 0.1 at every place, as (1e12, 1e-13 N) does.
         routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
 
     Shapes: poses ``[B, in_types, in_dim, H, W]`` and activation ``[B, in_types, H, W]``, or both as lists

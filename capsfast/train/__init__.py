@@ -7,7 +7,7 @@ from ..environment.install import in_the_checkout
 if find_spec("lightning") is None:
     raise ModuleNotFoundError(f"capsfast.train needs lightning; {in_the_checkout('train')}")
 
-from .attacks import fgsm, pgd
+from .attacks import fgsm, lead, pgd
 from .checkpoint import open_checkpoint, open_pretrained
 from .evaluate import (
     Attack,
@@ -50,6 +50,7 @@ __all__ = [
     "evaluate",
     "fgsm",
     "fit",
+    "lead",
     "make_trainer",
     "metrics",
     "object_presences",

@@ -10,6 +10,23 @@ from ..calls import checks
 Loss = Callable[[Tensor], Tensor]  # images [B, C, H, W] to one number
 
 
+def lead(scores: Tensor, labels: Tensor) -> Tensor:
+    """By how much the best wrong class leads the true class, or the worst of several: a goal of attacks.
+
+    It has a gradient where a network is sure too, and the margin loss has none. Carlini, Wagner (2017) raise the same
+    difference, of logits.
+
+    Args:
+        scores: ``[B, J]``, such as activations or log-probabilities.
+        labels: true classes, ``[B]`` or ``[B, n]``.
+
+    Returns:
+        ``[B]``.
+    """
+    true = labels[:, None].flatten(1)
+    return scores.scatter(1, true, -torch.inf).amax(1) - scores.gather(1, true).amin(1)
+
+
 def fgsm(loss: Loss, images: Tensor, eps: float) -> Tensor:
     """One step along the gradient's sign, the fast gradient sign method (Goodfellow, Shlens, Szegedy 2015, section 4).
 

@@ -20,7 +20,7 @@ from .learner import Learner, found_classes, right_predictions
 from .objective import multi_hot
 from .segmentation import SegmentationLearner
 
-# Takes a loss as a function of images, and images; returns the attacked images.
+# Takes a function of images to raise, and images; returns the attacked images.
 Attack = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 # The range of Sabour, Frosst, Hinton (2017), figure 4.
 DELTAS = tuple(0.05 * n for n in range(-5, 6))
@@ -71,9 +71,9 @@ def evaluate(
     Args:
         learner: the network; it runs on its device, in evaluation mode.
         dataset: the images; overlapping images are right if both classes are right.
-        attack: takes a loss and images and returns attacked images, such as
-            ``lambda loss, images: fgsm(loss, images, 0.1)``. It is called twice, with :meth:`Learner.class_loss_of` and
-            with :meth:`Learner.lead_of` the labels, and the worse of the two results counts for each image.
+        attack: takes a goal, a function of images to raise, and images, and returns attacked images, such as
+            ``lambda goal, images: fgsm(goal, images, 0.1)``. It is called twice, with ``learner.class_loss_of(labels)``
+            and with ``learner.lead_of(labels)``. For each image the attempt counts that leaves fewer labels found.
         limit: use only the first ``limit`` images.
         batch_size: images in a batch.
 
@@ -100,7 +100,7 @@ def evaluate(
 
 @torch.no_grad()
 def _worst(learner: Learner, attempts: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations ``[B, J]`` and found labels ``[B, n]`` of the attempt at each image that leaves the fewest found."""
+    """The attempt at each image with the fewest labels found: activations ``[B, J]``, and what is found, ``[B, n]``."""
     tried = [learner.classify(images).activations for images in attempts]
     found = torch.stack([found_classes(activations, labels) for activations in tried])
     worst, rows = found.sum(2).argmin(0), torch.arange(len(labels))

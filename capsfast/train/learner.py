@@ -21,6 +21,7 @@ from ..models._network import Network, load_fitting, made_from
 from ..nn import ReconstructionLoss, RoutedCaps
 from ..nn.routing.base import Capsules, SummingRouting
 from ..storage.dotted import path_of
+from .attacks import lead
 from .images import ImageData, check_types
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options, read_pretrained
 from .normalize import Normalize
@@ -278,21 +279,17 @@ class Learner(_OfItsModel):
         return loss
 
     def lead_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """By how much the most active wrong class leads the least active of ``labels`` (``[B]`` or ``[B, n]``).
+        """:func:`lead` over ``labels`` (``[B]`` or ``[B, n]``) as a function of images, summed over images.
 
-        A function of images, summed over images, which has a gradient for every image. Carlini, Wagner (2017) attack
-        this difference too, of logits.
+        The scores are the activations, for ``cnn`` the log-probabilities.
         """
-        wanted = labels[:, None].flatten(1)
 
-        def lead(images: Tensor) -> Tensor:
+        def total(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
             logs = self._log_probabilities(poses)
-            scores = activations if logs is None else logs
-            wrong = scores.scatter(1, wanted, -torch.inf).amax(1)
-            return (wrong - scores.gather(1, wanted).amin(1)).sum()
+            return lead(activations if logs is None else logs, labels).sum()
 
-        return lead
+        return total
 
     def _class_loss(self, poses: Tensor, activations: Tensor, labels: Tensor, step: int) -> Tensor:
         losses: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses))

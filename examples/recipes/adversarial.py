@@ -1,9 +1,10 @@
 """Adversarial training: networks learn from attacked digits as well as from clean ones (Goodfellow et al. 2015).
 
 A CapsNet and a plain CNN of about the same size are trained twice: on clean digits, and on these and the same digits
-attacked by FGSM, which changes every pixel by at most 0.1 along the gradient of the network in training. Test digits
-are attacked with the gradient of the network under test by PGD, which takes ten steps within the same bounds: a network
-that only hides its gradient from one step is found out. Numbers: accuracy on the test digits, clean and attacked.
+attacked by FGSM, which changes every pixel by at most 0.1 to raise the lead of the best wrong class over the true one,
+of the network in training. Test digits are attacked for the network under test by PGD, which takes ten steps within the
+same bounds: a network that only hides its gradient from one step is found out. Numbers: accuracy on the test digits,
+clean and attacked.
 """
 
 from collections.abc import Callable
@@ -16,17 +17,11 @@ from torch.nn import functional as F
 
 from capsfast.models import CNN, CapsNet
 from capsfast.nn import MarginLoss
-from capsfast.train import fgsm, pgd
+from capsfast.train import fgsm, lead, pgd
 
 EPS = 0.1  # largest change of a pixel
 
 Scores = Callable[[Tensor], Tensor]  # of images: lengths, or logarithms of probabilities
-
-
-def lead(scores: Scores, labels: Tensor, images: Tensor) -> Tensor:
-    """How far the best wrong class is ahead of the true one. Unlike the margin loss, it always has a gradient."""
-    found, true = scores(images), labels[:, None]
-    return (found.scatter(1, true, -torch.inf).amax(1) - found.gather(1, true)[:, 0]).sum()
 
 
 def scored(net: nn.Module, what: str, images: Tensor) -> Tensor:
@@ -37,7 +32,7 @@ def scored(net: nn.Module, what: str, images: Tensor) -> Tensor:
 def objective(scores: Scores, loss: Callable[..., Tensor], attacks: bool) -> Callable[..., Tensor]:
     def of_batch(images: Tensor, labels: Tensor) -> Tensor:
         if attacks:
-            attacked = fgsm(partial(lead, scores, labels), images, EPS)
+            attacked = fgsm(lambda x: lead(scores(x), labels).sum(), images, EPS)
             images, labels = torch.cat([images, attacked]), labels.repeat(2)
         return loss(scores(images), labels)
 
@@ -52,7 +47,7 @@ def main(steps: int = 400) -> Numbers:
         lengths, logs = partial(scored, caps, "lengths"), partial(scored, plain, "capsules")
         for name, net, scores, loss in (("capsules", caps, lengths, MarginLoss()), ("plain", plain, logs, F.nll_loss)):
             fit(net, objective(scores, loss, attacks), train.batches(), steps, 0.01, f"{name}, {training} training")
-            attacked = pgd(partial(lead, scores, test.labels), test.inputs, EPS)
+            attacked = pgd(lambda x, scores=scores: lead(scores(x), test.labels).sum(), test.inputs, EPS)
             numbers[f"{name}, {training} training"] = test.accuracy(scores)
             numbers[f"{name}, {training} training, attacked"] = Labelled(attacked, test.labels).accuracy(scores)
     return numbers

@@ -1,9 +1,9 @@
 """Backbones: class capsules on the feature map of a network from torchvision (the capsules of Sabour et al. 2017).
 
 The images are the digits, enlarged to 32 x 32 pixels in three equal channels. The backbone is torchvision's ShuffleNet
-of few blocks and channels, up to its third stage and without trained weights: it makes of an image a map of 64
-channels and 2 x 2 places. One head makes capsules of the map and routes them to classes. The plain head, a hidden layer
-and a linear one, has about as many parameters. Numbers: accuracy on the test digits.
+of few blocks and channels, up to its third stage. It starts from random weights, is trained with each head, and makes
+of an image a map of 64 channels and 2 x 2 places. One head makes capsules of the map and routes them to classes. The
+plain head, a hidden layer and a linear one, has about as many parameters. Numbers: accuracy on the test digits.
 """
 
 from recipe import Labelled, Numbers, command, digits, fit

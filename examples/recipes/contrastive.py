@@ -3,8 +3,8 @@
 The views are the digit under random affine maps, with noise; NT-Xent, the loss of SimCLR, draws the two views of an
 image together. Both encoders make vectors of 128 numbers, the capsules as 16 capsules of 8, and have about as many
 parameters; there is no projection head. Then a logistic regression learns from five labelled images of each digit, on
-the frozen vectors. Numbers: accuracy on the test digits, means of 20 draws of the labelled images, also before
-pretraining and on the pixels; guesses give 0.1.
+the frozen vectors, standardised. Numbers: accuracy on the test digits, means of 20 draws of the labelled images, also
+before pretraining and on the pixels; guesses give 0.1.
 """
 
 import statistics
@@ -58,8 +58,8 @@ def probe(encoder: nn.Module) -> float:
     train, test = digits()
     scaler = StandardScaler().fit(encoder(train.inputs))
     known, asked = (scaler.transform(encoder(images.inputs)) for images in (train, test))
-    for _ in range(DRAWS):
-        order = torch.randperm(len(train.labels))
+    for draw in range(DRAWS):  # the same images for every encoder
+        order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(draw))
         few = torch.cat([order[train.labels[order] == label][:SHOTS] for label in range(10)])
         linear = LogisticRegression(max_iter=1000).fit(known[few], train.labels[few])
         accuracies.append(linear.score(asked, test.labels))

@@ -1,9 +1,9 @@
 """Detection: class capsules say which two digits an image holds, and their poses where (after Sabour et al. 2017).
 
-Images of 20 x 20 pixels hold two digits of different classes at random places, made of the training or the test digits.
-The length of a class capsule is the score of its class, and one linear layer for all classes reads the box of the ink
-from its pose. The plain network, with about as many parameters, makes a score and a vector of each class by two linear
-layers in place of the routing, and reads boxes from the vectors in the same way.
+Images of 20 x 20 pixels hold two digits of different classes at random places where they do not overlap, made of the
+training or the test digits. The length of a class capsule is the score of its class, and one linear layer for all
+classes reads the box of the ink from its pose. The plain network, with about as many parameters, makes a score and a
+vector of each class by two linear layers in place of the routing, and reads boxes from the vectors in the same way.
 Numbers: the share of 1000 test images whose two digits have the largest scores, 1 in 45 for guesses; the mean
 intersection over union (IoU) of the boxes of the classes that are there; and the share of images whose digits are both
 found with an IoU above 0.5.

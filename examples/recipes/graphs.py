@@ -21,7 +21,7 @@ def graph(kind: int) -> Tensor:
     """The adjacency ``[20, 20]`` of a graph of 10 to 20 nodes, all of which have edges; 0 for absent nodes."""
     nodes = torch.arange(int(torch.randint(10, NODES + 1, ())))
     count, half, edges = len(nodes), len(nodes) // 2, torch.zeros(NODES, NODES)
-    parents = [(nodes - 1) % count, (torch.rand(count) * nodes).long(), (nodes - 1).clamp(0), nodes // half * half]
+    parents = [(nodes - 1) % count, (torch.rand(count) * nodes).long(), (nodes - 1).clamp(0), (nodes >= half) * half]
     edges[nodes, parents[kind].clamp(0, count - 1)] = 1
     if kind == 2:  # a community is a half of the nodes
         edges[:count, :count] += ((nodes < half) == (nodes < half)[:, None]) * (torch.rand(count, count) < 0.15)

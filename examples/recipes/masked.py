@@ -1,10 +1,10 @@
 """Masked pretraining: a capsule encoder fills in hidden patches of digits, without labels (after He et al. 2022).
 
-Patches of 2 x 2 pixels are hidden with probability one half. A linear decoder reconstructs the image from the vectors
-of the encoder; the loss is the squared error of the hidden pixels. The encoders, capsules and plain with about as many
-parameters, and the logistic regression on five labelled images of each digit are those of `contrastive`. Numbers:
-accuracy on the test digits, means of 20 draws of the labelled images, also before pretraining and on the pixels;
-guesses give 0.1.
+Patches of 2 x 2 pixels are hidden with probability one half. One linear layer and a sigmoid reconstruct the image from
+the vectors of the encoder; the loss is the squared error of the hidden pixels. The encoders, capsules and plain with
+about as many parameters, and the logistic regression on five labelled images of each digit are those of `contrastive`.
+Numbers: accuracy on the test digits, means of 20 draws of the labelled images, also before pretraining and on the
+pixels; guesses give 0.1.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from capsfast.nn import Decoder
 
-PATCH, HIDDEN, SHARE = 2, -1.0, 0.5
+PATCH, FILL, SHARE = 2, -1.0, 0.5
 
 
 class Masked(nn.Module):
@@ -27,7 +27,7 @@ class Masked(nn.Module):
         """The mean squared error of hidden pixels of ``images [B, 1, 8, 8]``."""
         patches = torch.rand(len(images), 1, 8 // PATCH, 8 // PATCH) < SHARE
         hidden = patches.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-        vectors = self.encoder(images.masked_fill(hidden, HIDDEN))
+        vectors = self.encoder(images.masked_fill(hidden, FILL))
         return F.mse_loss(self.decoder(vectors.unflatten(1, (16, 8)))[hidden], images[hidden])
 
 

@@ -4,8 +4,8 @@ The clouds are synthetic: 128 noisy points on a cube, sphere, octahedron, tube, 
 random. Autoencoders learn without labels by the Chamfer distance, the mean distance of a point to the nearest point of
 the other cloud, in both directions. The plain one differs in the latent layer alone: a fully connected layer, with
 about as many parameters, makes the vectors from which the same decoder draws patches. Numbers: accuracy on 1200 test
-clouds of a logistic regression, which learns from the codes of the 3000 training clouds, also before the autoencoder
-is trained.
+clouds of a logistic regression, which learns from the codes of the 3000 training clouds, also before the autoencoder is
+trained, 1/6 for guesses; and the Chamfer distance, where less is better.
 """
 
 from collections.abc import Callable
@@ -47,13 +47,12 @@ class AutoEncoder(nn.Module):
     def __init__(self, capsules: bool) -> None:
         super().__init__()
         self.points, self.patch = MLP(3, [64, 128, 256]), MLP(16 + 2, [64, 64, 3])
-        self.latent = DigitCaps(32, 8, 8, 16) if capsules else nn.Linear(256, 8 * 16)
+        self.latent = DigitCaps(32, 8, 8, 16) if capsules else nn.Sequential(nn.Flatten(), nn.Linear(256, 8 * 16))
 
     def encode(self, points: Tensor) -> Tensor:
         """Codes ``[B, 8 * 16]`` of clouds ``[B, 128, 3]``."""
-        pooled = self.points(points).amax(1)
-        routed = isinstance(self.latent, DigitCaps)
-        return torch.flatten(self.latent(squash(pooled.unflatten(1, (32, 8))) if routed else pooled.relu()), 1)
+        pooled = squash(self.points(points).amax(1).unflatten(1, (32, 8)))
+        return torch.flatten(self.latent(pooled), 1)
 
     def forward(self, points: Tensor) -> Tensor:
         """Every latent vector draws 16 points, each from a random place of a square."""
@@ -74,6 +73,7 @@ def main(steps: int = 350) -> Numbers:
         numbers[f"{name} before training"] = accuracy(net.encode, train, test)
         fit(net, lambda points, _, net=net: chamfer(net(points), points), train.batches(32), steps, name=name)
         numbers[name] = accuracy(net.encode, train, test)
+        numbers[f"{name}, Chamfer distance"] = chamfer(net(test.inputs), test.inputs).item()
     return numbers
 
 

@@ -1,9 +1,9 @@
 """Pruning: types of primary capsules that are like others are left out (after OrthCaps, Geng et al. 2024).
 
 A CapsNet and a plain network of convolutions with about as many parameters learn the digits. The score of a capsule
-type is its largest cosine similarity to a type of longer capsules, in the mean over places and training images. Half
-or three quarters of the 16 types are masked: those with the largest scores, or random ones. The plain network loses
-the same share of its 128 channels, those with the smallest weights. Numbers: accuracy on the test digits, also after a
+type is its largest cosine similarity to a type of longer capsules, in the mean over places and training images. Half or
+three quarters of the 16 types are masked: those with the largest scores, or random ones. The plain network loses the
+same share of its 128 channels, those with the smallest weights. Numbers: accuracy on the test digits, also after a
 tenth of the training steps with what is left ("tuned").
 """
 
@@ -59,7 +59,7 @@ def main(steps: int = 600) -> Numbers:
         for name, net in {**masked, "plain": thinned}.items():
             loss, less = F.cross_entropy if net is thinned else margin, f"{name} without {share:.0%}"
             numbers[less] = test.accuracy(net)
-            fit(net, lambda x, labels, net=net, loss=loss: loss(net(x), labels), train.batches(), tenth, 0.001)
+            fit(net, lambda x, labels, net=net, loss=loss: loss(net(x), labels), train.batches(), tenth, 0.001, less)
             numbers[f"{less}, tuned"] = test.accuracy(net)
     return numbers
 

@@ -2,9 +2,10 @@
 
 The documents are docstrings of six packages of Python's standard library, cut to 8 sentences of 16 words; the class is
 the package. A convolution over word embeddings makes the capsules of a sentence, and a mask takes absent sentences out
-of the routing. The plain network has the same embeddings and convolution, and a linear layer on the mean of the
-sentences. A fifth of the docstrings are for tests; training leaves out those that share a sentence with these.
-Numbers: accuracy on the tests; the most frequent package alone gives about 0.21.
+of the routing. The plain network has the same embeddings and convolution, and a hidden and a linear layer on the mean
+of the sentences, with as many parameters as the routing. A fifth of the docstrings are for tests; training leaves out
+those that share a sentence with these. Numbers: accuracy on the tests; the most frequent package alone gives about
+0.21.
 """
 
 import ast
@@ -18,19 +19,20 @@ from recipe import Labelled, Numbers, command, fit
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.ops import MLP
 
 from capsfast import squash
 from capsfast.nn import ClassCaps1d, MarginLoss
 
 PACKAGES = ("asyncio", "email", "importlib", "logging", "unittest", "xml")
-SENTENCES, WORDS, VOCABULARY, TYPES, DIM = 8, 16, 4096, 8, 8
+SENTENCES, WORDS, BUCKETS, TYPES, DIM = 8, 16, 4096, 8, 8
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def sentences(text: str) -> tuple[tuple[int, ...], ...]:
-    """The words of each sentence as numbers from 1 on, cut to SENTENCES and WORDS or filled up with 0."""
+    """The hashed words of each sentence as numbers from 1 on, cut to SENTENCES and WORDS or filled up with 0."""
     split = (re.findall(b"[a-z]+", sentence) for sentence in re.split(rb"[.:]\s|\n\n", text.lower().encode()))
-    cut = [(*(1 + crc32(word) % VOCABULARY for word in words), *WORDS * (0,))[:WORDS] for words in split if words]
+    cut = [(*(1 + crc32(word) % BUCKETS for word in words), *WORDS * (0,))[:WORDS] for words in split if words]
     return (*cut, *SENTENCES * (WORDS * (0,),))[:SENTENCES]
 
 
@@ -51,10 +53,10 @@ def docstrings() -> list[Labelled]:
 class Text(nn.Module):
     def __init__(self, capsules: bool) -> None:
         super().__init__()
-        self.embedding = nn.Sequential(nn.Embedding(VOCABULARY + 1, 32, padding_idx=0), nn.Dropout(0.3))
+        self.embedding = nn.Sequential(nn.Embedding(BUCKETS + 1, 32, padding_idx=0), nn.Dropout(0.3))
         self.conv = nn.Conv2d(32, TYPES * DIM, (1, 3), padding=(0, 1))  # along the words of each sentence
         caps = ClassCaps1d(TYPES, len(PACKAGES), DIM, 16, SENTENCES, coordinates=False)
-        self.head = caps if capsules else nn.Linear(TYPES * DIM, len(PACKAGES))
+        self.head = caps if capsules else MLP(TYPES * DIM, [86, len(PACKAGES)])
 
     def forward(self, text: Tensor) -> Tensor:
         """Scores ``[B, packages]`` of words ``[B, SENTENCES, WORDS]``."""

@@ -4,7 +4,8 @@ A digit lies at a random place of 12 x 12 pixels. The network sees it and a shif
 capsule recognition units give a probability and a position; the shift is added to the position; generation units draw
 the capsule's part, which the probability gates. The plain autoencoder, with a code as large and about as many
 parameters, gets the shift as two more inputs of its decoder. Numbers, on test digits: R^2 of the pixels that are drawn,
-and R^2 of the shift that the change of the capsules' positions tells, when the shifted digit is seen too.
+and R^2 of the shift that the capsules tell when the shifted digit is seen too: the mean change of their positions,
+weighted by their probabilities.
 """
 
 from collections.abc import Iterator
