@@ -23,7 +23,7 @@ def record_of(name: str) -> dict[str, Any]:
 TABLES = (
     ("| data | network | parameters |", PAGE, ""),
     ("| `--pretrained` |", PAGE, ""),
-    ("| network | parameters | test accuracy | seconds | in the record |", PAGE, "digits-routings.json"),
+    ("| network | parameters | mean | lowest | highest | in the record |", PAGE, "digits-routings.json"),
     ("| network | in the record | parameters |", PAGE, "small-networks.json"),
     ("| iterations |", PAGE, "small-networks.json"),
     ("| data | parameters |", ROOT / "docs" / "unsupervised.md", "stacked-mnist.json"),
