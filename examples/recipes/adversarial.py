@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from recipe import Labelled, Numbers, command, digits, fit
+from recipe import Labelled, Numbers, command, digits, draw, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,6 +41,7 @@ def objective(scores: Scores, loss: Callable[..., Tensor], attacks: bool) -> Cal
 
 def main(steps: int = 400) -> Numbers:
     (train, test), numbers = digits(), {}
+    shown = [test.inputs[:10]]
     for attacks, training in ((False, "clean"), (True, "adversarial")):
         caps = CapsNet(1, 8, conv_channels=64, primary_groups=8, reconstruction=False)
         plain = CNN(1, 8, channels=(32, 32), hidden=(32,), kernel_size=3, dropout=0.0)
@@ -48,8 +49,10 @@ def main(steps: int = 400) -> Numbers:
         for name, net, scores, loss in (("capsules", caps, lengths, MarginLoss()), ("plain", plain, logs, F.nll_loss)):
             fit(net, objective(scores, loss, attacks), train.batches(), steps, 0.01, f"{name}, {training} training")
             attacked = pgd(lambda x, scores=scores: lead(scores(x), test.labels).sum(), test.inputs, EPS)
+            shown.append(attacked[:10])
             numbers[f"{name}, {training} training"] = test.accuracy(scores)
             numbers[f"{name}, {training} training, attacked"] = Labelled(attacked, test.labels).accuracy(scores)
+    draw("adversarial", *shown)
     return numbers
 
 

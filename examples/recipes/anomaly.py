@@ -6,7 +6,7 @@ Numbers: the area under the ROC curve, 0.5 for guesses and 1 for scores that tel
 """
 
 import torch
-from recipe import Numbers, command, digits, fit
+from recipe import Numbers, command, digits, draw, fit
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
@@ -37,6 +37,8 @@ def main(steps: int = 600) -> Numbers:
         with torch.no_grad():
             errors = (net(test.inputs) - test.inputs).square().sum((1, 2, 3))
         areas[name] = float(roc_auc_score(test.labels > 4, errors))
+    shown = torch.stack([test.of(digit).inputs[0] for digit in range(10)])
+    draw("anomaly", shown, *(net(shown).detach() for net in nets.values()))
     return areas
 
 

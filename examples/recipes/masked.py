@@ -9,7 +9,7 @@ pixels; guesses give 0.1.
 
 import torch
 from contrastive import Capsules, plain, probe
-from recipe import Numbers, command, digits, fit
+from recipe import Numbers, command, digits, draw, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,21 +23,29 @@ class Masked(nn.Module):
         super().__init__()
         self.encoder, self.decoder = encoder, Decoder(16, 8, (1, 8, 8), hidden=(), masked=False)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """The mean squared error of hidden pixels of ``images [B, 1, 8, 8]``."""
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the encoder sees of ``images [B, 1, 8, 8]``, the reconstructions, and which pixels are hidden."""
         patches = torch.rand(len(images), 1, 8 // PATCH, 8 // PATCH) < SHARE
         hidden = patches.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-        vectors = self.encoder(images.masked_fill(hidden, FILL))
-        return F.mse_loss(self.decoder(vectors.unflatten(1, (16, 8)))[hidden], images[hidden])
+        seen = images.masked_fill(hidden, FILL)
+        return seen, self.decoder(self.encoder(seen).unflatten(1, (16, 8))), hidden
 
 
 def main(steps: int = 1000) -> Numbers:
-    train, numbers = digits()[0], {"pixels": probe(nn.Flatten())}
+    (train, test), nets = digits(), []
+    numbers = {"pixels": probe(nn.Flatten())}
     for name, encoder in (("capsules", Capsules()), ("plain", plain())):
         numbers[f"{name} before pretraining"] = probe(encoder)
-        net = Masked(encoder)
-        fit(net, lambda images, _, net=net: net(images), train.batches(128), steps, 0.01, name)
+        nets.append(net := Masked(encoder))
+
+        def loss(images: Tensor, labels: Tensor, net: nn.Module = net) -> Tensor:
+            _, found, hidden = net(images)
+            return F.mse_loss(found[hidden], images[hidden])
+
+        fit(net, loss, train.batches(128), steps, 0.01, name)
         numbers[name] = probe(encoder)
+    shown = test.inputs[:10]
+    draw("masked", shown, *(row.detach() for net in nets for row in net(shown)[:2]))
     return numbers
 
 

@@ -1,7 +1,7 @@
 """What the recipes share: handwritten digits, one way to train, and a command line.
 
-A recipe is a function ``main(steps)`` that returns its numbers by name. ``python examples/recipes/NAME.py`` calls
-it, and prints the numbers.
+A recipe is a function ``main(steps)`` that returns its numbers by name, and may draw a picture. ``python
+examples/recipes/NAME.py`` calls it, and prints the numbers.
 """
 
 import inspect
@@ -14,11 +14,15 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.utils import save_image
 
 from capsfast import data
 from capsfast.cli.endings import one_line
+from capsfast.storage.files import check_writable
 
 Numbers = dict[str, float]
+pictures: list[Path] = []  # the folder for pictures, if they are wanted
 
 
 class Labelled(NamedTuple):
@@ -73,6 +77,13 @@ def fit(
     return net.eval()
 
 
+def draw(name: str, *rows: Tensor) -> None:
+    """Draws rows of as many images ``[n, 1, H, W]`` in [0, 1] each, fourfold, into ``name.png``, if that is wanted."""
+    for folder in pictures:
+        images = F.interpolate(torch.cat(rows), scale_factor=4)
+        save_image(images, folder / f"{name}.png", nrow=len(rows[0]), padding=4, pad_value=1)
+
+
 def run(main: Callable[..., Numbers], seed: int = 0, steps: int | None = None) -> Numbers:
     """The numbers of a recipe, after ``steps`` steps or as many as the recipe takes."""
     torch.manual_seed(seed)
@@ -83,9 +94,14 @@ def command(main: Callable[..., Numbers]) -> None:
     """The command line of a recipe."""
 
     def start(
-        steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None, seed: int = 0
+        steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None,
+        seed: int = 0,
+        out: Annotated[Path | None, typer.Option(help="Folder for a picture, if the recipe draws one.")] = None,
     ) -> None:
         with one_line(Path(inspect.getfile(main)).stem):
+            if out is not None:
+                check_writable(out)
+                pictures.append(out)
             for what, number in run(main, seed, steps).items():
                 print(f"{what}: {number:.4g}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.commands import is_png
 from ..test_docs import ROOT, table_rows
 from .test_examples import run
 
@@ -78,10 +79,11 @@ def test_is_better_than_guessing(name: str) -> None:
     assert set(RECORD[name]["numbers"]) == set(numbers)
 
 
-def test_runs_as_a_command() -> None:
-    done = run("recipes/distillation", "--steps", "20")
+def test_runs_as_a_command(tmp_path: Path) -> None:
+    done = run("recipes/anomaly", "--steps", "20", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^teacher: 0\.\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^plain: 0\.\d+$", done.stdout, re.MULTILINE)
+    assert is_png(tmp_path / "anomaly.png")
 
 
 def test_the_table_holds_what_was_recorded() -> None:
