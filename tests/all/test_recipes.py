@@ -54,7 +54,7 @@ BETTER: dict[str, tuple[int, Callable[[dict[str, float]], bool]]] = {
     "graphs": (100, lambda n: n["capsules"] > 0.6),
     "hierarchy": (30, lambda n: n["capsules, digits"] > 0.5 and n["capsules, groups"] > 0.6),
     "int8": (100, lambda n: n["accuracy int8"] > 0.7 and n["largest error of a length"] < 0.05),
-    "masked": (150, lambda n: n["capsules"] > n["capsules before pretraining"]),
+    "masked": (150, lambda n: n["capsules, hidden pixels"] > 0.5),
     "points": (30, lambda n: n["capsules"] > 0.5 and n["capsules, Chamfer distance"] < 0.8),
     "pruning": (60, lambda n: n["capsules without 50%, tuned"] > 0.5),
     "series": (60, lambda n: n["capsules"] > 0.3),
