@@ -40,6 +40,7 @@ def own_lines(path: Path) -> int:
 
 
 # Steps, and what these steps reach with seed 0: more than guesses do, and where it can be told, than before training.
+# The mean image explains 0.48 of the hidden pixels of "masked".
 BETTER: dict[str, tuple[int, Callable[[dict[str, float]], bool]]] = {
     "adversarial": (
         60,
@@ -54,7 +55,7 @@ BETTER: dict[str, tuple[int, Callable[[dict[str, float]], bool]]] = {
     "graphs": (100, lambda n: n["capsules"] > 0.6),
     "hierarchy": (30, lambda n: n["capsules, digits"] > 0.5 and n["capsules, groups"] > 0.6),
     "int8": (100, lambda n: n["accuracy int8"] > 0.7 and n["largest error of a length"] < 0.05),
-    "masked": (150, lambda n: n["capsules, hidden pixels"] > 0.5),
+    "masked": (300, lambda n: n["capsules, hidden pixels"] > 0.55),
     "points": (30, lambda n: n["capsules"] > 0.5 and n["capsules, Chamfer distance"] < 0.8),
     "pruning": (60, lambda n: n["capsules without 50%, tuned"] > 0.5),
     "series": (60, lambda n: n["capsules"] > 0.3),
