@@ -50,6 +50,7 @@ BETTER: dict[str, tuple[int, Callable[[dict[str, float]], bool]]] = {
     "backbone": (60, lambda n: n["capsules"] > 0.4),
     "contrastive": (40, lambda n: n["capsules"] > n["capsules before pretraining"] + 0.02),
     "detection": (220, lambda n: n["capsules"] > 0.06),
+    "discriminator": (300, lambda n: n["capsules"] > 0.15),
     "distillation": (100, lambda n: n["teacher"] > 0.7),
     "few_shot": (60, lambda n: n["capsules"] > 0.5),
     "graphs": (100, lambda n: n["capsules"] > 0.6),
