@@ -297,9 +297,8 @@ def test_sparse_coupling_has_zeros(page: dict[str, Any]) -> None:
     c = page["entmax"](edges)
     torch.testing.assert_close(c, wanted)
     (gradient,) = torch.autograd.grad(c[0, 0, 0], edges)
-    slope = (
-        2 * 0.5**0.5 * (1 / 2 - 1 / 4)
-    )  # of the square, times that of b / 2, less that of tau, the mean of two b / 2
+    # The slope of the square, times the slope of b / 2 less the slope of tau, the mean of two b / 2.
+    slope = 2 * 0.5**0.5 * (1 / 2 - 1 / 4)
     torch.testing.assert_close(gradient[0, 0], torch.tensor([slope, -slope, 0.0], dtype=torch.float64))
 
 

@@ -3,10 +3,9 @@
 A generator makes digits of a given class from noise. The discriminator learns that the capsule of the class is long for
 real digits, and that all capsules are short for generated ones; the generator learns to make its class capsule long.
 Both use the margin loss with margins of 1 and 0 and a squash that is steep at 0: with those of Sabour et al. (2017)
-short capsules have nearly no gradient, and the generator learns nothing. The plain discriminator, with about as many
-parameters, has a logit for each class and binary cross-entropy. Numbers: accuracy on the test digits of a logistic
-regression that learns from 2000 generated digits alone, 0.1 for guesses, and of one that
-learns from the real training digits.
+short capsules leave the generator nearly no gradient. The plain discriminator, with about as many parameters, has a
+logit for each class and binary cross-entropy. Numbers: accuracy on the test digits of a logistic regression that learns
+from 2000 generated digits alone, 0.1 for guesses, and of one that learns from the real training digits.
 """
 
 from collections.abc import Callable
